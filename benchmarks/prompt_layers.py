@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, inject
-from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL
@@ -34,7 +34,7 @@ def measured(model: Any, context: torch.Tensor, repeats: int) -> tuple[float, fl
         return seconds(lambda: model(context, past_key_values=cache, logits_to_keep=1))
 
     def by_own_steps() -> float:
-        with patch.object(PromptLayer, "fits", return_value=False):
+        with patch.object(FusedPrefillLayer, "fits", return_value=False):
             return prefilled()
 
     found = interleaved_medians({"own": by_own_steps, "short": prefilled}, repeats)

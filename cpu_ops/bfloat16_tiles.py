@@ -14,7 +14,7 @@ from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 LANES = 16
 COLUMNS = 4 * LANES
-"""Columns of a register tile."""
+"""PaddingMask of a register tile."""
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from cpu_ops.device_function import inner
 from cpu_ops.estimated_masses import log_sum_exp
-from cpu_ops.inner import inner
 
 
 @inner

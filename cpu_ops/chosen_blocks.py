@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit
 
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LOG2_E, row_exp2
-from cpu_ops.inner import inner
 from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import select
 

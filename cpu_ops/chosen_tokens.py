@@ -11,9 +11,9 @@ from numba import njit, types
 
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import number_above

@@ -11,12 +11,12 @@ import numpy as np
 from cpu_ops import (
     attention,
     block_choice,
-    candidate_masses,
+    block_rerank,
     chosen_tokens,
-    code_masses,
+    int4_key_scores,
     list_attention,
     mean_scores,
-    rest_estimate,
+    residual_attention,
     scores,
     token_attention,
     token_store,
@@ -77,7 +77,7 @@ class EstimatingStep:
         group_vectors, group_values: as representatives and value_means, for the group whose last block this is; None
             without groups.
         key_offsets: as in `attention.attend_blocks`.
-        key_codes: [num_blocks, kv_heads, 1, code_masses.bytes_of_block] uint8, coarse copies of the keys; None if
+        key_codes: [num_blocks, kv_heads, 1, int4_key_scores.bytes_of_block] uint8, coarse copies of the keys; None if
             candidates are scored by their stored keys.
 
     Attributes:
@@ -115,9 +115,11 @@ class EstimatingStep:
         shapes = representatives.shape, representatives.dtype
         looks = 0
         if has_mean and choice.rerank != 1 and key_codes is not None:
-            looks = code_masses.region_for(q, key_codes.shape, coarse_means.shape, keys.shape[2], coarse_means.dtype)
+            looks = int4_key_scores.region_for(
+                q, key_codes.shape, coarse_means.shape, keys.shape[2], coarse_means.dtype
+            )
         elif has_mean and choice.rerank != 1:
-            looks = candidate_masses.region_for(
+            looks = block_rerank.region_for(
                 q, coarse.shape, coarse_means.shape, coarse.dtype, coarse_means.dtype, differ=key_offsets is not None
             )
         by_token = [0, 0, 0]
@@ -139,8 +141,8 @@ class EstimatingStep:
                 looks,
                 address_of(list_attention.kernel_for(numbers)),
                 attend,
-                address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
-                rest_estimate.region_for(q, self.v_dim, means.dtype) if has_mean else 0,
+                address_of(residual_attention.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
+                residual_attention.region_for(q, self.v_dim, means.dtype) if has_mean else 0,
                 block_choice.region(),
                 *by_token,
             ],

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LOG2_E, exp2, tanh
-from cpu_ops.inner import inner
 
 SILU, GELU_TANH = 0, 1
 """The kinds of `activated`."""

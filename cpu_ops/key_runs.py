@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.inner import inner
+from cpu_ops.device_function import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.threads import kernel_threads

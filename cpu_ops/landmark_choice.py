@@ -7,9 +7,9 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
 from cpu_ops.eight_lanes import query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region

@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit
 
+from cpu_ops.device_function import inner
 from cpu_ops.gathered_rows import row_address
-from cpu_ops.inner import inner
 
 UNSEEN = np.float32(-3e30)
 """Score of a token after the query. It stays finite under any scale, so that nothing becomes infinite."""

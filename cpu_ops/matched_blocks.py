@@ -11,7 +11,14 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import begin_tiles, end_tiles
-from cpu_ops.asked_keys import (
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
+from cpu_ops.exponential import LOG2_E, exp2, row_exp2
+from cpu_ops.kernel_address import address_of
+from cpu_ops.key_runs import QUERY_BLOCK
+from cpu_ops.listed_keys import LEAST
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from cpu_ops.qk_tile import (
     ASKED_COLUMNS,
     AskedShape,
     asked_numbers,
@@ -21,13 +28,6 @@ from cpu_ops.asked_keys import (
     keys_of_block,
     score_block,
 )
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LOG2_E, exp2, row_exp2
-from cpu_ops.inner import inner
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import LEAST
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads

@@ -12,8 +12,8 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import tanh
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.simd import score_tile

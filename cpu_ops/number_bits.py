@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from cpu_ops.inner import inner
+from cpu_ops.device_function import inner
 
 
 @intrinsic

@@ -16,8 +16,8 @@ from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments

@@ -14,9 +14,9 @@ from numba import njit
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.inner import inner
 from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at

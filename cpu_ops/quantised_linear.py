@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.inner import inner
+from cpu_ops.device_function import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.threads import kernel_threads

@@ -16,9 +16,9 @@ from numba import njit, types
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN, address_in, hide, places_of

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from cpu_ops.device_function import inner
 from cpu_ops.estimated_masses import logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, tanh
-from cpu_ops.inner import inner
 from cpu_ops.number_bits import number
 
 

@@ -8,8 +8,8 @@ because calling a function for these took a sixth longer.
 import numpy as np
 
 from cpu_ops.amx_tiles import TILE, turn_words
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.inner import inner
 from cpu_ops.listed_keys import outgrown
 
 

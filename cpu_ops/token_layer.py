@@ -14,8 +14,8 @@ from numba import njit, types
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.device_function import inner
 from cpu_ops.gates import activated
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.inner import inner
+from cpu_ops.device_function import inner
 
 
 def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit, types
 
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LN_2, exp2
-from cpu_ops.inner import inner
 
 BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
 _INTEGER = types.int64

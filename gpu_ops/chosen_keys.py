@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from cpu_ops import block_means as block_means_of
-from cpu_ops import key_runs, line_sums, matched_blocks, run_attention
+from cpu_ops import key_runs, matched_blocks, run_attention, vertical_slash_scores
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import apply_sink
@@ -41,7 +41,7 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim)
-    line_sums.compile_for(in_bits, k_dim, softcapped)
+    vertical_slash_scores.compile_for(in_bits, k_dim, softcapped)
     matched_blocks.compile_for(in_bits, k_dim, softcapped)
     block_means_of.compile_for(dtype is torch.bfloat16, k_dim)
     key_runs.compile_kernels()
@@ -60,7 +60,9 @@ def attention_by_line(
     """
     in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[2], q.shape[2])
     queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
-    return line_sums.line_sums(queries, past_keys, keys, scale, softcap or 0.0, at_most(torch.get_num_threads()))
+    return vertical_slash_scores.line_sums(
+        queries, past_keys, keys, scale, softcap or 0.0, at_most(torch.get_num_threads())
+    )
 
 
 def best_matched_blocks(

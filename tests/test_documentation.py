@@ -34,7 +34,7 @@ FLOORS = (
         "hetero_kv.control_groups",
         "hetero_kv.durable_file",
         "hetero_kv.errors",
-        "hetero_kv.freed_memory",
+        "hetero_kv.malloc_tuning",
         "hetero_kv.printing",
     ),
     ("gpu_ops", "hetero_kv.cpus", "hetero_kv.text_decoding", "hetero_kv.threads"),

@@ -10,7 +10,7 @@ from benchmarks.gpu_checks.setting import HALF, Result, Setting
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
@@ -52,7 +52,7 @@ def check(setting: Setting) -> Iterator[Result]:
         keys = (torch.randn(1, heads, tokens, dim, generator=generator) + 1).to(setting.device, dtype)
         q = torch.randn(heads, group, dim, generator=generator).to(setting.device, dtype)
         layer, store = LowRankLayer(settings), Store(tokens)
-        cohort = Cohort([layer], store)
+        cohort = EqualLengthGroup([layer], store)
         store.provide(cohort.layouts, 1)
         cohort.open(1)
         layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(dim // 2)))

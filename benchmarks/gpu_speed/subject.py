@@ -90,7 +90,7 @@ class Subject:
         """Random keys and values of `tokens`, and tokens behind them."""
         with self._under(recipe, tokens, settings) as cache:
             operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
-            with cache.forward(cache.spans([tokens], tokens), is_decode=False) as (step,):
+            with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
                 for index, operator in operators.items():
                     shape = KVShape.of_attention(operator.wrapped, self.model.config)
                     operator.load_prefill(step.cohort.layers[index], step, self._random(shape, tokens, index))

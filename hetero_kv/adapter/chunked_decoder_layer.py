@@ -12,11 +12,11 @@ from hetero_kv.adapter import bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.prompt_layer import PromptLayer, is_plain_but_for_projections
-from hetero_kv.adapter.token_layer import TokenLayer
+from hetero_kv.adapter.prompt_layer import FusedPrefillLayer, is_plain_but_for_projections
+from hetero_kv.adapter.token_layer import FusedDecodeLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
-from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
+from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
 # States of the native path: not tried yet; or the layer has foreign parts, which is checked again at each prompt.
@@ -54,7 +54,7 @@ class ChunkedDecoderLayer(Operator):
         self.is_recurrent = recurrent.is_recurrent(attention)
         # Both paths are tried before the first token and the first prompt: weights are loaded after rules are injected.
         self._native: Any = _UNTRIED
-        self._short: PromptLayer | None = None
+        self._short: FusedPrefillLayer | None = None
         #: The modules and settings with which the short path was tried.
         self._tried_with: list[Any] | None = None
 
@@ -127,15 +127,15 @@ class ChunkedDecoderLayer(Operator):
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
-    def _native_way(self) -> TokenLayer | None:
+    def _native_way(self) -> FusedDecodeLayer | None:
         """The native path of a token; None where the layer, in its present state, has none that is equivalent."""
         native = self._native
-        if native is _UNTRIED or (isinstance(native, TokenLayer) and not native.is_current):
+        if native is _UNTRIED or (isinstance(native, FusedDecodeLayer) and not native.is_current):
             is_theirs = not is_plain(self.wrapped)
-            self._native = native = _FOREIGN if is_theirs else TokenLayer.of(self.wrapped, self.attention)
+            self._native = native = _FOREIGN if is_theirs else FusedDecodeLayer.of(self.wrapped, self.attention)
         return None if native is _FOREIGN else native
 
-    def _short_way(self) -> PromptLayer | None:
+    def _short_way(self) -> FusedPrefillLayer | None:
         """The short path of prompts; None where the layer, in its present state, has none that is equivalent."""
         if not is_plain_but_for_projections(self.wrapped):
             return None
@@ -145,7 +145,7 @@ class ChunkedDecoderLayer(Operator):
         called_with = (getattr(attention, name, None) for name in _CALLED_WITH)
         there += [value for value in called_with if isinstance(value, int | float)]
         if there != self._tried_with:
-            self._short, self._tried_with = PromptLayer.of(self.wrapped, self.attention), there
+            self._short, self._tried_with = FusedPrefillLayer.of(self.wrapped, self.attention), there
         return self._short
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:

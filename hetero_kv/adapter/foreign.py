@@ -95,7 +95,7 @@ def is_plain(module: nn.Module) -> bool:
     return not has_global_hooks() and all(foreign_part(each) is None for each in module.modules())
 
 
-def is_heard(module: nn.Module, kind: type[nn.Module]) -> bool:
+def has_hooks(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether `module` or a module in it has a foreign part; modules within those of class `kind` are skipped."""
     return has_global_hooks() or any(foreign_part(each) is not None for each in _outside(module, kind))
 

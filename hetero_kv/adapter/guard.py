@@ -22,11 +22,11 @@ from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.cacheless import without_cache
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.captures import Captures
-from hetero_kv.adapter.hidden_states import head_wants, walking
+from hetero_kv.adapter.hidden_states import logits_to_keep_scope, walking
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strides import run_strided
-from hetero_kv.engine.batch import Span
+from hetero_kv.engine.batch import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.undo import undo_on_error
@@ -117,7 +117,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            head = head_wants(model, call) if has_head else nullcontext()
+            head = logits_to_keep_scope(model, call) if has_head else nullcontext()
             with undo_on_error(cache), _without_gradients(), attending_by(by.attention), head:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
@@ -218,7 +218,7 @@ def _inner(call: ModelCall, cache: HeteroCache) -> Any:
     if strided.replayed is not None:
         return strided.replayed
     rows, tokens = call.shape
-    with cache.forward([Span(strided.cohort, slice(0, rows), slice(0, tokens))]), _without_gradients():
+    with cache.forward([BatchSlice(strided.cohort, slice(0, rows), slice(0, tokens))]), _without_gradients():
         strided.hidden = call.run()
     return strided.hidden
 
@@ -231,7 +231,7 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     """
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
-    spans = cache.spans(tokens, width)
+    spans = cache.plan_batch(tokens, width)
     strided_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_strided]
     if len(spans) > 1 and _pass_together(cache, spans):
         for layer in strided_layers:
@@ -250,12 +250,12 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     return output
 
 
-def _is_whole(span: Span, call: ModelCall) -> bool:
+def _is_whole(span: BatchSlice, call: ModelCall) -> bool:
     rows, width = call.shape
     return span.tokens == width and span.rows == slice(0, rows)
 
 
-def _pass_together(cache: HeteroCache, spans: Sequence[Span]) -> bool:
+def _pass_together(cache: HeteroCache, spans: Sequence[BatchSlice]) -> bool:
     """Whether each row has one new token, and every layer takes rows of several lengths in one forward."""
     return len(spans) == len(cache.cohorts) and all(
         span.tokens == 1
@@ -265,7 +265,7 @@ def _pass_together(cache: HeteroCache, spans: Sequence[Span]) -> bool:
 
 
 def _span_by_span(
-    call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[Span], has_head: bool
+    call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[BatchSlice], has_head: bool
 ) -> Any:
     """Run the call for one cohort after the other; with `parts`, each in strides."""
     outputs = []

@@ -22,7 +22,7 @@ from hetero_kv.adapter import chunking
 from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
-from hetero_kv.adapter.foreign import is_heard
+from hetero_kv.adapter.foreign import has_hooks
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.streamed_weights import stream_weights
@@ -64,13 +64,13 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
 
 
 @contextmanager
-def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
+def logits_to_keep_scope(model: nn.Module, call: ModelCall) -> Iterator[None]:
     """Within this context the model's head reads only the last `logits_to_keep` tokens of the call.
 
     The last layer then skips the other tokens' hidden states, unless a foreign part behind the layers might read them.
     """
     count = call.arguments.get("logits_to_keep", 0)
-    is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
+    is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer))
     token = chunking.WANTED.set(count if is_number else 0)
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from hetero_kv.engine.batch import Span
+from hetero_kv.engine.batch import BatchSlice
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 #: The token dimension of arguments that have one.
@@ -89,14 +89,14 @@ class ModelCall:
                 )
         return replace(self, arguments=cut)
 
-    def of_span(self, span: Span) -> ModelCall:
+    def of_span(self, span: BatchSlice) -> ModelCall:
         """The call for the rows of a span, without their padding."""
         rows = self.shape[0]
         part = self.part(span.columns).arguments
         cut = {
             name: _of_rows(name, value, span.rows, rows)
             for name, value in part.items()
-            # Columns of the batch are not positions of a row.
+            # PaddingMask of the batch are not positions of a row.
             if name not in ("attention_mask", "cache_position")
         }
         return replace(self, arguments=cut)
@@ -171,7 +171,7 @@ def joined_tokens(outputs: Sequence[Any]) -> Any:
     return replace(last, **joined)
 
 
-def joined_rows(outputs: Sequence[Any], spans: Sequence[Span], call: ModelCall) -> Any:
+def joined_rows(outputs: Sequence[Any], spans: Sequence[BatchSlice], call: ModelCall) -> Any:
     """One output from those of a call's spans: the last one, with the tokens of all in their columns.
 
     Padding gets zeros.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from hetero_kv.adapter.model_call import ModelCall
-from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.errors import UnsupportedModelError
 
 
-def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
+def tokens_per_row(call: ModelCall, past: PaddingMask) -> list[int]:
     """The number of tokens of each row in the columns of a call.
 
     Args:

@@ -60,7 +60,7 @@ def is_plain_but_for_projections(layer: nn.Module) -> bool:
     return True
 
 
-class PromptLayer:
+class FusedPrefillLayer:
     """The short path of one decoder layer.
 
     Args:
@@ -80,7 +80,7 @@ class PromptLayer:
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
 
     @classmethod
-    def of(cls, layer: Any, operator: Any) -> PromptLayer | None:
+    def of(cls, layer: Any, operator: Any) -> FusedPrefillLayer | None:
         """The short path of a decoder layer; None when the layer has another form, or the outputs differ."""
         if not has_llama_form(layer, operator):
             return None

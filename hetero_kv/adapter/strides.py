@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 
 from gpu_ops.host_copies import on_device
 from hetero_kv.adapter.model_call import ModelCall, joined_tokens
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.layer import FamilyLayer
 
 
@@ -38,7 +38,7 @@ class StridedForward:
         output: of the part.
     """
 
-    def __init__(self, cache: HeteroCache, cohort: Cohort, has_head: bool) -> None:
+    def __init__(self, cache: HeteroCache, cohort: EqualLengthGroup, has_head: bool) -> None:
         self.cache = cache
         self.cohort = cohort
         self.has_head = has_head
@@ -92,17 +92,17 @@ class StridedForward:
 
 
 def _snapshot(layer: Any) -> Any:
-    return layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer)
+    return layer.snapshot() if isinstance(layer, FamilyLayer) else hf_cache_layers.snapshot(layer)
 
 
 def _rollback(layer: Any, state: Any) -> None:
     if isinstance(layer, FamilyLayer):
         layer.rollback(state)
     else:
-        untouched.rollback(layer, state)
+        hf_cache_layers.rollback(layer, state)
 
 
-def run_strided(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head: bool) -> Any:
+def run_strided(call: ModelCall, cache: HeteroCache, cohort: EqualLengthGroup, *, has_head: bool) -> Any:
     """The output of a call for the rows of one cohort, computed in strides.
 
     Args:

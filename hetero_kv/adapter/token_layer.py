@@ -49,7 +49,7 @@ _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
 _TRIED_ROWS = 2
 
 
-class TokenLayer:
+class FusedDecodeLayer:
     """The native path of one decoder layer.
 
     Args:
@@ -94,7 +94,7 @@ class TokenLayer:
         return self._tree.is_unchanged and self._copied.is_unchanged
 
     @classmethod
-    def of(cls, layer: Any, operator: Any) -> TokenLayer | None:
+    def of(cls, layer: Any, operator: Any) -> FusedDecodeLayer | None:
         """The native path of a plain decoder layer; None when the layer has another form, or the outputs differ."""
         if not _has_form(layer, operator):
             return None

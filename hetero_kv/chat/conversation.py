@@ -15,13 +15,13 @@ from transformers.cache_utils import Cache
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.chat.answer import Answer, FinishReason, Turn
 from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
-from hetero_kv.chat.saved_conversation import Said, SavedConversation
+from hetero_kv.chat.saved_conversation import ConversationState, SavedConversation
 from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.passing_prompt import Progress
+from hetero_kv.engine.hf_cache_layers import forked
+from hetero_kv.engine.prefill_progress import Progress
 from hetero_kv.engine.undo import undo_on_error, way_back
-from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
@@ -71,12 +71,12 @@ class Conversation(SavedConversation):
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
-        self._said = Said([], self.cache.reset)
+        self._said = ConversationState([], self.cache.reset)
         self._is_answering = False
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self._said = Said([], self.cache.reset)
+        self._said = ConversationState([], self.cache.reset)
         self._said.go_back()
 
     def begin_anew(self, system: str | None) -> None:
@@ -129,7 +129,7 @@ class Conversation(SavedConversation):
         fork = copy.copy(self)
         fork.cache = forked(self.cache)
         go_back = way_back(fork.cache) if self._said.tokens else fork.cache.reset
-        fork._said = Said(self._said.tokens, go_back, self._said.turns)
+        fork._said = ConversationState(self._said.tokens, go_back, self._said.turns)
         return fork
 
     @property
@@ -273,7 +273,7 @@ class Conversation(SavedConversation):
         most = MOST_UNDONE if is_ours else 1
         earlier = (*said.earlier, replace(said, earlier=()))[-most:]
         # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
-        self._said = Said(tokens, way_back(self.cache), (*said.turns, turn), earlier)
+        self._said = ConversationState(tokens, way_back(self.cache), (*said.turns, turn), earlier)
         return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:

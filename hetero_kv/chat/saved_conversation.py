@@ -24,7 +24,7 @@ from hetero_kv.models.turns import TurnTokens
 
 
 @dataclass(frozen=True)
-class Said:
+class ConversationState:
     """A conversation's state; each turn replaces it as a whole.
 
     Attributes:
@@ -37,7 +37,7 @@ class Said:
     tokens: list[int]
     go_back: Callable[[], None]
     turns: tuple[Turn, ...] = ()
-    earlier: tuple[Said, ...] = ()
+    earlier: tuple[ConversationState, ...] = ()
 
 
 class SavedConversation:
@@ -49,7 +49,7 @@ class SavedConversation:
     system: str | None
     _turns: TurnTokens
     _thinks: bool | None
-    _said: Said
+    _said: ConversationState
     _is_answering: bool
     _prefix_cache: PrefixCache | None
     _room: dict[str, Any]
@@ -93,7 +93,7 @@ class SavedConversation:
         # At most one token is not stored yet: the last one of an answer.
         tokens = tokens[: loaded.cache.get_seq_length() + 1]
         self._turns, self.system, self.cache = turns, system, loaded.cache
-        self._said = Said(tokens, way_back(loaded.cache), turns_of(loaded.notes, len(tokens)))
+        self._said = ConversationState(tokens, way_back(loaded.cache), turns_of(loaded.notes, len(tokens)))
 
     def load_from(self, store: ContextStore, name: str) -> None:
         """Like `load`, for the context of this name in a folder."""
@@ -108,7 +108,7 @@ class SavedConversation:
         begun = self._prefix_cache.begun(self.cache, prompt, tokenizer=self.tokenizer, **self._room)
         if begun is not None:
             self.cache = begun
-            self._said = Said([], begun.reset)
+            self._said = ConversationState([], begun.reset)
 
     def _keep(self) -> None:
         if self._prefix_cache is not None and self._said.tokens and isinstance(self.cache, HeteroCache):

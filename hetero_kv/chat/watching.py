@@ -13,9 +13,9 @@ from transformers import StoppingCriteria, TextStreamer
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Statistics
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.passing_prompt import Progress
+from hetero_kv.engine.prefill_progress import Progress
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -123,4 +123,4 @@ def measured(
 
 
 def _tensor_bytes(cache: Cache) -> int:
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in untouched.tensors(layer))
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in hf_cache_layers.tensors(layer))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import SavedPart, Shareable
@@ -50,10 +50,10 @@ class CachePieces:
         pieces.said["parts"] = parts
         return pieces
 
-    def _cohort(self, cohort: Cohort, path: str, shared: _Shared) -> dict[str, Any]:
+    def _cohort(self, cohort: EqualLengthGroup, path: str, shared: _Shared) -> dict[str, Any]:
         layers = []
         for index, layer in enumerate(cohort.layers):
-            part = layer.saved() if isinstance(layer, FamilyLayer) else untouched.saved(layer, index)
+            part = layer.saved() if isinstance(layer, FamilyLayer) else hf_cache_layers.saved(layer, index)
             layers.append(self._part(part, f"{path}/layers/{index}", shared) | {"class": type(layer).__name__})
         return {
             "rows": len(cohort.sequences),
@@ -102,7 +102,7 @@ class SaidCohort:
     """A cohort as read from a file, checked as far as possible without its layers.
 
     Attributes:
-        stored, closed: stored tokens and finalized blocks by layout, in the order of `Cohort.layouts`.
+        stored, closed: stored tokens and finalized blocks by layout, in the order of `EqualLengthGroup.layouts`.
         shared: the values that layers share.
     """
 

@@ -16,7 +16,7 @@ from hetero_kv.contexts.identity import FORMAT, Identity, version
 from hetero_kv.contexts.runs import BLOCKS, Run, contents_in, damage_of, rows_digest
 from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine.errors import ContextError, DamagedContextError
-from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.errors import said_briefly, shown
 
@@ -78,19 +78,19 @@ class OpenContext:
             raise DamagedContextError(f"{self.file.where} has not the tokens of its rows")
         return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
-    def held(self) -> Held:
-        """The resident prefix for the memory plan; `NOTHING_HELD` if the metadata cannot be read."""
+    def held(self) -> ResidentPrefix:
+        """The resident prefix for the memory plan; `NO_RESIDENT_PREFIX` if the metadata cannot be read."""
         layouts, cohorts = (self.said.get(name) for name in ("layouts", "cohorts"))
         if not isinstance(layouts, list) or not isinstance(cohorts, list) or not cohorts:
-            return NOTHING_HELD
+            return NO_RESIDENT_PREFIX
         try:
             lengths = [
                 SavedPart(numbers=each if isinstance(each, dict) else {}, where=self.file.where).integer("length", 1)
                 for each in cohorts
             ]
-            return Held(min(lengths), sum(self._mapped_bytes(number) for number in range(len(layouts))))
+            return ResidentPrefix(min(lengths), sum(self._mapped_bytes(number) for number in range(len(layouts))))
         except DamagedContextError:
-            return NOTHING_HELD
+            return NO_RESIDENT_PREFIX
 
     def _mapped_bytes(self, number: int) -> int:
         """Bytes of a layout's blocks that loading maps instead of copying."""

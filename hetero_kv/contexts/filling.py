@@ -12,7 +12,7 @@ import torch
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.runs import BLOCKS, Run
 from hetero_kv.contexts.tensor_file import TensorFile
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.sequence import Layout
@@ -34,7 +34,7 @@ class Filling:
         damaged: the first damage in each array.
     """
 
-    def __init__(self, context: OpenContext, cohorts: Sequence[Cohort], *, verify: bool) -> None:
+    def __init__(self, context: OpenContext, cohorts: Sequence[EqualLengthGroup], *, verify: bool) -> None:
         self._context, self._cohorts, self._verify = context, cohorts, verify
         self.damaged: list[DamagedContextError] = []
         self._pools: dict[int, BlockPool] = {}
@@ -119,7 +119,7 @@ def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tens
             raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
 
 
-def _places(block: int, layout: Layout, cohorts: Sequence[Cohort]) -> int:
+def _places(block: int, layout: Layout, cohorts: Sequence[EqualLengthGroup]) -> int:
     """The first index of a pool's block in any sequence's block table."""
     places = [
         np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.pool import WRITTEN
@@ -37,7 +37,7 @@ class HeldBlocks:
     closed: np.ndarray
 
     @classmethod
-    def of(cls, cohorts: Sequence[Cohort], layout: Layout) -> HeldBlocks:
+    def of(cls, cohorts: Sequence[EqualLengthGroup], layout: Layout) -> HeldBlocks:
         """All blocks of `layout` in the block tables of these cohorts."""
         numbers: dict[tuple[int, int], int] = {}
         order: list[tuple[BlockAllocator, int]] = []

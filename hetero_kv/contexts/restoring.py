@@ -12,12 +12,12 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.contexts.cache_pieces import SaidCohort, said_cohorts
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.filling import Filling
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import Cohort
-from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.recurrent_state import StateShape
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
@@ -83,7 +83,7 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         raise min(filling.damaged, key=lambda error: error.whole)
 
 
-def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
+def _columns(context: OpenContext, said: list[SaidCohort]) -> PaddingMask:
     where = context.file.where
     own = SavedPart(numbers=context.said, where=where)
     lengths = [each.length for each in said for _ in range(each.rows)]
@@ -91,15 +91,17 @@ def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
     if "columns" not in context.file.entries:
         if any(length != count for length in lengths):
             raise own.wrong("rows are of several lengths, and nothing says where they begin")
-        return Columns(count)
+        return PaddingMask(count)
     own.put(columns=context.file.tensor("columns"))
     padding = own.tensor("columns", (len(lengths), count), torch.bool, torch.device("cpu"))
     if padding.sum(dim=1).tolist() != lengths:
         raise own.wrong("rows have other lengths than are said")
-    return Columns(count, padding)
+    return PaddingMask(count, padding)
 
 
-def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort], said: list[SaidCohort]) -> None:
+def _adopt(
+    context: OpenContext, number: int, layout: Layout, cohorts: list[EqualLengthGroup], said: list[SaidCohort]
+) -> None:
     """Set the sequences' block tables to the file's; its blocks are the first of the pools."""
     file, path = context.file, f"layouts/{number}"
     block_size, lengths = context.layout(number)
@@ -131,7 +133,9 @@ def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Coho
     allocator.recount()
 
 
-def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], shapes: Shapes, where: str) -> None:
+def _restore_cohort(
+    cohort: EqualLengthGroup, said: SaidCohort, parts: list[SavedPart], shapes: Shapes, where: str
+) -> None:
     cohort.length, cohort.prompt_length, cohort.shared = said.length, said.prompt_length, said.shared
     for sequence in cohort.sequences:
         sequence.length = said.length
@@ -145,4 +149,4 @@ def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], sh
             layer.restore(part, place)
             layer.is_initialized = True
         else:
-            untouched.restore(layer, part, place, said.length)
+            hf_cache_layers.restore(layer, part, place, said.length)

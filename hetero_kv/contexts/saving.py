@@ -17,7 +17,7 @@ from hetero_kv.contexts.repair import compute_anew
 from hetero_kv.contexts.restoring import Shapes, restore
 from hetero_kv.contexts.writing import Tokens, write_context
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cache_maker import ModelState, injected
+from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.errors import DamagedContextError
 
 

@@ -10,13 +10,13 @@ from typing import Self
 
 import torch
 
-from hetero_kv.engine.cache_maker import CacheMaker
-from hetero_kv.engine.cohort import Cohort, CohortSnapshot
-from hetero_kv.engine.columns import Columns
-from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.cache_factory import CacheFactory
+from hetero_kv.engine.capacity import require_room, room
+from hetero_kv.engine.cohort import CohortSnapshot, EqualLengthGroup
 from hetero_kv.engine.interrupts import completed
+from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_beside
-from hetero_kv.engine.room import require_room, room
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
@@ -26,13 +26,13 @@ from hetero_kv.errors import HeteroKVError
 class BatchSnapshot:
     """The state of a `Batch` that `Batch.rollback` restores."""
 
-    cohorts: tuple[Cohort, ...]
+    cohorts: tuple[EqualLengthGroup, ...]
     states: tuple[CohortSnapshot, ...]
-    columns: Columns
+    columns: PaddingMask
 
 
 @dataclass(frozen=True)
-class Span:
+class BatchSlice:
     """New tokens of one cohort in a call of the model.
 
     Attributes:
@@ -40,7 +40,7 @@ class Span:
         columns: the columns of the call that hold the new tokens.
     """
 
-    cohort: Cohort
+    cohort: EqualLengthGroup
     rows: slice
     columns: slice
 
@@ -67,7 +67,9 @@ class Batch:
     planned when its first tokens come.
     """
 
-    def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int, held: Held = NOTHING_HELD) -> None:
+    def __init__(
+        self, maker: CacheFactory, max_seq_len: int | None, forks: int, held: ResidentPrefix = NO_RESIDENT_PREFIX
+    ) -> None:
         self._maker, self._max_seq_len, self._forks, self._held = maker, max_seq_len, forks, held
         # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
@@ -79,14 +81,14 @@ class Batch:
         self._begin_in(store.anew() if self._planned_batch else Store(store.capacity, self._forks))
 
     def _begin_in(self, store: Store) -> None:
-        self._have([Cohort(self._maker.cache_layers(), store)])
-        self.columns = Columns()
+        self._have([EqualLengthGroup(self._maker.cache_layers(), store)])
+        self.columns = PaddingMask()
 
-    def _have(self, cohorts: Rows[Cohort]) -> None:
+    def _have(self, cohorts: Rows[EqualLengthGroup]) -> None:
         self.cohorts = list(cohorts)
         self._present(self.cohorts[0])
 
-    def _present(self, cohort: Cohort) -> None:
+    def _present(self, cohort: EqualLengthGroup) -> None:
         """Called when this cohort becomes the first, or passes through the model."""
 
     # -- rows
@@ -150,7 +152,7 @@ class Batch:
         first.store.provide(first.layouts, batch)
         first.open(batch)
 
-    def begin_restored(self, shapes: Rows[tuple[int, int]]) -> list[Cohort]:
+    def begin_restored(self, shapes: Rows[tuple[int, int]]) -> list[EqualLengthGroup]:
         """Make cohorts that a file will fill.
 
         Args:
@@ -160,13 +162,13 @@ class Batch:
         """
         self._open(sum(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))
         store = self.cohorts[0].store
-        cohorts = [Cohort(self._maker.cache_layers(), store) for _ in shapes]
+        cohorts = [EqualLengthGroup(self._maker.cache_layers(), store) for _ in shapes]
         for cohort, (rows, _) in zip(cohorts, shapes, strict=True):
             cohort.open(rows)
         self._have(cohorts)
         return cohorts
 
-    def spans(self, tokens: Rows[int], width: int) -> list[Span]:
+    def plan_batch(self, tokens: Rows[int], width: int) -> list[BatchSlice]:
         """Plan a call: split its rows into cohorts and return the part of the call of each.
 
         A cohort whose rows get different numbers of tokens is split. Rows without a new token have no span.
@@ -185,7 +187,7 @@ class Batch:
         for cohort in self.cohorts:
             rows = slice(row, row + len(cohort.sequences))
             if tokens[row]:
-                spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
+                spans.append(BatchSlice(cohort, rows, slice(width - tokens[row], width)))
             row = rows.stop
         reopened = set().union(*(span.cohort.expect(span.tokens) for span in spans))
         # Split rows keep their blocks, and a rollback returns to the cohort before the split.

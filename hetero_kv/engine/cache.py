@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine.batch import BatchSnapshot, Span
-from hetero_kv.engine.cache_maker import ModelState, injected
-from hetero_kv.engine.cohort import Cohort
-from hetero_kv.engine.counted_batch import CountedBatch
-from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.batch import BatchSlice, BatchSnapshot
+from hetero_kv.engine.cache_factory import ModelState, injected
+from hetero_kv.engine.cache_statistics import CacheStatistics
+from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.deferred_readback import tell_all
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.one_thread import OneThread
-from hetero_kv.engine.passing_prompt import PassingPrompt, Progress
 from hetero_kv.engine.policy_texts import PolicyTexts
+from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.step import Step
 from hetero_kv.engine.store import Store
-from hetero_kv.engine.watched import tell_all
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
-class HeteroCache(PassingPrompt, CountedBatch, Cache):
+class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
     Rows of equal length form one cohort; a batch of left-padded prompts has several cohorts. The operator of a layer
@@ -63,11 +63,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         *,
         forks: int = 0,
         tokenizer: Any = None,
-        held: Held = NOTHING_HELD,
+        held: ResidentPrefix = NO_RESIDENT_PREFIX,
     ) -> None:
         maker = injected(model)
         self.in_use = OneThread()
-        PassingPrompt.__init__(self, on_progress)
+        PrefillProgress.__init__(self, on_progress)
         self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
         #: The strided forward in progress, if any (`adapter.strides.StridedForward`).
         self.strided: Any = None
@@ -75,18 +75,18 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.depth: int | None = None
         #: The steps of the forward in progress, one per participating cohort.
         self.steps: tuple[Step, ...] = ()
-        #: States of the model (`CacheMaker.state`) that computed the prompts.
+        #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
         #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
-        CountedBatch.__init__(self, maker, max_seq_len, forks, held)
+        CacheStatistics.__init__(self, maker, max_seq_len, forks, held)
         Cache.__init__(self, layers=self.layers)
 
-    def _present(self, cohort: Cohort) -> None:
+    def _present(self, cohort: EqualLengthGroup) -> None:
         self.layers = cohort.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch so far, padding included; with equal lengths, the tokens of each row.
+        """PaddingMask of the batch so far, padding included; with equal lengths, the tokens of each row.
 
         While a cohort passes through the model: the length in its layer.
         """
@@ -193,7 +193,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     # -- a forward
 
     @contextmanager
-    def forward(self, spans: Rows[Span], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
+    def forward(self, spans: Rows[BatchSlice], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
         """Within this context the tokens of `spans` pass through the model, in one forward.
 
         Every layer reserves room first; the tokens are stored when the context ends without an error. After an error
@@ -206,7 +206,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             yield steps
 
     @contextmanager
-    def _passing(self, spans: Rows[Span], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
+    def _passing(self, spans: Rows[BatchSlice], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
         part = self._part
         self.require_unchanged_files()
         if is_decode is None:
@@ -314,7 +314,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             sequence.free()
         if self.mapped_files:
             # After a reset, blocks are allocated in memory instead of mapped files.
-            self.mapped_files, self._held, self._planned_batch = (), NOTHING_HELD, 0
+            self.mapped_files, self._held, self._planned_batch = (), NO_RESIDENT_PREFIX, 0
 
     def extend(self, other: Self) -> None:
         """See Batch."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.sequence import Layout, Sequence
@@ -23,7 +23,7 @@ Shared = dict[Any, dict[Any, Any]]
 
 @dataclass(frozen=True)
 class CohortSnapshot:
-    """The state that `Cohort.rollback` restores; its size is independent of the sequences' length."""
+    """The state that `EqualLengthGroup.rollback` restores; its size is independent of the sequences' length."""
 
     length: int
     prompt_length: int
@@ -33,7 +33,7 @@ class CohortSnapshot:
     layers: tuple[Any, ...]
 
 
-class Cohort:
+class EqualLengthGroup:
     """Rows of a batch with the same length. A batch with several lengths has several cohorts.
 
     Attributes:
@@ -180,7 +180,8 @@ class Cohort:
         """The present state, for `rollback`."""
         stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
         layers = [
-            layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer) for layer in self.layers
+            layer.snapshot() if isinstance(layer, FamilyLayer) else hf_cache_layers.snapshot(layer)
+            for layer in self.layers
         ]
         return CohortSnapshot(
             self.length, self.prompt_length, stored, dict(self.closed), _copy(self.shared), tuple(layers)
@@ -201,30 +202,31 @@ class Cohort:
                 layer.leave_prefill()
                 layer.rollback(state)
             else:
-                untouched.rollback(layer, state)
+                hf_cache_layers.rollback(layer, state)
 
-    def fork(self, memo: dict[int, Any]) -> Cohort:
+    def fork(self, memo: dict[int, Any]) -> EqualLengthGroup:
         """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one per cache."""
         return self._clone([sequence.fork() for sequence in self.sequences], memo)
 
-    def taken(self, rows: range) -> Cohort:
+    def taken(self, rows: range) -> EqualLengthGroup:
         """A cohort of some of the rows that takes over their sequences; `self` then serves rollbacks only."""
         clone = self._clone([self.sequences[row] for row in rows], {})
         if rows != range(len(self.sequences)):
             clone._select(list(rows))
         return clone
 
-    def selected(self, rows: Rows[int]) -> Cohort:
+    def selected(self, rows: Rows[int]) -> EqualLengthGroup:
         """A cohort whose row i is the present row `rows[i]`, sharing blocks; `self` must not be used afterwards."""
         clone = self._clone([self.sequences[row].fork() for row in rows], {})
         clone._select(rows)
         return clone
 
-    def _clone(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
+    def _clone(self, sequences: list[Sequence], memo: dict[int, Any]) -> EqualLengthGroup:
         layers = [
-            layer.fork(memo) if isinstance(layer, FamilyLayer) else untouched.fork(layer, memo) for layer in self.layers
+            layer.fork(memo) if isinstance(layer, FamilyLayer) else hf_cache_layers.fork(layer, memo)
+            for layer in self.layers
         ]
-        clone = Cohort(layers, self.store)
+        clone = EqualLengthGroup(layers, self.store)
         clone.sequences, clone.closed = sequences, dict(self.closed)
         clone.length, clone.prompt_length = self.length, self.prompt_length
         clone.shared = _copy(self.shared)
@@ -236,7 +238,7 @@ class Cohort:
             if isinstance(layer, FamilyLayer):
                 layer.select(rows)
             else:
-                untouched.select(layer, rows)
+                hf_cache_layers.select(layer, rows)
         self.shared = {
             name: {key: value[list(rows)] for key, value in values.items()} for name, values in self.shared.items()
         }

@@ -18,7 +18,7 @@ from hetero_kv.engine.statistics import NO_NUMBERS, Tally
 from hetero_kv.errors import HeteroKVError
 
 if TYPE_CHECKING:
-    from hetero_kv.engine.cohort import Cohort
+    from hetero_kv.engine.cohort import EqualLengthGroup
     from hetero_kv.engine.step import Step
 
 
@@ -48,15 +48,15 @@ class FamilyLayer(CacheLayerMixin):
     state: Any = None
     read: Tally = NO_NUMBERS
 
-    _cohort: weakref.ref[Cohort]
+    _cohort: weakref.ref[EqualLengthGroup]
 
-    def bind(self, cohort: Cohort, layer_idx: int) -> None:
+    def bind(self, cohort: EqualLengthGroup, layer_idx: int) -> None:
         """Become layer `layer_idx` of this cohort."""
         # A weak reference, so that a deleted cache frees its memory at once.
         self._cohort, self.layer_idx = weakref.ref(cohort), layer_idx
 
     @property
-    def cohort(self) -> Cohort:
+    def cohort(self) -> EqualLengthGroup:
         """The cohort that this layer belongs to."""
         cohort = self._cohort()
         assert cohort is not None

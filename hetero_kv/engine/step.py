@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hetero_kv.engine.deferred_readback import Arriving, Watched
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.sequence import Layout
-from hetero_kv.engine.watched import Arriving, Watched
 
 if TYPE_CHECKING:
-    from hetero_kv.engine.cohort import Cohort
+    from hetero_kv.engine.cohort import EqualLengthGroup
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Step:
     """
 
     def __init__(
-        self, cohort: Cohort, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
+        self, cohort: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
     ) -> None:
         self.cohort = cohort
         self.rows = rows

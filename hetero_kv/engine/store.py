@@ -14,7 +14,7 @@ from hetero_kv.engine import reservations
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 from hetero_kv.store.storage import StorageType
 
 
@@ -107,7 +107,7 @@ class Store:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
-        beside: Mapping[str, Beside] | None = None,
+        beside: Mapping[str, AuxiliaryArray] | None = None,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made at the first call; see BlockPool for the other arguments."""
         allocator = self.allocators[layout]

@@ -8,7 +8,7 @@ from functools import partial
 
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.interrupts import completed
 
@@ -20,11 +20,11 @@ def way_back(cache: Cache) -> Callable[[], None]:
     """
     if isinstance(cache, HeteroCache):
         return partial(cache.rollback, cache.snapshot())
-    states = [(layer, untouched.snapshot(layer)) for layer in cache.layers]
+    states = [(layer, hf_cache_layers.snapshot(layer)) for layer in cache.layers]
 
     def go_back() -> None:
         for layer, state in states:
-            untouched.rollback(layer, state)
+            hf_cache_layers.rollback(layer, state)
 
     return go_back
 

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.engine import untouched
+from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import layer_means
@@ -91,5 +91,5 @@ def cache_bytes(cache: Cache) -> int:
     total = cache.dram_bytes + cache.device_bytes if isinstance(cache, HeteroCache) else 0
     for layer in cache.layers:
         if not isinstance(layer, FamilyLayer):
-            total += sum(tensor.numel() * tensor.element_size() for tensor in untouched.tensors(layer))
+            total += sum(tensor.numel() * tensor.element_size() for tensor in hf_cache_layers.tensors(layer))
     return total

@@ -147,7 +147,7 @@ class RecordedPrefill:
         rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         with (
             cache.asking(self.question),
-            cache.forward(cache.spans([self.tokens], self.tokens), is_decode=False) as (step,),
+            cache.forward(cache.plan_batch([self.tokens], self.tokens), is_decode=False) as (step,),
         ):
             for index, recorded in enumerate(self.layers):
                 layer = step.cohort.layers[index]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.footprint import PASSING, Footprint, Memory
 from hetero_kv.planning.free_memory import free_dram, free_gpu, limits_addresses
@@ -54,7 +54,7 @@ class Plan:
     context_length: int
     batch: int = 1
     forks: int = 0
-    held: Held = NOTHING_HELD
+    held: ResidentPrefix = NO_RESIDENT_PREFIX
     reserved: Reserved = NOTHING_RESERVED
 
     @classmethod
@@ -63,7 +63,7 @@ class Plan:
         injection: Planned,
         batch: int = 1,
         forks: int = 0,
-        held: Held = NOTHING_HELD,
+        held: ResidentPrefix = NO_RESIDENT_PREFIX,
         reserved: Reserved = NOTHING_RESERVED,
     ) -> Plan:
         """The plan of a loaded model with its rules, by the memory that is free now."""
@@ -72,7 +72,7 @@ class Plan:
         gpu = free_gpu(device) if device.startswith("cuda") else None
         if (held.mapped or reserved.mapped) and limits_addresses():
             # Under an address-space limit a mapped page counts like any other.
-            held = Held(held.tokens)
+            held = ResidentPrefix(held.tokens)
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
         return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held, reserved)
 

@@ -31,13 +31,13 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.reservations import PLANNING, reserved_beside
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 from hetero_kv.models import ProgressReport
+from hetero_kv.planning.oom_error import ran_out_of_memory
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
-from hetero_kv.planning.ran_out import ran_out_of_memory
 from hetero_kv.rules.belonging import require_own, stray_cache
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
@@ -149,7 +149,7 @@ class Injection:
         cache.injection = self
 
     def stray(self) -> HeteroKVError:
-        """See CacheMaker."""
+        """See CacheFactory."""
         return stray_cache(self)
 
     @property
@@ -161,7 +161,9 @@ class Injection:
         """DRAM per token of one sequence, bytes, over all retrieval layers."""
         return Footprint.of(self).bytes_per_token.total
 
-    def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0, held: Held = NOTHING_HELD) -> int:
+    def max_seq_len(
+        self, wanted: int | None = None, batch: int = 1, forks: int = 0, held: ResidentPrefix = NO_RESIDENT_PREFIX
+    ) -> int:
         """The capacity in tokens.
 
         Args:
@@ -175,8 +177,10 @@ class Injection:
         plan = Plan.of(self, batch, forks, held)
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
-    def planned_store(self, wanted: int | None, batch: int, forks: int, held: Held, own: Store | None) -> Store:
-        """See CacheMaker. Raises OutOfMemoryError as `max_seq_len`."""
+    def planned_store(
+        self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix, own: Store | None
+    ) -> Store:
+        """See CacheFactory. Raises OutOfMemoryError as `max_seq_len`."""
         length = self.engine.max_seq_len if wanted is None else wanted
         with PLANNING:
             plan = Plan.of(self, batch, forks, held, reserved_beside(own))
@@ -190,7 +194,7 @@ class Injection:
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
     ) -> OutOfMemoryError:
-        """See CacheMaker."""
+        """See CacheFactory."""
         return ran_out_of_memory(
             lambda: Plan.of(self, batch),
             error,
@@ -210,15 +214,15 @@ class Injection:
         return Identity.of(self.model, self.attention_operators(), self.digests)
 
     def state(self) -> PresentState:
-        """See CacheMaker."""
+        """See CacheFactory."""
         return PresentState(self.model)
 
     def save(self, path: str | Path, cache: HeteroCache, tokens: Tokens | None) -> None:
-        """See CacheMaker."""
+        """See CacheFactory."""
         save_context(path, cache, tokens)
 
     def load(self, path: str | Path, **settings: Any) -> HeteroCache:
-        """See CacheMaker."""
+        """See CacheFactory."""
         return load_context(path, self.model, **settings).cache
 
     @cached_property

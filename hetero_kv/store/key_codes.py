@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpu_ops.code_masses import CHANNELS, TOKENS, bytes_of_block
+from cpu_ops.int4_key_scores import CHANNELS, TOKENS, bytes_of_block
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ def has_key_codes(block_size: int) -> bool:
 
 
 def encode(differences: torch.Tensor) -> torch.Tensor:
-    """Encode key differences [blocks, kv_heads, block_size, k_dim] float32 in the format of `cpu_ops.code_masses`.
+    """Encode key differences [blocks, kv_heads, block_size, k_dim] float32 in the format of `cpu_ops.int4_key_scores`.
 
     A token's scale is its number of largest magnitude divided by -8, as in GGML's Q4_0, so that this number is exact.
 

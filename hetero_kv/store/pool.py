@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cpu_ops.code_masses import bytes_of_block
+from cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.store.key_codes import encode
 from hetero_kv.store.memory import untouched
 from hetero_kv.store.read_ahead import ReadAhead
@@ -26,7 +26,7 @@ SCORED = tuple(name for name in DERIVED if name != "accumulated")
 _BLOCKS_AT_ONCE = 64
 
 
-class Beside(NamedTuple):
+class AuxiliaryArray(NamedTuple):
     """An array that a method keeps per block beside keys and values, computed when the block's contents are final.
 
     Attributes:
@@ -75,8 +75,8 @@ class BlockPool:
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             operator's observed queries when its block was finalized; None if no operator observes queries.
         read_ahead: reads blocks that are mapped from a file; None if there are none.
-        beside, beside_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every `Beside`, by name, and the
-            kernels' views of these.
+        beside, beside_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every `AuxiliaryArray`, by
+            name, and the kernels' views of these.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BlockPool:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
-        beside: Mapping[str, Beside] | None = None,
+        beside: Mapping[str, AuxiliaryArray] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -15,7 +15,7 @@ from cpu_ops.threads import at_most
 from cpu_ops.weight_formats import FORMATS, TILE
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.freed_memory import give_back_freed_memory
+from hetero_kv.malloc_tuning import give_back_freed_memory
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
 _PIECE_BYTES = 8 << 20

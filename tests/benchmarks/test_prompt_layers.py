@@ -7,12 +7,12 @@ from tiny_models import tiny_model
 
 from benchmarks.prompt_layers import measured
 from hetero_kv import inject
-from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
 
 
 def test_both_ways_are_measured(monkeypatch):
-    model, taken, way = tiny_model("qwen2"), [], PromptLayer.__call__
-    monkeypatch.setattr(PromptLayer, "__call__", lambda self, *given: (taken.append(self), way(self, *given))[1])
+    model, taken, way = tiny_model("qwen2"), [], FusedPrefillLayer.__call__
+    monkeypatch.setattr(FusedPrefillLayer, "__call__", lambda self, *given: (taken.append(self), way(self, *given))[1])
     inject(model, "dense", command_line={"max_seq_len": 64, "chunk_size": 32})
     own, short = measured(model, torch.arange(2, 42)[None], repeats=2)
     assert own > 0

@@ -208,7 +208,7 @@ def test_a_layer_that_does_not_say_how_it_is_saved_is_named(tmp_path, monkeypatc
     model = made()
     cache = saved(model, tmp_path / "c")
     cache.cohorts[0].layers[1] = DynamicCache().layer_class_to_replicate()
-    monkeypatch.setattr("hetero_kv.engine.untouched._GROWING", ())
+    monkeypatch.setattr("hetero_kv.engine.hf_cache_layers._GROWING", ())
     with pytest.raises(ContextError, match="layer 1 is one of transformers' own, DynamicLayer"):
         cache.save(tmp_path / "c")
 

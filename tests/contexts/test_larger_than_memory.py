@@ -16,8 +16,8 @@ from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.held import Held
 from hetero_kv.engine.reservations import reserved_beside
+from hetero_kv.engine.resident_prefix import ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.families.retrieval import fetching
 from hetero_kv.planning import plan
@@ -45,7 +45,7 @@ def told(model, tmp_path_factory):
 @pytest.fixture
 def little_memory(model, told, monkeypatch):
     """As much as the rest of a context takes with half of its blocks, beside what the document's cache is to have."""
-    planned = plan.Plan.of(model.hetero_kv_injection, held=Held(told[0].lengths[0]))
+    planned = plan.Plan.of(model.hetero_kv_injection, held=ResidentPrefix(told[0].lengths[0]))
     needed = planned.dram_needed(ROOM) - told[0].dram_bytes / 2
     free = round((needed + reserved_beside(None).size) / (1 - plan.RESERVE))
     monkeypatch.setattr(plan, "free_dram", lambda: free)

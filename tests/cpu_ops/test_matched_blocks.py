@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_ops.asked_keys
+import cpu_ops.qk_tile
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.matched_blocks import matched_blocks
@@ -64,7 +64,7 @@ def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, d
 def test_blocks_are_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
     q, past_k, k = problem(333, 150, dtype=torch.bfloat16, dim=64)
     runs, starts = runs_of([LINES] * 3, 333, 150)
-    monkeypatch.setattr(cpu_ops.asked_keys, "multiplies_by_tiles", lambda: False)
+    monkeypatch.setattr(cpu_ops.qk_tile, "multiplies_by_tiles", lambda: False)
     found = best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap)
     _are_best(found, reference(q, past_k, k, runs, starts, softcap))
 

@@ -6,8 +6,8 @@ import torch
 from variants import combined
 
 from cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
+from cpu_ops.contiguous_decode import TokenRange, attend_ranges
 from cpu_ops.landmark_choice import best_chunks
-from cpu_ops.two_range_attention import TokenRange, attend_ranges
 from gpu_ops.rebuild import rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
 from gpu_ops.tiled_attention import tiled_attention

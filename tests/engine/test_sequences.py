@@ -55,7 +55,7 @@ inject(INJECTED, parse_rules(_RULES))
 
 
 @dataclass(eq=False)
-class Held:
+class ResidentPrefix:
     """A cache and what it should hold: of every row the token of each column, None where it is padded."""
 
     cache: HeteroCache
@@ -78,7 +78,7 @@ class LivesOfSequences(RuleBasedStateMachine):
         torch.set_num_threads(1)
         # What is there already stays there: looking for garbage need not look at it.
         gc.freeze()
-        self.held: list[Held] = []
+        self.held: list[ResidentPrefix] = []
         self.chance = torch.Generator().manual_seed(0)
         self.prompt([3, 10])
 
@@ -112,7 +112,7 @@ class LivesOfSequences(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < MOST_CACHES)
     @rule(counts=st.lists(st.integers(1, 20), min_size=1, max_size=3))
     def prompt(self, counts):
-        self.held.append(Held(HeteroCache(INJECTED)))
+        self.held.append(ResidentPrefix(HeteroCache(INJECTED)))
         self.say(self.held[-1], [self.some_tokens(count) for count in counts])
 
     @rule(
@@ -141,7 +141,7 @@ class LivesOfSequences(RuleBasedStateMachine):
     @rule(index=caches)
     def fork(self, index):
         held = self.present(index)
-        self.held.append(Held(held.cache.fork(), [list(row) for row in held.rows]))
+        self.held.append(ResidentPrefix(held.cache.fork(), [list(row) for row in held.rows]))
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(index=caches, forget=st.sampled_from(["reset", "drop"]))

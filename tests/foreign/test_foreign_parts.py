@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.adapter.token_layer import TokenLayer
+from hetero_kv.adapter.token_layer import FusedDecodeLayer
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 LINEAR = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
@@ -211,16 +211,16 @@ def layers(model):
 def test_a_token_passes_natively_again_when_its_layer_is_plain_again():
     model = injected(llama(), weights="q8_0")
     logits = computed(model)
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
     heard = []
     handle = model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: heard.append(output))
     assert difference(computed(model), logits) < 1e-3
     # A prompt of three chunks, and three tokens; nobody hears a trial.
     assert [output.shape[1] for output in heard] == [16, 16, 8, 1, 1, 1]
-    assert [isinstance(layer._native, TokenLayer) for layer in layers(model)] == [False, True]
+    assert [isinstance(layer._native, FusedDecodeLayer) for layer in layers(model)] == [False, True]
     handle.remove()
     assert torch.equal(computed(model), logits)
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
 
 
 def test_hooks_on_every_linear_layer_are_called_where_weights_are_packed():

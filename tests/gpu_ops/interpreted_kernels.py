@@ -64,7 +64,7 @@ ATTENTION = (
 )
 
 
-class Taken(NamedTuple):
+class SelectionStatistics(NamedTuple):
     """A token in the slot of the first run's end, or of the second's, of a window of 90 slots."""
 
     runs: tuple[int, int, int, int]
@@ -79,10 +79,10 @@ class Taken(NamedTuple):
 
 #: Parts of several tiles, of one, and none; a run that is empty; a token at the end of either run, and the only one.
 TAKEN = (
-    Taken((0, 40, 60, 30), 39, batch=2, kv_heads=2, group=3, k_dim=24, v_dim=40),
-    Taken((5, 70, 0, 0), 74, kv_heads=2, group=2, softcap=3.0),
-    Taken((0, 3, 80, 10), 89, group=17, k_dim=32),
-    Taken((0, 1, 0, 0), 0, batch=2, k_dim=200, v_dim=8),
+    SelectionStatistics((0, 40, 60, 30), 39, batch=2, kv_heads=2, group=3, k_dim=24, v_dim=40),
+    SelectionStatistics((5, 70, 0, 0), 74, kv_heads=2, group=2, softcap=3.0),
+    SelectionStatistics((0, 3, 80, 10), 89, group=17, k_dim=32),
+    SelectionStatistics((0, 1, 0, 0), 0, batch=2, k_dim=200, v_dim=8),
 )
 
 
@@ -177,7 +177,7 @@ def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
     return out, lse
 
 
-def taken(dtype: torch.dtype, case: Taken, other: float) -> tuple[float, float, bool]:
+def taken(dtype: torch.dtype, case: SelectionStatistics, other: float) -> tuple[float, float, bool]:
     """Of the window's attention joined with another of about the log-sum-exp `other`, of log-sum-exps, and whether all
     else is the same."""
     batch, kv_heads, heads = case.batch, case.kv_heads, case.kv_heads * case.group

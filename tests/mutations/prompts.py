@@ -41,7 +41,7 @@ PROMPTS = (
     Mutation(
         "what nobody asks the last layer for is left out whoever listens behind it",
         "hetero_kv/adapter/hidden_states.py",
-        "call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer)",
+        "call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer)",
         "False",
         ("tests/operators/test_last_layer.py::test_who_listens_behind_the_layers_hears_every_token",),
     ),
@@ -168,17 +168,17 @@ PROMPTS = (
     ),
     Mutation(
         "what a span of tokens leaves for the next places is lost",
-        "cpu_ops/line_sums.py",
+        "cpu_ops/vertical_slash_scores.py",
         "by_place[span, :, stop : stop + columns] = ahead",
         "by_place[span, :, stop : stop + columns] = 0",
-        ("tests/cpu_ops/test_line_sums.py::test_attention_by_line_is_that_of_the_softmax",),
+        ("tests/cpu_ops/test_vertical_slash_scores.py::test_attention_by_line_is_that_of_the_softmax",),
     ),
     Mutation(
         "spans of tokens are not rescaled to the largest score of all",
-        "cpu_ops/line_sums.py",
+        "cpu_ops/vertical_slash_scores.py",
         "totals * np.exp2(most - largest)",
         "totals",
-        ("tests/cpu_ops/test_line_sums.py::test_attention_by_line_is_that_of_the_softmax",),
+        ("tests/cpu_ops/test_vertical_slash_scores.py::test_attention_by_line_is_that_of_the_softmax",),
     ),
     Mutation(
         "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",

@@ -130,10 +130,10 @@ MUTATIONS = (
     ),
     Mutation(
         "coarse copies of keys are read as if their zero were 0",
-        "cpu_ops/code_masses.py",
+        "cpu_ops/int4_key_scores.py",
         "-np.int32(ZERO) * total",
         "np.int32(0) * total",
-        ("tests/cpu_ops/test_code_masses.py::test_masses_are_those_of_scores_by_the_codes",),
+        ("tests/cpu_ops/test_int4_key_scores.py::test_masses_are_those_of_scores_by_the_codes",),
     ),
     Mutation(
         "of blocks whose scores are equal none reaches a target",
@@ -187,7 +187,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a pool of forks has room for leaves out the copies to come",
-        "hetero_kv/engine/room.py",
+        "hetero_kv/engine/capacity.py",
         "return allocator.free_blocks - allocator.copies_to_own(np.concatenate(written))",
         "return allocator.free_blocks",
         ("tests/engine/test_fork.py",),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.llama_layer import largest_difference
-from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
 from hetero_kv.errors import UnsupportedModelError
 
 EVERYTHING = {"max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
@@ -36,14 +36,14 @@ def logits_of(model, prompt=PROMPT):
 @pytest.fixture
 def taken(monkeypatch):
     """How often a chunk took the short way."""
-    calls, way = [], PromptLayer.__call__
-    monkeypatch.setattr(PromptLayer, "__call__", lambda self, *given: (calls.append(self), way(self, *given))[1])
+    calls, way = [], FusedPrefillLayer.__call__
+    monkeypatch.setattr(FusedPrefillLayer, "__call__", lambda self, *given: (calls.append(self), way(self, *given))[1])
     return calls
 
 
 def by_own_steps(model, prompt=PROMPT):
     """The same, by the layers' own steps."""
-    with patch.object(PromptLayer, "fits", return_value=False):
+    with patch.object(FusedPrefillLayer, "fits", return_value=False):
         return logits_of(model, prompt)
 
 
@@ -118,14 +118,14 @@ def test_layers_of_another_form_go_on_by_themselves(architecture, taken):
 
 @pytest.mark.parametrize("wrong", ["_norms", "_head_norms", "_activation", "_gate"])
 def test_a_wrong_way_is_noticed(wrong, monkeypatch, taken):
-    made = PromptLayer.__init__
+    made = FusedPrefillLayer.__init__
 
     def seeded(self, layer, operator):
         made(self, layer, operator)
         wrongly = {"_norms": self._norms[::-1], "_head_norms": [None, None], "_activation": 1, "_gate": self._up}
         setattr(self, wrong, wrongly[wrong])
 
-    monkeypatch.setattr(PromptLayer, "__init__", seeded)
+    monkeypatch.setattr(FusedPrefillLayer, "__init__", seeded)
     model = tiny_model("qwen3")
     with torch.no_grad():
         for layer in model.model.layers:

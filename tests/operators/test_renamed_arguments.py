@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.llama_layer import Trial
-from hetero_kv.adapter.prompt_layer import PromptLayer
-from hetero_kv.adapter.token_layer import TokenLayer
+from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
+from hetero_kv.adapter.token_layer import FusedDecodeLayer
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = (torch.arange(110) % 90 + 2)[None, :]
@@ -65,8 +65,8 @@ def test_both_fast_ways_are_taken_under_other_names(renamed, caplog):
         inject(model, "quest", command_line=SETTINGS)
     assert torch.equal(logits_of(renamed, "cache"), logits_of(wanted, "past_key_values"))
     layers = [module for module in renamed.modules() if isinstance(module, ChunkedDecoderLayer)]
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers)
-    assert all(isinstance(layer._short, PromptLayer) for layer in layers)
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers)
+    assert all(isinstance(layer._short, FusedPrefillLayer) for layer in layers)
     assert not caplog.records
 
 

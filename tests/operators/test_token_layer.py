@@ -10,7 +10,7 @@ from cpu_ops.gates import GELU_TANH
 from cpu_ops.token_layer import gate_region
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.token_layer import TokenLayer
+from hetero_kv.adapter.token_layer import FusedDecodeLayer
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = torch.arange(2, 42)[None, :]
@@ -45,7 +45,7 @@ def test_tokens_are_the_same_the_native_way(architecture, rows):
     model = tiny_model(architecture)
     inject(model, "quest", command_line=SETTINGS)
     native = decoded(model, rows=rows, prompt=LONG)
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
     without_native_way(model)
     assert relative(native, decoded(model, rows=rows, prompt=LONG)) < 5e-3
 
@@ -56,7 +56,7 @@ def test_tokens_of_every_family_pass_the_native_way(recipe):
     small = {"max_seq_len": 256, "weights": "q8_0"} | ({"rank": 16} if recipe == "shadowkv" else {})
     inject(model, recipe, command_line=small)
     native = decoded(model, prompt=LONG)
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
     without_native_way(model)
     assert relative(native, decoded(model, prompt=LONG)) < 5e-3
 
@@ -65,7 +65,7 @@ def test_tokens_are_the_same_the_native_way_in_bfloat16():
     model = tiny_model("qwen2").to(torch.bfloat16)
     inject(model, "quest", command_line=SETTINGS)
     native = decoded(model)
-    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
     without_native_way(model)
     assert relative(native, decoded(model)) < 5e-2
 
@@ -88,7 +88,7 @@ def test_a_layer_that_computes_something_else_is_noticed(caplog):
 
 @pytest.mark.parametrize("wrong", ["_bias", "_norm", "_epsilon", "_gate_up"])
 def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
-    made = TokenLayer.__init__
+    made = FusedDecodeLayer.__init__
 
     def seeded(self, layer, operator):
         made(self, layer, operator)
@@ -97,7 +97,7 @@ def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
             self, wrong, {"_gate_up": gate_region(GELU_TANH), "_epsilon": value + 0.5}.get(wrong, value * 1.2 + 0.1)
         )
 
-    monkeypatch.setattr(TokenLayer, "__init__", seeded)
+    monkeypatch.setattr(FusedDecodeLayer, "__init__", seeded)
     model = tiny_model("qwen2")
     inject(model, "quest", command_line=SETTINGS)
     decoded(model, tokens=1)

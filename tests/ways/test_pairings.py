@@ -40,7 +40,7 @@ ACTION = st.one_of(
 START = [("inject", 0, 0), ("make", 0, None), ("inject", 1, 0), ("make", 1, None), ("inject", 2, 2), ("make", 2, None)]
 
 
-class Held:
+class ResidentPrefix:
     """A cache, the model and the rules that it was made for, and the tokens that passed."""
 
     def __init__(self, cache, model, rules, tokens=()):
@@ -77,7 +77,7 @@ def passed(held, index, rules, new, within):
 @torch.no_grad()
 def test_a_cache_is_right_with_its_own_model_and_refused_by_every_other(actions, seed):
     generator = torch.Generator().manual_seed(seed)
-    caches: list[Held] = []
+    caches: list[ResidentPrefix] = []
     rules: list[int | None] = [None] * len(MODELS)
     try:
         for action, which, more in [*START, *actions]:
@@ -89,10 +89,10 @@ def test_a_cache_is_right_with_its_own_model_and_refused_by_every_other(actions,
                 eject(MODELS[which])
                 rules[which] = None
             elif action == "make" and rules[which] is not None:
-                caches.append(Held(HeteroCache(MODELS[which]), which, rules[which]))
+                caches.append(ResidentPrefix(HeteroCache(MODELS[which]), which, rules[which]))
             elif action == "fork":
                 held = caches[which % len(caches)]
-                caches.append(Held(held.cache.fork(), *held.made_for, held.tokens))
+                caches.append(ResidentPrefix(held.cache.fork(), *held.made_for, held.tokens))
             elif action == "pass":
                 chosen, count, within = more
                 new = torch.randint(6, 90, (count,), generator=generator).tolist()

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from gpu_ops.host_copies import on_device, on_host
 from hetero_kv.families.prompts_on_gpu.pieces import stored_blocks
-from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
+from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 
 # Blocks per computation of representatives: bounds the float32 copy of their keys.

@@ -13,7 +13,7 @@ from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
 from hetero_kv.store.storage import StorageType
 
 
-class PromptLayer(BufferedLayer):
+class GpuPrefillCache(BufferedLayer):
     """A cache layer that writes a prompt from the GPU block by block, and loads earlier tokens in pieces.
 
     Attributes:

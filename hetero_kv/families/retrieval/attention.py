@@ -26,7 +26,7 @@ from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.reading import Taken
+from hetero_kv.families.retrieval.read_bytes import SelectionStatistics
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.sparse_prefill.settings import PREFILLS
@@ -120,7 +120,7 @@ class RetrievalAttention(WindowedDecode):
 
     def _completed(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
-        estimated: tuple[np.ndarray, Taken] | None,
+        estimated: tuple[np.ndarray, SelectionStatistics] | None,
     ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
         """Apply the learned sink to out [batch, heads, 1, v_dim] and lse, and record the coverage.
 

@@ -17,7 +17,7 @@ from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.fetching import Fetching
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.reading import Reading, Taken
+from hetero_kv.families.retrieval.read_bytes import Reading, SelectionStatistics
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
@@ -61,7 +61,7 @@ class RetrievalDecode(RetrievalPrefill):
         self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
         q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
         out: np.ndarray, lse: np.ndarray, outside_lse: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, Taken] | None:  # fmt: skip
+    ) -> tuple[np.ndarray, SelectionStatistics] | None:  # fmt: skip
         """Store the token, unless `position` is None; then choose its blocks and attend to them.
 
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
@@ -82,7 +82,7 @@ class RetrievalDecode(RetrievalPrefill):
                 score = self.representative_type.score
                 which = fetching.by_scores(q, self.shared, largest, score, self.threads)
         inputs = q, k, v, at, table, first, end, which, positions, allowed, self.shared
-        estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
+        estimated, taken = None, SelectionStatistics(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if outside_lse is None:
@@ -97,7 +97,9 @@ class RetrievalDecode(RetrievalPrefill):
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
                 attended, *others = [number / lists for number in counted]
-                taken = Taken(attended / layer.layout.block_size if native.by_token else attended, *others)
+                taken = SelectionStatistics(
+                    attended / layer.layout.block_size if native.by_token else attended, *others
+                )
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
@@ -130,7 +132,9 @@ class RetrievalDecode(RetrievalPrefill):
         covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
-    def _count(self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: Taken) -> None:
+    def _count(
+        self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: SelectionStatistics
+    ) -> None:
         """Record a step's block count and the estimated share of the attention mass it covered, from log-sum-exps."""
         state = layer.state
         covered = covered_share(attended, total)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cpu_ops.code_masses import bytes_of_block
+from cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register, sums_share
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.prompts_on_gpu.writing import PIECE_TOKENS

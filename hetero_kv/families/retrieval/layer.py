@@ -29,12 +29,12 @@ from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.reading import Reading
+from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN
+from hetero_kv.families.retrieval.read_bytes import Reading
 from hetero_kv.families.retrieval.represented_prompts import RepresentedPromptLayer
 from hetero_kv.families.retrieval.state import RetrievalState
-from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
-from hetero_kv.families.retrieval.window_passage import Apart, TwoLaunches, WindowPassage
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.families.retrieval.window_passage import TorchWindowStep, TritonWindowStep, WindowPassage
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 
 
 class RetrievalLayer(RepresentedPromptLayer):
@@ -104,7 +104,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         """Whether the pool stores the attention that a block's keys had received when the block was finalized."""
         return self.layout.closes_alone
 
-    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
+    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
         """The auxiliary arrays that a method keeps per block, for keys and values of this shape."""
         return {}
 
@@ -180,7 +180,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         if self.staging is None or not self.staging.fits(q.device, *shapes):
             self._settle()
             self.staging = Staging(q.device, *shapes)
-        passage = TwoLaunches if is_joint else Apart
+        passage = TritonWindowStep if is_joint else TorchWindowStep
         return passage(self.window, self.staging, call, local_start, wants_window)
 
     def _settle(self) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hetero_kv.engine.saved_part import SavedPart
+from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN, Unseen
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, RetrievalState
-from hetero_kv.families.retrieval.unseen import NONE_UNSEEN, Unseen
 
 if TYPE_CHECKING:
     from hetero_kv.families.retrieval.layer import RetrievalLayer

@@ -40,7 +40,7 @@ class WindowPassage(Protocol):
         """Attention to the window alone, in the same form."""
 
 
-class TwoLaunches:
+class TritonWindowStep:
     """The window's attention in two Triton kernels, one before the CPU's work and one after it.
 
     The copy to the CPU waits for the first kernel, which takes the GPU less time than its launch takes the host.
@@ -74,7 +74,7 @@ class TwoLaunches:
         return out, lse.view(q.shape[:3])
 
 
-class Apart:
+class TorchWindowStep:
     """The window's attention by torch or another attention kernel.
 
     It runs at the same time as the CPU's, or before it if the CPU needs the window's log-sum-exp.

@@ -18,7 +18,7 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import Demand, Share
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.noted_rotations import NotedRotations
+from hetero_kv.adapter.rope_capture import NotedRotations
 from hetero_kv.adapter.rotary_probe import require_constant_rotation
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation

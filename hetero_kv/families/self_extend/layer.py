@@ -47,12 +47,12 @@ class SelfExtendLayer(RetrievalLayer):
 
     @property
     def stored_apart(self) -> int:
-        """See PromptLayer. The buffer also loads Local, which has all neighbours of the prompt's first token."""
+        """See FusedPrefillLayer. The buffer also loads Local, which has all neighbours of the prompt's first token."""
         size, length = self.layout.block_size, self.cohort.length
         return max(0, min(self.context_end, (length - self.positions.neighbours) // size)) * size
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See PromptLayer; the buffer includes Local."""
+        """See FusedPrefillLayer; the buffer includes Local."""
         buffer = super()._loaded_buffer(keys, values)
         if keys.is_cuda and buffer.first < buffer.past:
             for first, stored_keys, stored_values in self._pieces_between(buffer.first, buffer.past, keys):

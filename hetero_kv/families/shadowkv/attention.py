@@ -16,8 +16,8 @@ from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.side_stream import joined_on_error
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.noted_rotations import NotedRotations
 from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.rope_capture import NotedRotations
 from hetero_kv.adapter.rotary_probe import rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation

@@ -15,9 +15,9 @@ import torch
 from gpu_ops.host_copies import on_device
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.deferred_readback import Watched
 from hetero_kv.engine.step import Step
-from hetero_kv.engine.watched import Watched
-from hetero_kv.families.prompts_on_gpu.layer import PromptLayer
+from hetero_kv.families.prompts_on_gpu.layer import GpuPrefillCache
 from hetero_kv.families.prompts_on_gpu.pieces import Pieces
 from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
 from hetero_kv.families.shadowkv import landmarks
@@ -47,7 +47,7 @@ class Context:
     statistics: LowRankStatistics = field(default_factory=LowRankStatistics)
 
 
-class ContextLayer(PromptLayer):
+class ContextLayer(GpuPrefillCache):
     """Stores prompts in a ShadowKV layer and reads its Context.
 
     Attributes:
@@ -153,7 +153,7 @@ class ContextLayer(PromptLayer):
             self.pool.write(ids, start, row[..., :0], row)
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
-        """Start writing the values of the chunks that enter the Context; see PromptLayer."""
+        """Start writing the values of the chunks that enter the Context; see GpuPrefillCache."""
         self.have_pool(buffer.values)
         assert self.pool is not None
         blocks, write_out = step.blocks(self.layout), self.cohort.store.write_out(buffer.values.device)
@@ -209,11 +209,11 @@ class ContextLayer(PromptLayer):
 
     @property
     def stored_apart(self) -> int:
-        """The Context's tokens; Recent is on the compute device. See PromptLayer."""
+        """The Context's tokens; Recent is on the compute device. See GpuPrefillCache."""
         return self.context.length
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See PromptLayer; also copies Recent into the buffer."""
+        """See GpuPrefillCache; also copies Recent into the buffer."""
         buffer = super()._loaded_buffer(keys, values)
         if keys.is_cuda and buffer.past > buffer.first:
             recent = slice(0, buffer.past - buffer.first)
@@ -222,7 +222,7 @@ class ContextLayer(PromptLayer):
         return buffer
 
     def pieces(self, start: int, like: torch.Tensor) -> Pieces:
-        """See PromptLayer; keys other than outliers' are reconstructed from factors."""
+        """See GpuPrefillCache; keys other than outliers' are reconstructed from factors."""
         for first, _, values in super().pieces(start, like):
             yield first, self._keys_between(first, first + values.shape[2]), values
 

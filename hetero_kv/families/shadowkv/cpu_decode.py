@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cpu_ops import chunk_slots, landmark_choice, two_range_attention
+from cpu_ops import chunk_slots, contiguous_decode, landmark_choice
 from cpu_ops.chunk_slots import KeyFactorArrays
+from cpu_ops.contiguous_decode import TokenRange, attend_ranges
 from cpu_ops.storage import BFLOAT16
-from cpu_ops.two_range_attention import TokenRange, attend_ranges
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv.layer import LowRankLayer
@@ -101,4 +101,4 @@ def compile_kernels(dtype: torch.dtype, storage: str, group: int, k_dim: int, v_
     if dtype in _KINDS:
         landmark_choice.compile_for(group, k_dim, _KINDS[dtype])
         chunk_slots.compile_for(k_dim, _KINDS[dtype], storage)
-        two_range_attention.compile_for(group, k_dim, v_dim, _KINDS[dtype])
+        contiguous_decode.compile_for(group, k_dim, v_dim, _KINDS[dtype])

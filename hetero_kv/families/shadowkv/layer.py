@@ -15,10 +15,10 @@ from gpu_ops.host_copies import on_device
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.deferred_readback import Arriving, Watched
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
-from hetero_kv.engine.watched import Arriving, Watched
 from hetero_kv.families.shadowkv import saving
 from hetero_kv.families.shadowkv.context_layer import Context, ContextLayer
 from hetero_kv.families.shadowkv.key_factors import KeyFactors

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cpu_ops.asked_keys import ASKED_COLUMNS
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.line_sums import distances_within
+from cpu_ops.qk_tile import ASKED_COLUMNS
+from cpu_ops.vertical_slash_scores import distances_within
 from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of

@@ -13,12 +13,12 @@ from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.reading import Reading, Taken
+from hetero_kv.families.retrieval.read_bytes import Reading, SelectionStatistics
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Chooser, Known
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
-from hetero_kv.store.pool import Beside
+from hetero_kv.store.pool import AuxiliaryArray
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TokenRetrievalLayer(RetrievalLayer):
     def accumulates(self) -> bool:
         return False
 
-    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
+    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
         return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
 
     def close(self, step: Step, queries: torch.Tensor | None = None) -> None:
@@ -104,7 +104,7 @@ class TokenRetrievalLayer(RetrievalLayer):
             assert self.pool is not None
             self.reading = Reading.of(self.pool, self.window)
         reading = self.reading
-        around = reading.of_step(length, context, Taken(0))
+        around = reading.of_step(length, context, SelectionStatistics(0))
         # The offset of a block is read again for each scattered token of another block.
         offsets = min(tokens, float(context)) * reading.offset
         self.read = self.read.plus(around + tokens * reading.token + offsets + beside)

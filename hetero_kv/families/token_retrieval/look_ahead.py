@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.asked_call import call_of
 from hetero_kv.adapter.foreign import has_global_hooks, is_heard_itself
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.traced_qkv import call_of
 from hetero_kv.engine.step import Step
 from hetero_kv.families.token_retrieval.choosers.chooser import Choice
 

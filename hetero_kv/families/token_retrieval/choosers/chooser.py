@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from cpu_ops.attention import attend_blocks
-from cpu_ops.token_lists import token_scores, token_values
+from cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 from hetero_kv.store.storage import StorageType
 
 S = TypeVar("S", bound=TokenSettings)
@@ -176,7 +176,7 @@ class Chooser(ABC, Generic[S]):
         """Raise HeteroKVError, naming `path`, for keys of an unsupported shape."""
 
     @abstractmethod
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         """The arrays that it keeps per block and kv head, by name."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu_ops.token_lists import token_scores
+from cpu_ops.sparse_gather import token_scores
 from cpu_ops.top_k import top_k_blocks
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Choice, Chooser, Known, every_index
@@ -25,7 +25,7 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
     require_share,
 )
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class InfiniGen(Chooser[InfiniGenSettings]):
     def observed_queries(self) -> int:
         return self.settings.skew_queries
 
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         storage = self.settings.key_storage.for_representatives
-        return {"partial_keys": Beside((self._components(shape.k_dim),), self.settings.block_size, storage)}
+        return {"partial_keys": AuxiliaryArray((self._components(shape.k_dim),), self.settings.block_size, storage)}
 
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}

@@ -24,7 +24,7 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
     require_share,
 )
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Loki(BestTokens[LokiSettings]):
     learns = True
     reads_beside = False
 
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         storage = self.settings.key_storage.for_representatives
-        return {"key_components": Beside((self._components(shape.k_dim),), self.settings.block_size, storage)}
+        return {"key_components": AuxiliaryArray((self._components(shape.k_dim),), self.settings.block_size, storage)}
 
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from cpu_ops.code_collisions import collisions
-from cpu_ops.token_lists import token_scores
+from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser, Known
 from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 from hetero_kv.store.storage import FP32, StorageType
 
 #: Hash codes of up to 16 bits.
@@ -60,10 +60,10 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         super().__init__(settings, layer_idx)
         self._planes: dict[int, torch.Tensor] = {}
 
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         block_size = self.settings.block_size
-        codes = Beside((self.settings.hash_tables,), block_size, CODES)
-        return {"key_codes_by_table": codes, "centred_norms": Beside((), block_size, FP32)}
+        codes = AuxiliaryArray((self.settings.hash_tables,), block_size, CODES)
+        return {"key_codes_by_table": codes, "centred_norms": AuxiliaryArray((), block_size, FP32)}
 
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"centre": ((shape.kv_heads, shape.k_dim), torch.float32)}

@@ -23,7 +23,7 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting, part_of, require_share
 from hetero_kv.settings.setting import SettingError, setting
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 from hetero_kv.store.storage import FP32, StorageType
 
 #: Cluster indices.
@@ -77,13 +77,13 @@ class RetroInfer(Chooser[RetroInferSettings]):
     learns = True
     choosing = frozenset(("exact_clusters", "estimated_clusters"))
 
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         each, storage = self._of_block, self.settings.key_storage.for_representatives
         return {
-            "cluster_keys": Beside((shape.k_dim,), each, storage),
-            "cluster_values": Beside((each,), shape.v_dim, FP32),
-            "cluster_sizes": Beside((), each, FP32),
-            "clusters": Beside((), self.settings.block_size, _NUMBERS),
+            "cluster_keys": AuxiliaryArray((shape.k_dim,), each, storage),
+            "cluster_values": AuxiliaryArray((each,), shape.v_dim, FP32),
+            "cluster_sizes": AuxiliaryArray((), each, FP32),
+            "clusters": AuxiliaryArray((), self.settings.block_size, _NUMBERS),
         }
 
     @property

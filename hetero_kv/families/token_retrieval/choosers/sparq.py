@@ -20,7 +20,7 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
     require_share,
 )
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 from hetero_kv.store.storage import FP32
 
 # Blocks transposed at once; this bounds the temporary float32 copy of their keys.
@@ -58,10 +58,10 @@ class SparQ(BestTokens[SparQSettings]):
 
     choosing = BestTokens.choosing | {"query_components", "mean_value"}
 
-    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+    def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         storage = self.settings.key_storage.for_representatives
-        columns = Beside((shape.k_dim,), self.settings.block_size, storage)
-        return {"key_columns": columns, "value_means": Beside((), shape.v_dim, FP32)}
+        columns = AuxiliaryArray((shape.k_dim,), self.settings.block_size, storage)
+        return {"key_columns": columns, "value_means": AuxiliaryArray((), shape.v_dim, FP32)}
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         storage = self.settings.key_storage.for_representatives

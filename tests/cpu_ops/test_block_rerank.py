@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import candidate_masses
+from cpu_ops import block_rerank
 from cpu_ops.parallel_region import call_region
 from hetero_kv.store import storage
 
@@ -23,7 +23,7 @@ def test_candidates_have_the_mass_of_their_keys_scores(coarse, softcap):
     weights, masses = np.full((2, 1, 2, 2, 3), 7, np.float32)
     # Keys that are scored as they are take nothing from the means.
     shapes = array.shape, means.shape, array.dtype, means.numpy().dtype
-    region = candidate_masses.region_for(q.shape, *shapes, differ=coarse)
+    region = block_rerank.region_for(q.shape, *shapes, differ=coarse)
     given_keys = array.view(np.uint8) if coarse else array
     of_tokens = np.full((1, 2, 2, 8), 7, np.float32)
     arguments = q, given_keys, means.numpy(), table, positions, 0.5, softcap, weights, masses, of_tokens

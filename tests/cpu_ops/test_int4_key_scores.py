@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import code_masses
+from cpu_ops import int4_key_scores
 from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.parallel_region import call_region
 from hetero_kv.store.key_codes import encode
@@ -45,7 +45,7 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
     scores = scores * SCALE + of_means
     chosen = np.array([[[0, 2, 3, -1], [4, -1, -1, -1]]], np.int32)
     with forced_isa(isa):
-        region = code_masses.region_for(
+        region = int4_key_scores.region_for(
             tuple(q.shape), tuple(codes.shape), tuple(means.shape), BLOCK, np.dtype(np.float32)
         )
         for softcap in (0.0, 4.0):
@@ -101,6 +101,6 @@ def decoded_of_tile(codes):
 
 def test_blocks_that_are_no_whole_tiles_are_refused():
     with pytest.raises(ValueError, match="do not fit blocks of 24 tokens"):
-        code_masses.region_for((1, 2, 3, 8), (5, 2, 1, 24 * 6), (5, 2, 1, 8), 24, np.dtype(np.float32))
+        int4_key_scores.region_for((1, 2, 3, 8), (5, 2, 1, 24 * 6), (5, 2, 1, 8), 24, np.dtype(np.float32))
     with pytest.raises(ValueError, match="kv_heads and k_dim must be equal"):
-        code_masses.region_for((1, 2, 3, 8), (5, 1, 1, 16 * 6), (5, 2, 1, 8), 16, np.dtype(np.float32))
+        int4_key_scores.region_for((1, 2, 3, 8), (5, 1, 1, 16 * 6), (5, 2, 1, 8), 16, np.dtype(np.float32))

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Columns:
+class PaddingMask:
     """The columns passed to the model so far, padding included.
 
     Attributes:
@@ -29,12 +29,12 @@ class Columns:
         """[rows, count] int64, 1 where a row has a token."""
         return self._known(rows).long()
 
-    def grown(self, width: int, tokens: Rows[int]) -> Columns:
+    def grown(self, width: int, tokens: Rows[int]) -> PaddingMask:
         """The columns followed by `width` more; row i has a token in the last `tokens[i]` of these."""
         if self.padding is None and all(count == width for count in tokens):
-            return Columns(self.count + width)
+            return PaddingMask(self.count + width)
         new = torch.arange(width) >= width - torch.tensor(list(tokens))[:, None]
-        return Columns(self.count + width, torch.cat([self._known(len(tokens)), new], dim=1))
+        return PaddingMask(self.count + width, torch.cat([self._known(len(tokens)), new], dim=1))
 
     def tokens_after(self, column: int, rows: int) -> list[int]:
         """Number of tokens of each row in the columns from `column` on."""
@@ -42,15 +42,15 @@ class Columns:
             return [self.count - column] * rows
         return self.padding[:, column:].sum(dim=1).tolist()
 
-    def cut(self, count: int) -> Columns:
+    def cut(self, count: int) -> PaddingMask:
         """The first `count` columns."""
         return _simplified(count, None if self.padding is None else self.padding[:, :count])
 
-    def select(self, rows: Rows[int]) -> Columns:
+    def select(self, rows: Rows[int]) -> PaddingMask:
         """The columns with row i replaced by the present row `rows[i]`."""
         return _simplified(self.count, None if self.padding is None else self.padding[list(rows)])
 
-    def joined(self, rows: int, other: Columns, other_rows: int) -> Columns:
+    def joined(self, rows: int, other: PaddingMask, other_rows: int) -> PaddingMask:
         """The columns of both batches, rows of `other` last; the narrower one is left-padded."""
         count = max(self.count, other.count)
         parts = [self._known(rows), other._known(other_rows)]
@@ -61,5 +61,5 @@ class Columns:
         return torch.ones(rows, self.count, dtype=torch.bool) if self.padding is None else self.padding
 
 
-def _simplified(count: int, padding: torch.Tensor | None) -> Columns:
-    return Columns(count, None if padding is None or bool(padding.all()) else padding)
+def _simplified(count: int, padding: torch.Tensor | None) -> PaddingMask:
+    return PaddingMask(count, None if padding is None or bool(padding.all()) else padding)

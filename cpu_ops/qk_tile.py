@@ -17,8 +17,8 @@ from numba.extending import intrinsic
 from cpu_ops.amx_tiles import BLOCK, TILE, emit_multiply_by_tiles, multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, emit_score_tile_bf16
 from cpu_ops.cpu_features import ISAS, isa
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LOG2_E, row_softcap
-from cpu_ops.inner import inner
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN
 from cpu_ops.matrix_tiles import emit_multiply_tile

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from cpu_ops.inner import inner
+from cpu_ops.device_function import inner
 
 
 @inner(error_model="numpy")

@@ -13,7 +13,7 @@ from hetero_kv.errors import HeteroKVError
 Progress = Callable[[int, int, int, int], None]
 
 
-class PassingPrompt:
+class PrefillProgress:
     """The part of a cache that tracks the prompt in progress; it is empty between prompts.
 
     Attributes:

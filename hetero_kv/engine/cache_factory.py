@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
@@ -21,7 +21,7 @@ class ModelState(Protocol):
         """Whether this state equals that of another moment."""
 
 
-class CacheMaker(Protocol):
+class CacheFactory(Protocol):
     """What `inject` attaches to a model: it knows the cache of each layer, and how much fits into memory."""
 
     @property
@@ -31,10 +31,12 @@ class CacheMaker(Protocol):
         All caches of a model share its operators, and forks share blocks.
         """
 
-    def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: Held = NOTHING_HELD) -> int:
+    def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix = NO_RESIDENT_PREFIX) -> int:
         """Capacity in tokens of each of `batch` sequences, and of those in each fork; `held` is the resident prefix."""
 
-    def planned_store(self, wanted: int | None, batch: int, forks: int, held: Held, own: Store | None) -> Store:
+    def planned_store(
+        self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix, own: Store | None
+    ) -> Store:
         """An empty store of that capacity, in memory that no other cache of this process has reserved.
 
         Args:
@@ -70,9 +72,9 @@ class CacheMaker(Protocol):
         """The error for a model without these rules, or after their removal, that writes to one of their caches."""
 
 
-def injected(model: nn.Module) -> CacheMaker:
+def injected(model: nn.Module) -> CacheFactory:
     """The rules in a model. Raises HeteroKVError when it has none."""
-    maker: CacheMaker | None = getattr(model, "hetero_kv_injection", None)
+    maker: CacheFactory | None = getattr(model, "hetero_kv_injection", None)
     if maker is None:
         raise HeteroKVError(
             f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before HeteroCache"

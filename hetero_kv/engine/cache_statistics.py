@@ -10,7 +10,7 @@ from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.store import Store
 
 
-class CountedBatch(Batch):
+class CacheStatistics(Batch):
     """A batch that reports its memory and statistics; each property says whether it counts the blocks of forks."""
 
     @property

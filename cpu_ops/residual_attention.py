@@ -8,9 +8,9 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
+from cpu_ops.device_function import inner
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of, called_as
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.simd import accumulate_rows_at

@@ -6,13 +6,13 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.cohort import EqualLengthGroup
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.engine.store import Store
 
 
-def room(cohorts: Rows[Cohort]) -> int | None:
+def room(cohorts: Rows[EqualLengthGroup]) -> int | None:
     """Tokens that every row of these cohorts can still take; None when no layer keeps every token."""
     stored = [cohort for cohort in cohorts if cohort.layouts]
     if not stored:
@@ -23,7 +23,7 @@ def room(cohorts: Rows[Cohort]) -> int | None:
     return most
 
 
-def require_room(requests: Rows[tuple[Cohort, int]]) -> None:
+def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
     """Raise CacheFullError unless the new tokens of every row of each cohort fit together."""
     stored = [(cohort, tokens) for cohort, tokens in requests if cohort.layouts]
     for cohort, tokens in stored:
@@ -36,7 +36,7 @@ def require_room(requests: Rows[tuple[Cohort, int]]) -> None:
             raise used_up(store, layout, max(more), room(sharing) or 0)
 
 
-def _beyond_capacity(cohort: Cohort, tokens: int, left: int) -> CacheFullError:
+def _beyond_capacity(cohort: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
     return CacheFullError(
         f"the cache is full: max_seq_len is {cohort.store.capacity} tokens, {cohort.length} are stored and {tokens} "
         f"more were to be added; set max_seq_len to at least {cohort.length + tokens}{_shorter(left)}"
@@ -57,7 +57,7 @@ def _shorter(left: int) -> str:
     return f", or shorten the input to {left} tokens" if left else ""
 
 
-def _sharing(cohorts: Rows[Cohort]) -> list[tuple[Store, Layout, list[Cohort]]]:
+def _sharing(cohorts: Rows[EqualLengthGroup]) -> list[tuple[Store, Layout, list[EqualLengthGroup]]]:
     """The layouts whose blocks can run out before the capacity does, with the cohorts that use them."""
     stores = {id(cohort.store): cohort.store for cohort in cohorts if cohort.sequences}
     return [
@@ -68,7 +68,7 @@ def _sharing(cohorts: Rows[Cohort]) -> list[tuple[Store, Layout, list[Cohort]]]:
     ]
 
 
-def _needed(layout: Layout, cohorts: Rows[Cohort], tokens: Rows[int]) -> int:
+def _needed(layout: Layout, cohorts: Rows[EqualLengthGroup], tokens: Rows[int]) -> int:
     """Blocks that the new tokens start, `tokens` in every row of each cohort."""
     return sum(
         len(cohort.sequences)
@@ -77,7 +77,7 @@ def _needed(layout: Layout, cohorts: Rows[Cohort], tokens: Rows[int]) -> int:
     )
 
 
-def _spare(store: Store, layout: Layout, cohorts: Rows[Cohort]) -> int:
+def _spare(store: Store, layout: Layout, cohorts: Rows[EqualLengthGroup]) -> int:
     """Blocks that are free for new tokens, after these cohorts have copied the shared blocks that they write to."""
     written = []
     for cohort in cohorts:
@@ -90,7 +90,7 @@ def _spare(store: Store, layout: Layout, cohorts: Rows[Cohort]) -> int:
     return allocator.free_blocks - allocator.copies_to_own(np.concatenate(written))
 
 
-def _fitting(store: Store, layout: Layout, cohorts: Rows[Cohort], most: int) -> int:
+def _fitting(store: Store, layout: Layout, cohorts: Rows[EqualLengthGroup], most: int) -> int:
     """Tokens that every row of these cohorts can still take, at most `most`."""
     spare = _spare(store, layout, cohorts)
     if spare < 0:

@@ -10,7 +10,7 @@ from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.store.pool import BlockPool
 
 
-class Taken(NamedTuple):
+class SelectionStatistics(NamedTuple):
     """Selection statistics of a step: Context blocks per kv head, on average.
 
     Attributes:
@@ -71,7 +71,7 @@ class Reading(NamedTuple):
             _of_block(pool.value_means),
         )
 
-    def of_step(self, length: int, context: int, taken: Taken) -> float:
+    def of_step(self, length: int, context: int, taken: SelectionStatistics) -> float:
         """Bytes per row that a step reads from a sequence of `length` tokens with `context` Context blocks."""
         around, inside = length - context * self.block_size, taken.attended * self.block_size
         blocks, whole = (taken.attended if each is None else each for each in (taken.touched, taken.whole))

@@ -13,8 +13,8 @@ from numba import njit
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
+from cpu_ops.device_function import inner
 from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
-from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
 from cpu_ops.parallel_region import REGION, arguments_at

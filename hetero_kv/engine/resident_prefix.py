@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Held(NamedTuple):
+class ResidentPrefix(NamedTuple):
     """The KV of a cache's sequences that exists before memory is planned.
 
     Attributes:
@@ -17,9 +17,9 @@ class Held(NamedTuple):
     tokens: int = 0
     mapped: int = 0
 
-    def first(self, tokens: int) -> Held:
+    def first(self, tokens: int) -> ResidentPrefix:
         """The part of it that belongs to the first `tokens` of each sequence."""
-        return Held(tokens, self.mapped * tokens // self.tokens) if tokens < self.tokens else self
+        return ResidentPrefix(tokens, self.mapped * tokens // self.tokens) if tokens < self.tokens else self
 
 
-NOTHING_HELD = Held()
+NO_RESIDENT_PREFIX = ResidentPrefix()

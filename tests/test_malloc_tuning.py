@@ -14,14 +14,14 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter import chunked_decoder_layer
-from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
+from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 
 #: What a process has of 400 MB that it freed: without anything, within the context, given back, and where it failed.
 FREED = """
 import ctypes, psutil
-from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
+from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 
 library, size = ctypes.CDLL(None), 400 << 20
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -66,7 +66,7 @@ def test_users_say_themselves_what_is_kept():
 
 
 def test_other_c_libraries_are_left_as_they_are(monkeypatch):
-    monkeypatch.setattr("hetero_kv.freed_memory._library", lambda: None)
+    monkeypatch.setattr("hetero_kv.malloc_tuning._library", lambda: None)
     with freed_memory_kept():
         give_back_freed_memory()
 
