@@ -209,7 +209,7 @@ MUTATIONS = (
     Mutation(
         "slots outlive the steps that filled them and were undone",
         "hetero_kv/families/shadowkv/layer.py",
-        "            # Later steps have put other chunks into the slots.\n"
+        "            # Later steps have filled the slots with other chunks.\n"
         "            self.context.outliers.residents.empty()",
         "            pass",
         (f"{_SHADOWKV}slots_forget_the_chunks_of_steps_that_were_undone",),
