@@ -29,7 +29,8 @@ OF_NO_VALUE = {
 NEUTRAL: tuple[Any, ...] = (0, 0.0, False, "none", "", [])
 #: Keys on which the order of rows in a file depends, so that other values are other weights.
 OF_THE_LAYOUT = ("attention.head_count", "attention.head_count_kv")
-#: Where 0 is no cap and no clamp.
+#: Where 0 is no groups, and no cap and no clamp.
+GROUPS = ("expert_group_count", "expert_group_used_count")
 NONE_WHERE_ZERO = ("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv")
 _GRANITE = {
     "attention.scale": ("attention_multiplier", 0.25),
@@ -133,15 +134,16 @@ class Base:
             name, default = DEFAULTS[self.architecture][suffix]
             settings[name] = [default] * len(settings[name]) if isinstance(settings[name], list) else default
         elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT and not isinstance(value, list):
-            settings[setting] = None if value == 0 and suffix in NONE_WHERE_ZERO else value
+            none = {**dict.fromkeys(NONE_WHERE_ZERO), **dict.fromkeys(GROUPS, 1)}
+            settings[setting] = none.get(suffix, value) if value == 0 else value
         else:
             return None
         try:
             model = AutoModelForCausalLM.from_config(type(self.original.config).from_dict(settings))
             model.load_state_dict(self.original.state_dict())
+            return self._logits(model.eval())
         except Exception:  # whatever transformers makes of settings that are no model's
             return torch.full_like(self.logits, torch.nan)
-        return self._logits(model.eval())
 
     def _rotation(self, said: dict[str, Any]) -> dict[str, Any] | None:
         said = {key.removeprefix(f"{self.architecture}."): value for key, value in said.items() if value is not None}

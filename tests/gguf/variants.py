@@ -276,6 +276,9 @@ def _randomise(model: PreTrainedModel, random: torch.Generator) -> None:
             numbers = torch.log(torch.rand(tensor.shape, generator=random) * 7 + 1)
         elif name.endswith("mixer.D"):
             numbers = 1 + 0.5 * numbers
+        elif ".post_" in name and model.config.num_hidden_layers > 16:
+            # What many layers add: more of it would magnify rounding beyond all bounds.
+            numbers = -0.7 + 0.1 * numbers
         elif ("norm" in name or "ln_" in name) and not name.endswith("bias"):
             numbers = 1 + 0.3 * numbers
         elif tensor.dim() == 1 and "sinks" not in name:

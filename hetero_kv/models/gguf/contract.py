@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES
 
 from hetero_kv.models.gguf.header import ARRAY, FLOATS, INTEGERS, STRING, MetadataValue, TensorEntry, UnsoundError
+from hetero_kv.models.gguf.values import Whole, check_finite, check_values, check_whole, shown_entry
 
 DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 16
@@ -20,41 +20,6 @@ LARGEST_ALIGNMENT = 1 << 16
 LARGEST_DIMENSION = 1 << 24
 NO_WEIGHTS = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-
-
-class Whole(NamedTuple):
-    """A whole number, or one for each block where `per_block`, from `least` to `most`."""
-
-    least: int
-    most: int
-    per_block: bool = False
-
-
-#: Of keys behind the architecture's name. What is not here and begins with it is finite, whatever it is.
-NUMBERS = {
-    "block_count": Whole(1, 1024),
-    "context_length": Whole(1, 1 << 27),
-    "embedding_length": Whole(1, 1 << 17),
-    "feed_forward_length": Whole(0, 1 << 20, per_block=True),
-    "vocab_size": Whole(1, 1 << 22),
-    "expert_count": Whole(0, 4096),
-    "expert_used_count": Whole(0, 4096),
-    "expert_feed_forward_length": Whole(0, 1 << 20),
-    "rope.dimension_count": Whole(0, 1 << 14),
-    "attention.head_count": Whole(0, 4096, per_block=True),
-    "attention.head_count_kv": Whole(0, 4096, per_block=True),
-    "attention.key_length": Whole(1, 1 << 14),
-    "attention.value_length": Whole(1, 1 << 14),
-    "attention.sliding_window": Whole(0, 1 << 31),
-}
-#: From and to, both left out.
-OPEN_RANGES = {
-    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
-    "attention.layer_norm_epsilon": (0.0, 1.0),
-    "rope.freq_base": (0.0, 1e12),
-}
-#: What may be infinite: where Gemma 3n keeps all activations, their least is minus infinity.
-MAY_BE_INFINITE = (".activation_sparsity_scale",)
 #: What stands for no token: -1, as a file stores it without a sign and with one.
 NO_TOKEN = ((1 << 32) - 1, -1)
 TOKEN_ARRAYS = {"tokens": {STRING}, "merges": {STRING}, "scores": FLOATS, "token_type": INTEGERS}
@@ -64,14 +29,9 @@ def check_metadata(metadata: Mapping[str, MetadataValue]) -> None:
     """Raise UnsoundError where a value that is known is of another type, or beyond what it can be."""
     architecture = _text(metadata, "general.architecture")
     if architecture is not None:
-        blocks = metadata.get(f"{architecture}.block_count")
-        for suffix, whole in NUMBERS.items():
-            _check_whole(metadata, f"{architecture}.{suffix}", whole, None if blocks is None else blocks.value)
-        for suffix, (least, most) in OPEN_RANGES.items():
-            _check_between(metadata, f"{architecture}.{suffix}", least, most)
-        _check_finite(metadata, f"{architecture}.")
+        check_values(metadata, architecture)
     for key in ("split.count", "split.no"):
-        _check_whole(metadata, key, Whole(0, 1 << 16), None)
+        check_whole(metadata, key, Whole(0, 1 << 16), None)
     _text(metadata, "tokenizer.chat_template")
     _text(metadata, "tokenizer.ggml.model")
     _check_vocabulary(metadata)
@@ -82,7 +42,7 @@ def alignment(metadata: Mapping[str, MetadataValue]) -> int:
     entry = metadata.get("general.alignment")
     if entry is None:
         return DEFAULT_ALIGNMENT
-    _check_whole(metadata, "general.alignment", Whole(8, LARGEST_ALIGNMENT), None)
+    check_whole(metadata, "general.alignment", Whole(8, LARGEST_ALIGNMENT), None)
     if entry.value & (entry.value - 1):
         raise UnsoundError(f"general.alignment is {entry.value:,}; a power of two is right")
     return int(entry.value)
@@ -151,39 +111,8 @@ def _text(metadata: Mapping[str, MetadataValue], key: str) -> str | None:
     if entry is None:
         return None
     if entry.types != (STRING,):
-        raise UnsoundError(f"{key} is {_shown(entry)}; it is a text")
+        raise UnsoundError(f"{key} is {shown_entry(entry)}; it is a text")
     return str(entry.value.decode())
-
-
-def _check_whole(metadata: Mapping[str, MetadataValue], key: str, whole: Whole, blocks: Any) -> None:
-    entry = metadata.get(key)
-    if entry is None:
-        return
-    is_array = entry.types[0] == ARRAY
-    values = entry.value if is_array else (entry.value,)
-    if entry.types[-1] not in INTEGERS or (is_array and not whole.per_block):
-        raise UnsoundError(f"{key} is {_shown(entry)}; it is a whole number")
-    if is_array and len(values) != blocks:
-        raise UnsoundError(f"{key} has {len(values):,} numbers; it is one, or one for each of {blocks} blocks")
-    beyond = [value for value in values if not whole.least <= value <= whole.most]
-    if beyond:
-        raise UnsoundError(f"{key} is {beyond[0]:,}; it is from {whole.least:,} to {whole.most:,}")
-
-
-def _check_between(metadata: Mapping[str, MetadataValue], key: str, least: float, most: float) -> None:
-    entry = metadata.get(key)
-    if entry is None:
-        return
-    if len(entry.types) > 1 or entry.types[0] not in FLOATS or not least < entry.value < most:
-        raise UnsoundError(f"{key} is {_shown(entry)}; it is a number between {least:g} and {most:g}")
-
-
-def _check_finite(metadata: Mapping[str, MetadataValue], prefix: str) -> None:
-    for key, entry in metadata.items():
-        if key.startswith(prefix) and not key.endswith(MAY_BE_INFINITE) and entry.types[-1] in FLOATS:
-            values = entry.value if entry.types[0] == ARRAY else (entry.value,)
-            if not all(map(math.isfinite, values)):
-                raise UnsoundError(f"{key} is {_shown(entry)}; it is finite")
 
 
 def _check_vocabulary(metadata: Mapping[str, MetadataValue]) -> None:
@@ -191,9 +120,9 @@ def _check_vocabulary(metadata: Mapping[str, MetadataValue]) -> None:
         entry = metadata.get(f"tokenizer.ggml.{name}")
         if entry is not None and (entry.types[0] != ARRAY or entry.types[-1] not in kinds):
             raise UnsoundError(
-                f"tokenizer.ggml.{name} is {_shown(entry)}; it is an array with something for each token"
+                f"tokenizer.ggml.{name} is {shown_entry(entry)}; it is an array with something for each token"
             )
-    _check_finite(metadata, "tokenizer.ggml.scores")
+    check_finite(metadata, "tokenizer.ggml.scores")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if tokens is None:
         return
@@ -205,11 +134,4 @@ def _check_vocabulary(metadata: Mapping[str, MetadataValue]) -> None:
             )
     for key in metadata:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and metadata[key].value not in NO_TOKEN:
-            _check_whole(metadata, key, Whole(0, len(tokens.value) - 1), None)
-
-
-def _shown(entry: MetadataValue) -> str:
-    if entry.types[0] == ARRAY:
-        return f"an array of {len(entry.value):,}"
-    text = repr(entry.value.decode(errors="replace") if isinstance(entry.value, bytes) else entry.value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+            check_whole(metadata, key, Whole(0, len(tokens.value) - 1), None)

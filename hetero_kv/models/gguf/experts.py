@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.parameters import set_parameter
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
@@ -78,7 +78,7 @@ def _half(module: Any, part: str) -> slice:
 
 
 def load_expert_tensor(
-    model: nn.Module, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
+    model: nn.Module, file: GGUFFile, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
 ) -> str | None:
     """Put a tensor of experts into its place, blocks where the module takes them; what these are kept as otherwise.
 
@@ -88,7 +88,7 @@ def load_expert_tensor(
     take = getattr(module, "load_experts", None)
     if take is not None and len(info.shape) == 3:
         experts, rows, columns = module.shapes[place.leaf]
-        require_shape(info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
+        require_shape(file, info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
         blocks = np.ascontiguousarray(data.reshape(*info.shape[:2], -1)).view(np.uint8)
         kept: str | None = take(place.leaf, place.outputs, blocks, info.quantization, info.shape)
         return kept
@@ -99,15 +99,6 @@ def load_expert_tensor(
     numbers = parameter.data
     by_output = numbers.transpose(1, 2) if numbers.dim() == 3 and module.is_transposed else numbers
     room = by_output[:, place.outputs]
-    require_shape(info, tuple(room.shape), info.shape)
+    require_shape(file, info, tuple(room.shape), info.shape)
     room.copy_(torch.from_numpy(np.array(gguf.dequantize(data, info.quantization))))
     return None
-
-
-def require_shape(info: TensorInfo, expected: tuple[int, ...], given: tuple[int, ...]) -> None:
-    """Raise ModelError where a tensor has another shape than its parameter."""
-    if tuple(given) != expected:
-        raise ModelError(
-            f"tensor {info.name!r} is {list(given)} and the model has {list(expected)} there; give weights that belong "
-            "to the configuration"
-        )

@@ -54,7 +54,24 @@ def settings_of(file: GGUFFile, given: Any | None = None) -> Settings:
     settings.put("vocab_size", rows)
     settings.put("tie_word_embeddings", HEAD not in file.tensor_names)
     require_all_used(file, architecture, said.used)
+    _require_possible(said)
     return settings
+
+
+def _require_possible(said: Said) -> None:
+    """Raise ModelError where numbers that the file says do not go together."""
+
+    def whole(suffix: str) -> int | None:
+        value = said.file.get(said.key(suffix))
+        return value if isinstance(value, int) else None
+
+    experts, chosen = whole("expert_count"), whole("expert_used_count")
+    if experts is not None and chosen is not None and not 1 <= chosen <= experts and (experts, chosen) != (0, 0):
+        raise said.refused("expert_used_count", f"is not from 1 to the {experts} of {said.key('expert_count')}")
+    heads, groups = whole("attention.head_count"), whole("attention.head_count_kv")
+    if heads and groups is not None and (groups == 0 or heads % groups):
+        key = said.key("attention.head_count")
+        raise said.refused("attention.head_count_kv", f"does not divide the {heads} of {key}")
 
 
 def configuration_of(file: GGUFFile) -> Any:

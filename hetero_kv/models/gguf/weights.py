@@ -25,9 +25,10 @@ from hetero_kv.models.gguf.architectures.changes import Change
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places
 from hetero_kv.models.gguf.architectures.rotation import ROTATION_TENSORS
 from hetero_kv.models.gguf.contract import BLOCK
-from hetero_kv.models.gguf.experts import ExpertPlace, expert_places, load_expert_tensor, require_shape
+from hetero_kv.models.gguf.experts import ExpertPlace, expert_places, load_expert_tensor
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.reading import tensor_data
+from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.parameters import kept_type, set_tensor, tie, tied_parameters
 from hetero_kv.models.placing import decoder_layers
 from hetero_kv.models.progress import ProgressReport
@@ -201,9 +202,9 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
     for info, data in tensor_data(file):
         kept = None
         if info.name in weights.experts:
-            kept = load_expert_tensor(model, weights.experts[info.name], info, data, dtype)
+            kept = load_expert_tensor(model, file, weights.experts[info.name], info, data, dtype)
         elif info.name in weights.targets:
-            kept = _load(model, weights, info, data, dtype)
+            kept = _load(model, file, weights, info, data, dtype)
         if kept is not None:
             converted[info.quantization.name, kept] += 1
         done += info.nbytes
@@ -215,7 +216,9 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
         _logger.warning("%s: there are no kernels for the types of some tensors: %s", file.path, ", ".join(said))
 
 
-def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype) -> str | None:
+def _load(
+    model: nn.Module, file: GGUFFile, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
+) -> str | None:
     target = weights.targets[info.name]
     paths = target.paths(info)
     module, leaf = _owner(model, paths[0])
@@ -223,7 +226,7 @@ def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarr
     if load_blocks is not None and leaf == "weight" and len(info.shape) == 2 and _ROW not in target.path:
         order = weights.row_order(info)
         if order is not None:
-            require_shape(info, _shape(module, leaf), info.shape)
+            require_shape(file, info, _shape(module, leaf), info.shape)
             rows = data.reshape(info.shape[0], -1)
             blocks = rows if (order == np.arange(len(order))).all() else rows[order]
             kept: str | None = load_blocks(np.ascontiguousarray(blocks).view(np.uint8), info.quantization, info.shape)
@@ -231,7 +234,7 @@ def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarr
     numbers = weights.numbers(info, data)
     for path, part in zip(paths, numbers if _ROW in target.path else (numbers,), strict=True):
         module, leaf = _owner(model, path)
-        require_shape(info, _shape(module, leaf), part.shape)
+        require_shape(file, info, _shape(module, leaf), part.shape)
         # A copy: the numbers may be a view of the file's bytes.
         set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(kept_type(model, path, dtype)))
     return None

@@ -17,7 +17,7 @@ from hetero_kv.models.gguf.architectures.common import (
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Places, Said, Settings
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
-from hetero_kv.models.gguf.architectures.windows import WINDOW, put_windows
+from hetero_kv.models.gguf.architectures.windows import PATTERN, WINDOW, put_windows
 
 #: Of the only EXAONE 4 with windows where its file does not say which layers have them.
 LAYERS_OF_EXAONE_32B = 64
@@ -55,6 +55,7 @@ def _command_r(said: Said, settings: Settings) -> None:
 
 def _cohere2(said: Said, settings: Settings) -> None:
     _cohere(said, settings)
+    said.require("logit_scale", "logit_scale")
     put_windows(said, settings, usual=4)
     said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
@@ -74,7 +75,13 @@ def _seed_oss(said: Said, settings: Settings) -> None:
 
 def _exaone4(said: Said, settings: Settings) -> None:
     put_usual(said, settings)
-    put_windows(said, settings, usual=4 if settings["num_hidden_layers"] == LAYERS_OF_EXAONE_32B else 1)
+    if settings["num_hidden_layers"] == LAYERS_OF_EXAONE_32B:
+        put_windows(said, settings, usual=4, default=4096)
+    else:
+        put_windows(said, settings, usual=1, may_be_none=True)
+        if not said.has(PATTERN):
+            # Layers without a window are not rotated where there is one at all.
+            settings.values["sliding_window"] = None
     said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
 

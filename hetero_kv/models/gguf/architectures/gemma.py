@@ -49,7 +49,7 @@ def _gemma2(said: Said, settings: Settings) -> None:
     # The values that llama.cpp takes where a file has none.
     _soft_cap(said, settings, "attn_logit_softcapping", "attn_logit_softcapping", 50.0)
     _soft_cap(said, settings, "final_logit_softcapping", "final_logit_softcapping", 30.0)
-    put_windows(said, settings, usual=2)
+    put_windows(said, settings, usual=2, default=4096)
 
 
 def _gemma3(said: Said, settings: Settings) -> None:
@@ -57,7 +57,10 @@ def _gemma3(said: Said, settings: Settings) -> None:
     _query_scale(said, settings)
     _soft_cap(said, settings, "final_logit_softcapping", "final_logit_softcapping", None)
     settings.put("attn_logit_softcapping", None)
-    put_windows(said, settings, usual=6)
+    put_windows(said, settings, usual=6, may_be_none=True)
+    if settings["sliding_window"] is None:
+        # The class makes a mask of its window even where no layer has one.
+        del settings.values["sliding_window"]
     put_rotation(said, settings)
     full, spoken = settings["rope_parameters"], settings.said["rope_parameters"][1]
     base = "rope.freq_base_swa"

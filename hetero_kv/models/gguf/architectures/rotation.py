@@ -54,6 +54,8 @@ def rotation(
     rotated = said.one("rope.dimension_count", head_dim)
     if rotated != head_dim and not (partial and 0 < rotated < head_dim and rotated % 2 == 0):
         raise said.refused("rope.dimension_count", f"is not the {head_dim} of a head, and this model rotates all of it")
+    if rotated % 2:
+        raise said.refused("rope.dimension_count", f"or a head, {rotated}, is odd, and numbers are rotated in pairs")
     if partial:
         parameters["partial_rotary_factor"] = _share(rotated, head_dim)
         if said.has("rope.dimension_count"):

@@ -1,0 +1,106 @@
+"""Values of a file's keys that no model has are refused by name, and what a file leaves out is what llama.cpp takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from campaigns.gguf_layout import Layout, array, scalar
+
+from hetero_kv import load_model
+from hetero_kv.models import ModelError
+from hetero_kv.models.gguf import values
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.settings import configuration_of, settings_of
+from tests.gguf.test_models_from_files import IDS, TOLERANCE, off
+from tests.gguf.variants import VARIANTS
+
+UINT32, FLOAT32, BOOL, STRING = 4, 6, 7, 8
+DECLARED = {*values.WHOLE, *values.OPEN_RANGES, *values.RANGES, *values.TRUTH, *values.TEXT, *values.LISTS}
+
+
+@pytest.fixture
+def changed(written, tmp_path):
+    """name of a variant, keys behind the architecture's name (with "__" for ".") -> its file with other values."""
+
+    def make(name, **keys):
+        layout = Layout.of(written(name).path)
+        architecture = name.partition(":")[0]
+        for key, value in keys.items():
+            whole = f"{architecture}.{key.replace('__', '.')}"
+            layout.entries = [entry for entry in layout.entries if entry[0] != whole]
+            if value is not None:
+                layout.entries.append((whole, value))
+        layout.write(tmp_path / "changed.gguf")
+        return tmp_path / "changed.gguf"
+
+    return make
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
+    file = GGUFFile.read(written(name).path)
+    read = {key.removeprefix(f"{file.architecture}.") for key in settings_of(file)._said.used}
+    assert read - DECLARED == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("dots1", "expert_used_count", scalar(UINT32, 5)),
+        ("lfm2moe", "expert_used_count", scalar(UINT32, 0)),
+        ("olmoe", "expert_used_count", scalar(FLOAT32, 2.0)),
+        ("llama", "attention__head_count_kv", scalar(UINT32, 3)),
+        ("llama", "attention__head_count_kv", scalar(UINT32, 0)),
+        ("gemma2", "attention__sliding_window", scalar(UINT32, 0)),
+        ("gpt-oss", "attention__sliding_window", scalar(UINT32, 0)),
+        ("gpt-oss", "attention__sliding_window", None),
+        ("cohere2", "attention__sliding_window", None),
+        ("cohere2", "logit_scale", None),
+        ("exaone-moe", "attention__sliding_window_pattern", array(FLOAT32, [2.0, 30.0, 1.0, 0.0])),
+        ("exaone-moe", "attention__sliding_window_pattern", array(BOOL, [True, False])),
+        ("stablelm", "use_parallel_residual", array(BOOL, [True])),
+        ("dots1", "expert_weights_norm", scalar(UINT32, 1)),
+        ("granite", "logit_scale", scalar(STRING, "2")),
+        ("olmo", "attention__clamp_kqv", scalar(FLOAT32, -1.0)),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, value):
+    path = changed(name, **{key: value})
+    with pytest.raises(ModelError, match=re.escape(key.replace("__", "."))) as error:
+        load_model(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "tensor"),
+    [
+        ("llama", "attention__head_count", 8, "blk.0.attn_q.weight"),
+        ("qwen3moe", "expert_feed_forward_length", 64, "blk.0.ffn_"),
+        ("qwen3moe", "expert_count", 8, "blk.0.ffn_"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_the_keys_that_say_its_shape(changed, name, key, value, tensor):
+    path = changed(name, **{key: scalar(UINT32, value)})
+    with pytest.raises(ModelError) as error:
+        load_model(path)
+    for part in (tensor, str(path), f"{name}.{key.replace('__', '.')} {value}"):
+        assert part in str(error.value)
+
+
+def test_windows_that_a_file_leaves_out_are_those_that_llama_cpp_takes(changed):
+    assert configuration_of(GGUFFile.read(changed("gemma2", attention__sliding_window=None))).sliding_window == 4096
+    gemma3 = configuration_of(GGUFFile.read(changed("gemma3", attention__sliding_window=None)))
+    assert set(gemma3.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize("gone", ["attention__sliding_window", "attention__sliding_window_pattern"])
+def test_an_exaone_4_without_windows_rotates_all_layers(written, changed, gone):
+    found = load_model(changed("exaone4", **{gone: None}), dtype="float32", device="cpu").model(IDS).logits
+    original = written("exaone4").original
+    config = type(original.config).from_dict(
+        original.config.to_dict() | {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    )
+    expected = type(original)(config).eval()
+    expected.load_state_dict(original.state_dict())
+    assert float(off(found, expected(IDS).logits).max()) < TOLERANCE
