@@ -8,6 +8,7 @@ else. The layer and its fast path therefore get the same random input, and their
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import weakref
 from abc import abstractmethod
@@ -23,7 +24,6 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.errors import said_briefly
 
 _logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ def has_llama_form(layer: Any, operator: Any) -> bool:
         not set(PROJECTIONS) <= parts <= {*PROJECTIONS, *HEAD_NORMS, "rotary_emb"}
         or len(parts & {*HEAD_NORMS}) == 1
         or {name for name, _ in layer.mlp.named_children()} != {*MLP, "act_fn"}
+        # What is told positions beside their rotations, as Ministral 3, computes more of them.
+        or "position_ids" in inspect.signature(type(attention).forward).parameters
     ):
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
@@ -175,7 +177,8 @@ def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = loggi
         difference = way.difference_from(layer)
     except Exception as error:
         # The layer needs something that the trial lacks: it runs without the fast path.
-        _say_once(logging.WARNING, way.operator, f"{name} cannot be tried: {said_briefly(error)}")
+        _say_once(logging.WARNING, way.operator, f"{name} cannot be tried on random input ({type(error).__name__})")
+        _logger.debug("%s", way.operator.path, exc_info=error)
         return False
     if difference <= tolerance:
         return True

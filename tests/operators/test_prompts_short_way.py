@@ -277,3 +277,38 @@ def test_what_autocast_rounds_is_the_layers_own_matter(taken):
     assert not taken
     logits_of(model)
     assert len(taken) == 9
+
+
+def said_of_the_short_way(caplog):
+    return [record.getMessage() for record in caplog.records if "the short way of prompts" in record.getMessage()]
+
+
+def test_a_layer_that_is_told_positions_has_another_form_and_nothing_is_said_of_it(taken, caplog):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = AutoConfig.for_model(
+        "ministral3",
+        **{name: getattr(tiny_model("mistral").config, name) for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim",
+        )},
+        max_position_embeddings=256,
+        rope_parameters=yarn | {"llama_4_scaling_beta": 0.1},
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        expected = model(PROMPT).logits
+    inject(model, "dense", command_line=EVERYTHING)
+    assert relative(logits_of(model), expected) < 1e-5
+    assert taken == []
+    assert said_of_the_short_way(caplog) == []
+
+
+def test_a_way_that_cannot_be_tried_is_said_once_for_a_model_without_foreign_words(monkeypatch, taken, caplog):
+    model = tiny_model("llama")
+    inject(model, "dense", command_line=EVERYTHING)
+    foreign = TypeError("unsupported operand type(s) for /: 'NoneType' and 'int'")
+    monkeypatch.setattr(PromptLayer, "difference_from", lambda self, layer: (_ for _ in ()).throw(foreign))
+    logits_of(model)
+    (said,) = said_of_the_short_way(caplog)
+    assert "cannot be tried" in said
+    assert "operand" not in said
