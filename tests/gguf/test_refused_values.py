@@ -104,3 +104,12 @@ def test_an_exaone_4_without_windows_rotates_all_layers(written, changed, gone):
     expected = type(original)(config).eval()
     expected.load_state_dict(original.state_dict())
     assert float(off(found, expected(IDS).logits).max()) < TOLERANCE
+
+
+def test_a_file_of_solar_open_that_rotates_half_a_head_is_refused(written, tmp_path):
+    layout = Layout.of(written("glm4moe").path)
+    key = "tokenizer.ggml.pre"
+    layout.entries = [(name, scalar(STRING, "solar-open") if name == key else value) for name, value in layout.entries]
+    layout.write(tmp_path / "solar.gguf")
+    with pytest.raises(ModelError, match=r"glm4moe\.rope\.dimension_count 16.*Solar Open"):
+        load_model(tmp_path / "solar.gguf")

@@ -24,6 +24,8 @@ from hetero_kv.models.gguf.architectures.declaration import Architecture, Place,
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
 from hetero_kv.models.gguf.architectures.windows import put_windows
 
+#: What says, in `tokenizer.ggml.pre`, that a file of the architecture `glm4moe` is of Solar Open.
+SOLAR_OPEN = "solar-open"
 WIDTH = "expert_feed_forward_length"
 
 
@@ -62,6 +64,9 @@ def _glm4_moe(said: Said, settings: Settings) -> None:
     put_layers_that_compute(said, settings)
     put_heads(said, settings)
     put_rotation(said, settings, partial=True)
+    is_solar = said.file.get("tokenizer.ggml.pre") == SOLAR_OPEN
+    if is_solar and said.given is None and settings["rope_parameters"]["partial_rotary_factor"] != 1:
+        raise said.refused("rope.dimension_count", "converters write for Solar Open, which rotates all of a head")
     put_experts(said, settings, "n_routed_experts")
     _routing(said, settings, "n_shared_experts")
     settings.put("attention_bias", said.has_tensor("attn_q.bias"))
@@ -161,7 +166,7 @@ MINIMAX_M2 = Architecture(
 )
 GLM4_MOE = Architecture(
     "glm4moe",
-    ("glm4_moe",),
+    ("glm4_moe", "solar_open"),
     _KEYS,
     MODEL,
     {
