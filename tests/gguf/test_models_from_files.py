@@ -29,6 +29,8 @@ WITHOUT_RULES = {"falcon", "bloom", "mamba"}
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe", "qwen3next"}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
+#: Of 46 layers.
+SLOWEST = "gemma2: layers of 27B"
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
@@ -71,7 +73,9 @@ def answers(model):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == SLOWEST else name for name in VARIANTS]
+)
 def test_logits_of_a_prompt_and_a_second_turn_are_the_originals(written, name):
     file = written(name)
     model = loaded(file.path)

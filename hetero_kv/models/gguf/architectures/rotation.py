@@ -106,6 +106,8 @@ def _scaling(said: Said, base: float, rotated: int) -> tuple[str, dict[str, Any]
     factors, long, short = (said.tensor(name) for name in sorted(ROTATION_TENSORS, key=_order))
     if (long is None) != (short is None):
         raise _unfit(said, "one of rope_factors_long.weight and rope_factors_short.weight without the other")
+    if factors is not None and long is not None:
+        raise _unfit(said, "a tensor rope_freqs.weight beside rope_factors_long.weight, two scalings in one")
     if long is not None and short is not None:
         return "longrope", _long_factors(said, long, short, original, factor, rotated, kind)
     if kind == "longrope":
