@@ -181,6 +181,8 @@ def _opened(
     return OpenedModel(model, tokenizer, location.name, context_length, load)
 
 
+# Buffers that a model changes as it runs are no tensors of inference mode, even where the caller is in it.
+@torch.inference_mode(False)
 def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """The model with its buffers and without memory for its parameters."""
     with init_empty_weights(include_buffers=False):

@@ -307,7 +307,7 @@ def test_a_way_that_cannot_be_tried_is_said_once_for_a_model_without_foreign_wor
     model = tiny_model("llama")
     inject(model, "dense", command_line=EVERYTHING)
     foreign = TypeError("unsupported operand type(s) for /: 'NoneType' and 'int'")
-    monkeypatch.setattr(PromptLayer, "difference_from", lambda self, layer: (_ for _ in ()).throw(foreign))
+    monkeypatch.setattr(FusedPrefillLayer, "difference_from", lambda self, layer: (_ for _ in ()).throw(foreign))
     logits_of(model)
     (said,) = said_of_the_short_way(caplog)
     assert "cannot be tried" in said
