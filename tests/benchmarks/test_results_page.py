@@ -124,7 +124,7 @@ def test_the_table_of_perplexity_has_what_each_sample_has_above_full_attention(r
 def test_a_task_of_another_part_is_refused_before_the_model_is_loaded(part, task, tmp_path, monkeypatch, capsys):
     asked = [part, "--haystack", "essays.json", "--out", str(tmp_path / "out"), "--tasks", task]
     monkeypatch.setattr("sys.argv", ["results", *asked])
-    monkeypatch.setattr(results, "open_model", lambda _: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(results, "load_packed", lambda _: pytest.fail("the model is loaded"))
     with pytest.raises(SystemExit):
         results.main()
     assert f"--tasks: {task} is none of {part}" in capsys.readouterr().err

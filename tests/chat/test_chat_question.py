@@ -101,7 +101,7 @@ def test_a_folder_is_an_error(tmp_path: Path):
     [
         (b"", "is empty; give a file with text in it"),
         (b" \n\t", "is empty; give a file with text in it"),
-        (b"# PDF-1.7\n\xb5\xb6", "is not UTF-8 text (byte 10 is 0xb5); convert it to plain text"),
+        (b"# PDF-1.7\n\xb5\xb6", "is not UTF-8 text (byte 10 is 0xb5); convert it to plain UTF-8 text"),
         (b"text\0text", "is binary (byte 4 is 0x00), not text"),
     ],
 )
