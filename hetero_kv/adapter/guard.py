@@ -29,7 +29,7 @@ from hetero_kv.adapter.strides import run_strided
 from hetero_kv.engine.batch import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.undo import AllOrNothing, undo_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -92,33 +92,42 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
         cache = _cache_among(args, kwargs)
         if cache is not None:
-            with cache.in_use:
-                return passed(cache, args, kwargs)
+            if cache.steps or cache.strided is not None:
+                with cache.in_use:
+                    return nested(cache, args, kwargs)
+            # The outermost context: the forward is over, or undone, when it ends.
+            with AllOrNothing(cache) as whole:
+                return first(cache, whole.go_back, args, kwargs)
         if not by.needs_cache:
             with by.one_at_a_time:
                 return forward(*args, **kwargs)
         return without_cache(model, signature.call(args, kwargs), by.new_cache, guarded_forward)
 
-    def passed(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not cache.steps and cache.strided is None and cache.injection is not by:
+    def nested(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not has_head:
+            _require_unchanged(model, cache)
+        if cache.steps or has_head:
+            return forward(*args, **kwargs)
+        return _inner(signature.call(args, kwargs), cache)
+
+    def first(cache: HeteroCache, go_back: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cache.injection is not by:
             by.adopt(cache)
         if not has_head:
             _require_unchanged(model, cache)
-        if cache.steps:
-            return forward(*args, **kwargs)
-        if cache.strided is not None:
-            return forward(*args, **kwargs) if has_head else _inner(signature.call(args, kwargs), cache)
         with by.one_at_a_time:
-            return outermost(cache, args, kwargs)
+            return outermost(cache, go_back, args, kwargs)
 
-    def outermost(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outermost(
+        cache: HeteroCache, go_back: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         _refuse_conflicts(model, kwargs)
         # Parts of the call pass through this guard again, as parts of a strided forward.
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
             head = logits_to_keep_scope(model, call) if has_head else nullcontext()
-            with undo_on_error(cache), _without_gradients(), attending_by(by.attention), head:
+            with undo_on_error(cache, go_back), _without_gradients(), attending_by(by.attention), head:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

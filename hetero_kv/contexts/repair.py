@@ -31,7 +31,7 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
     width = max(map(len, rows))
     try:
         # Recomputed KV is not mapped from a file, so it must fit into memory.
-        cache.injection.max_seq_len(width, len(rows), held=context.held().first(kept))
+        cache.injection.max_seq_len(width, len(rows), held=context.held().first(kept), own=cache.cohorts[0].store)
     except OutOfMemoryError as error:
         raise ContextError(f"{damage}; there is no room to compute it anew: {error}") from error
     if kept:

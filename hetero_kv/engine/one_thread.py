@@ -10,14 +10,18 @@ from hetero_kv.engine.errors import CacheInUseError
 class OneThread:
     """A reentrant context for one thread at a time; any other thread is refused.
 
+    Attributes:
+        depth: how often the thread has entered and not left.
+
     Raises CacheInUseError, on entering, while another thread is inside.
     """
 
-    __slots__ = ("_lock", "_thread")
+    __slots__ = ("_lock", "_thread", "depth")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread = 0
+        self.depth = 0
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -27,9 +31,16 @@ class OneThread:
                 "HeteroCache of its own, HeteroCache(model) or cache.fork(), or wait until the other one has finished"
             )
         self._thread = threading.get_ident()
+        self.depth += 1
 
     def __exit__(self, *raised: object) -> None:
+        self.depth -= 1
         self._lock.release()
+
+    def leave_if_at(self, depth: int) -> None:
+        """Leave where this thread is inside and has entered `depth` times: behind an interrupt while it left."""
+        if self.depth == depth and self._lock._is_owned():  # type: ignore[attr-defined]
+            self.__exit__()
 
     @property
     def is_within(self) -> bool:

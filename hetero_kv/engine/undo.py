@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 from transformers.cache_utils import Cache
 
@@ -30,11 +31,54 @@ def way_back(cache: Cache) -> Callable[[], None]:
 
 
 @contextmanager
-def undo_on_error(cache: Cache) -> Iterator[None]:
-    """Within this context an exception, Ctrl-C included, rolls every layer back to its state before (`way_back`)."""
-    go_back = way_back(cache)
+def undo_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -> Iterator[None]:
+    """Within this context an exception, Ctrl-C included, rolls every layer back to its state before.
+
+    Args:
+        go_back: the cache's `way_back`; None makes one.
+    """
+    go_back = go_back or way_back(cache)
     try:
         yield
     except BaseException:
         completed(go_back)
         raise
+
+
+class AllOrNothing:
+    """Within this context one thread uses a cache; an exception, Ctrl-C included, rolls every layer back.
+
+    An interrupt while the thread leaves is undone too.
+
+    Attributes:
+        go_back: the cache's `way_back`, once inside.
+
+    Raises CacheInUseError, on entering, while another thread uses the cache.
+    """
+
+    go_back: Callable[[], None]
+
+    def __init__(self, cache: HeteroCache) -> None:
+        self._cache = cache
+
+    def __enter__(self) -> Self:
+        in_use = self._cache.in_use
+        in_use.__enter__()
+        self._depth = in_use.depth
+        try:
+            self.go_back = way_back(self._cache)
+        except BaseException:
+            in_use.leave_if_at(self._depth)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        in_use = self._cache.in_use
+        try:
+            if error is not None:
+                completed(self.go_back)
+            in_use.__exit__()
+        except BaseException:
+            completed(self.go_back)
+            in_use.leave_if_at(self._depth)
+            raise

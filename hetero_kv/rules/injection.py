@@ -31,7 +31,7 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.reservations import PLANNING, reserved_beside
+from hetero_kv.engine.reservations import NOTHING_RESERVED, PLANNING, reserved_beside
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
@@ -162,7 +162,12 @@ class Injection:
         return Footprint.of(self).bytes_per_token.total
 
     def max_seq_len(
-        self, wanted: int | None = None, batch: int = 1, forks: int = 0, held: ResidentPrefix = NO_RESIDENT_PREFIX
+        self,
+        wanted: int | None = None,
+        batch: int = 1,
+        forks: int = 0,
+        held: ResidentPrefix = NO_RESIDENT_PREFIX,
+        own: Store | None = None,
     ) -> int:
         """The capacity in tokens.
 
@@ -171,10 +176,12 @@ class Injection:
             batch: sequences that are processed together, each with this capacity.
             forks: forks of the cache, each with this capacity too.
             held: the resident prefix of the sequences.
+            own: the store of the cache that is planned, beside which the other caches of this process keep their
+                reservations; None counts no reservations.
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
-        plan = Plan.of(self, batch, forks, held)
+        plan = Plan.of(self, batch, forks, held, NOTHING_RESERVED if own is None else reserved_beside(own))
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def planned_store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
+from hetero_kv.engine import reservations
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.reservations import reserved_beside
 from hetero_kv.engine.resident_prefix import ResidentPrefix
@@ -45,6 +47,8 @@ def told(model, tmp_path_factory):
 @pytest.fixture
 def little_memory(model, told, monkeypatch):
     """As much as the rest of a context takes with half of its blocks, beside what the document's cache is to have."""
+    # Caches that other tests have left behind are not beside it.
+    monkeypatch.setattr(reservations, "_live", weakref.WeakSet([told[0].cohorts[0].store]))
     planned = plan.Plan.of(model.hetero_kv_injection, held=ResidentPrefix(told[0].lengths[0]))
     needed = planned.dram_needed(ROOM) - told[0].dram_bytes / 2
     free = round((needed + reserved_beside(None).size) / (1 - plan.RESERVE))
