@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from hetero_kv.adapter.operator import Operator
 from hetero_kv.errors import UnsupportedModelError
 
 #: Packages whose classes compute what their name says. The layers of quantizers are excluded.
@@ -61,10 +62,22 @@ def is_known_class(kind: type[nn.Module]) -> bool:
     key = kind, forward
     known = _known_classes.get(key)
     if known is None:
-        places = kind.__module__, getattr(inspect.unwrap(forward), "__module__", None) or ""
+        places = [kind.__module__, *_homes(forward)]
         known = all(f"{place}.".startswith(_KNOWN) and not place.startswith(_NOT_KNOWN) for place in places)
         _known_classes[key] = known
     return known
+
+
+def _homes(function: Any) -> Iterator[str]:
+    """The modules in which a function and those that it wraps are written, but for torch's own decorators.
+
+    `functools.wraps` copies a function's `__module__`, so that its globals are what tells.
+    """
+    while function is not None:
+        home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
+        if not home.startswith("torch.utils."):
+            yield home
+        function = getattr(function, "__wrapped__", None)
 
 
 def is_heard_itself(module: nn.Module) -> bool:
@@ -81,7 +94,8 @@ def foreign_part(module: nn.Module) -> str | None:
     if is_heard_itself(module):
         return "a forward hook or a replaced forward"
     kind = type(module)
-    if not is_known_class(kind):
+    # An operator of the user's own (`trust_rules`) is one of the rules' as well.
+    if not is_known_class(kind) and not issubclass(kind, Operator):
         return f"the class {kind.__module__}.{kind.__qualname__}"
     for owner in (module._parameters, module._buffers):
         for name, tensor in owner.items():

@@ -123,7 +123,7 @@ class Refused(Exception):
 
 def put(change, module):
     # What a packed matrix leaves in the module beneath has no numbers that a change could count in.
-    if change in (in_place, by_data) and not module.weight.numel():
+    if change in (in_place, by_data, other_data, other_parameter) and not module.weight.numel():
         raise Refused
     try:
         change(module)
@@ -318,3 +318,14 @@ def test_a_functional_call_with_other_tensors_is_right_or_refused():
     model = injected(llama())
     with pytest.raises(HeteroKVError, match="functional_call"), torch.no_grad():
         torch.func.functional_call(model, other, (PROMPT,), {"past_key_values": HeteroCache(model)})
+
+
+def test_a_forward_that_wraps_a_class_of_transformers_counts(monkeypatch):
+    model = injected(llama())
+    before = computed(model)
+    kind = type(own(model.model.layers[0].mlp))
+    monkeypatch.setattr(
+        kind, "forward", functools.wraps(kind.forward)(lambda self, x, given=kind.forward: given(self, x) * 2)
+    )
+    assert difference(computed(model), untouched(llama())) < 1e-4
+    assert difference(computed(model), before) > 0.1

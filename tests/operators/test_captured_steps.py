@@ -16,7 +16,7 @@ from small_recipes import RECIPES, injected, new_cache, small_recipe
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.adapter import captured_steps, captures
+from hetero_kv.adapter import captured_steps, captures, foreign
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.rules.rule_file import parse_rules
 
@@ -141,8 +141,8 @@ def failed(monkeypatch):
     return graphs
 
 
-def test_what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture(gpu, llama, failed):
-    llama.model.layers[2].mlp.register_forward_hook(asking)
+def test_what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture(gpu, llama, failed, behind_mlp):
+    behind_mlp(asking)
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs="off"))
     tokens = random_tokens(34)
     expected = told(llama, cache, tokens, prompt=30)
@@ -169,8 +169,8 @@ def waiting(module, args, output):
     return output
 
 
-def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed):
-    llama.model.layers[2].mlp.register_forward_hook(waiting)
+def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_mlp):
+    behind_mlp(waiting)
     told(llama, injected(llama, small_recipe("shadowkv")), random_tokens(PROMPT + 3), prompt=PROMPT)
     state = llama.hetero_kv_injection.captures.state
     assert state == "off: CUDA error: operation not permitted when stream is capturing (synchronize)"
@@ -191,9 +191,9 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed):
         ("shadowkv", waiting, "not permitted when stream"),
     ],
 )
-def test_graphs_that_are_asked_for_and_cannot_be_are_refused(gpu, llama, recipe, hook, message):
+def test_graphs_that_are_asked_for_and_cannot_be_are_refused(gpu, llama, recipe, hook, message, behind_mlp):
     if hook is not None:
-        llama.model.layers[2].mlp.register_forward_hook(hook)
+        behind_mlp(hook)
     cache = injected(llama, small_recipe(recipe, cuda_graphs="on"))
     tokens = random_tokens(PROMPT + 3)
     told(llama, cache, tokens[:, :-1], prompt=PROMPT)
@@ -218,7 +218,25 @@ def test_memory_that_torch_keeps_is_given_back_before_a_capture():
 
 
 @pytest.fixture
-def crowded(gpu, llama, monkeypatch):
+def behind_mlp(llama, monkeypatch):
+    """Lets the code of a layer's MLP do something behind its computation: code of the model's, and no hook."""
+    mlp = llama.model.layers[2].mlp
+    forward = type(mlp).forward
+
+    def put(act):
+        def with_act(self, *args):
+            output = forward(self, *args)
+            changed = act(self, args, output) if self is mlp else None
+            return output if changed is None else changed
+
+        monkeypatch.setattr(type(mlp), "forward", with_act)
+        monkeypatch.setitem(foreign._known_classes, (type(mlp), with_act), True)
+
+    return put
+
+
+@pytest.fixture
+def crowded(gpu, llama, monkeypatch, behind_mlp):
     """Lets memory run out in captures for as long as it `holds` it, and counts the `tries`."""
     monkeypatch.setattr(captures, "_RESTING", 2)
     monkeypatch.setattr(captures, "_LONGER", 1)
@@ -230,7 +248,7 @@ def crowded(gpu, llama, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return output
 
-    llama.model.layers[2].mlp.register_forward_hook(greedy)
+    behind_mlp(greedy)
     return found
 
 

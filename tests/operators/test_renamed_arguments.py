@@ -82,7 +82,7 @@ def test_what_cannot_be_tried_is_said_once_for_a_model(monkeypatch, caplog):
             logits_of(model, "past_key_values")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 4
-    assert all("unexpected keyword argument 'more'" in each for each in said)
+    assert all("TypeError" in each for each in said)
     assert {each.split(":")[1].partition(" cannot")[0].strip() for each in said} == {
         "the native path of a token", "the short way of prompts",
     }  # fmt: skip
