@@ -83,3 +83,14 @@ def device(request):
     """The CPU, then `cuda`, which is simulated where there is no GPU."""
     with device_called(request.param) as found:
         yield found
+
+
+@pytest.fixture
+def no_other_caches(monkeypatch):
+    """Caches that other tests have left behind reserve no memory."""
+    import weakref
+
+    from hetero_kv.engine import reservations
+
+    gc.collect()
+    monkeypatch.setattr(reservations, "_live", weakref.WeakSet())

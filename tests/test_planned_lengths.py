@@ -24,6 +24,8 @@ from hetero_kv.planning.plan import (
 )
 from hetero_kv.rules.injection import inject
 
+pytestmark = pytest.mark.usefixtures("no_other_caches")
+
 PAGED = PagedFootprint(KVShape(2, 64, 64), stored=BytesPerToken(256, 256, 4), block_size=128, device_window=1000)
 
 

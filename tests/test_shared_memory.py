@@ -17,6 +17,8 @@ from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import RESERVE, Plan, resolve_max_seq_len
 from hetero_kv.rules.injection import inject
 
+pytestmark = pytest.mark.usefixtures("no_other_caches")
+
 CONTEXT = 4096
 PROMPT = torch.arange(2, 9)[None, :]
 

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from llamas import EVERYTHING, PROMPT, computed, difference, injected, llama, untouched
 from tiny_models import tiny_model
@@ -123,7 +123,7 @@ class Refused(Exception):
 
 def put(change, module):
     # What a packed matrix leaves in the module beneath has no numbers that a change could count in.
-    if change in (in_place, by_data, other_data, other_parameter) and not module.weight.numel():
+    if change not in (hook, pre_hook, replaced_forward, own_class) and not module.weight.numel():
         raise Refused
     try:
         change(module)
@@ -132,6 +132,8 @@ def put(change, module):
         raise Refused from error
 
 
+MOMENTS = ["before", "after", "after a prompt"]
+
 drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
     lambda change: st.tuples(st.just(change), st.sampled_from(CHANGES[change]))
 )
@@ -139,20 +141,24 @@ drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(["before", "after", "after a prompt"]), st.booleans()),
+    drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(MOMENTS), st.booleans()),
                    min_size=1, max_size=2),
     weights=st.sampled_from(["as_stored", "q8_0"]),
 )  # fmt: skip
 def test_what_others_put_on_a_model_counts_or_is_refused(drawn, weights):
     plain, model = llama(), llama()
-    for (change, path), _, _ in drawn:
-        change(plain.get_submodule(path))
+    for (change, path), _, _ in sorted(drawn, key=lambda each: MOMENTS.index(each[1])):
+        try:
+            change(plain.get_submodule(path))
+        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError):
+            # torch does not put both on one weight.
+            reject()
     wanted = untouched(plain)
     with contextlib.suppress(Refused, HeteroKVError):
         if weights == "q8_0":
             # The same changes, there before the rules: rounded in the same way.
             wanted = computed(injected(plain, weights=weights))
-        for moment in ("before", "after", "after a prompt"):
+        for moment in MOMENTS:
             if moment == "after":
                 injected(model, weights=weights)
             if moment == "after a prompt":
