@@ -24,6 +24,9 @@ from hetero_kv.errors import UnsupportedModelError
 #: Packages whose classes compute what their name says. The layers of quantizers are excluded.
 _KNOWN = ("torch.nn.modules.", "transformers.", "hetero_kv.")
 _NOT_KNOWN = ("transformers.integrations.", "transformers.quantizers.")
+#: Decorators that leave the result of what they wrap as it is: torch's own, transformers' choice of how experts'
+#: products are computed, and its care for accelerate's hooks.
+_DECORATORS = ("torch.utils.", "transformers.integrations.moe.", "transformers.integrations.accelerate.")
 _OURS = ("hetero_kv.", "gpu_ops.")
 _SHARDED = ("torch.distributed.",)
 # The name of a class in torch._dynamo, which takes seconds to import.
@@ -69,13 +72,13 @@ def is_known_class(kind: type[nn.Module]) -> bool:
 
 
 def _homes(function: Any) -> Iterator[str]:
-    """The modules in which a function and those that it wraps are written, but for torch's own decorators.
+    """The modules in which a function and those that it wraps are written, but for harmless decorators.
 
     `functools.wraps` copies a function's `__module__`, so that its globals are what tells.
     """
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
-        if not home.startswith("torch.utils."):
+        if not f"{home}.".startswith(_DECORATORS):
             yield home
         function = getattr(function, "__wrapped__", None)
 
