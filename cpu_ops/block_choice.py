@@ -19,15 +19,16 @@ from cpu_ops.top_k import select
 def arguments(_: str) -> tuple[Any, ...]:
     """The region's arguments.
 
-    (scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
+    (scores, masses, by_mass, outside_lse, unchoosable_lse, allowed, shared, reduce, target, least, most, times,
+    positions)
 
     scores, shared, reduce: as in `chosen_blocks.best_blocks`. allowed: the positions that may be chosen, as its
     `candidates`; negative entries are padding.
     by_mass: whether the scores are the masses, which are then read only once.
     target: 0 to choose `most` blocks; otherwise the share of the attention to reach with as few blocks as possible,
     `least` to `most` of them (`estimated_masses.fewest_blocks`). The shares come from masses [rows, kv_heads, group,
-    blocks], beside and elsewhere [rows, kv_heads, group] float32 (`estimated_shares`). times: multiplies the number of
-    blocks that are taken, up to all of them.
+    blocks], outside_lse and unchoosable_lse [rows, kv_heads, group] float32 (`estimated_shares`). times: multiplies the
+    number of blocks that are taken, up to all of them.
     positions: [rows, 1 if shared, else kv_heads, n] int32, written: the chosen blocks, ascending, padded with -1.
     """
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
@@ -37,14 +38,28 @@ def arguments(_: str) -> tuple[Any, ...]:
 
 
 @inner
-def _choose(scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
+def _choose(
+    scores,
+    masses,
+    by_mass,
+    outside_lse,
+    unchoosable_lse,
+    allowed,
+    shared,
+    reduce,
+    target,
+    least,
+    most,
+    times,
+    positions,
+):
     """Choose blocks for one list of one row; arrays as for the region, positions [1, n]."""
     if by_mass and reduce >= SOFTMAX and target > 0:
-        reduced, shares, before = softmax_and_shares(masses, beside, elsewhere, shared, reduce != SOFTMAX)
+        reduced, shares, before = softmax_and_shares(masses, outside_lse, unchoosable_lse, shared, reduce != SOFTMAX)
     else:
         reduced = reduced_scores(scores, shared, reduce)
         if target > 0:
-            shares, before = estimated_shares(masses, beside, elsewhere, shared)
+            shares, before = estimated_shares(masses, outside_lse, unchoosable_lse, shared)
     blocks = reduced.shape[1]
     among = blocks
     if allowed.shape[2] > 0:
@@ -65,22 +80,37 @@ def region() -> int:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def choose(thread, threads, arguments):
-        scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions = (
-            arguments_at("choose", "", arguments)
-        )
+        (
+            scores,
+            masses,
+            by_mass,
+            outside_lse,
+            unchoosable_lse,
+            allowed,
+            shared,
+            reduce,
+            target,
+            least,
+            most,
+            times,
+            positions,
+        ) = arguments_at("choose", "", arguments)
         rows, kv_heads, group, blocks = scores.shape
         lists, heads = rows if shared else rows * kv_heads, kv_heads if shared else 1
         # Each list becomes one row.
         score_rows = scores.reshape(lists, heads, group, blocks)
         mass_rows = masses.reshape(lists, heads, group, masses.shape[3])
-        beside_rows, elsewhere_rows = beside.reshape(lists, heads, group), elsewhere.reshape(lists, heads, group)
+        outside_rows, unchoosable_rows = (
+            outside_lse.reshape(lists, heads, group),
+            unchoosable_lse.reshape(lists, heads, group),
+        )
         chosen = positions.reshape(lists, 1, positions.shape[2])
         anything = allowed.shape[2] == 0
         allowed_rows = allowed if anything else allowed.reshape(lists, 1, allowed.shape[2])
         for each in range(lists * thread // threads, lists * (thread + 1) // threads):
             _choose(
-                score_rows[each : each + 1], mass_rows[each : each + 1], by_mass, beside_rows[each : each + 1],
-                elsewhere_rows[each : each + 1], allowed_rows if anything else allowed_rows[each : each + 1],
+                score_rows[each : each + 1], mass_rows[each : each + 1], by_mass, outside_rows[each : each + 1],
+                unchoosable_rows[each : each + 1], allowed_rows if anything else allowed_rows[each : each + 1],
                 shared, reduce, target, least, most, times, chosen[each],
             )  # fmt: skip
         return np.int64(0 * code_version)

@@ -30,19 +30,20 @@ _REAL4, _REAL3 = (types.Array(types.float32, dims, "C") for dims in (4, 3))
 def choosing_arguments(_: str) -> tuple[Any, ...]:
     """The region's arguments.
 
-    (scores, places, blocks, weights, masses, beside, elsewhere, shared, reduce, target, least, most, chosen, counts)
+    (scores, places, blocks, weights, masses, outside_lse, unchoosable_lse, shared, reduce, target, least, most, chosen,
+    counts)
 
     scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; overwritten. places: [rows, 1 if
     shared, else kv_heads, n] int32, the indices of these blocks in weights and masses; negative for padding. weights,
     masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's scores, estimated from its mean and
     computed from its keys. At `places` both are overwritten with the values of the tokens that remain in the block,
     which its mean represents unchanged. blocks: as places, the blocks' ids in the pool; overwritten with -1 where no
-    token of a block is chosen. beside, elsewhere: [rows, kv_heads, group] float32, the log-sum-exp of what is always
-    attended, and of what cannot be chosen. reduce: as in `chosen_blocks.reduced_scores`, applied to the query heads'
-    shares of the attention. target: 0 to choose `most` tokens; otherwise the share of the attention to reach with as
-    few tokens as possible, `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: the tokens'
-    indices in the pool, block id * block_size + offset. counts: [rows, lists, 3] int32, written: the numbers of chosen
-    tokens, of blocks that have any, and of blocks that are chosen as a whole.
+    token of a block is chosen. outside_lse, unchoosable_lse: [rows, kv_heads, group] float32, the log-sum-exp of what
+    is always attended, and of what cannot be chosen. reduce: as in `chosen_blocks.reduced_scores`, applied to the query
+    heads' shares of the attention. target: 0 to choose `most` tokens; otherwise the share of the attention to reach
+    with as few tokens as possible, `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: the
+    tokens' indices in the pool, block id * block_size + offset. counts: [rows, lists, 3] int32, written: the numbers of
+    chosen tokens, of blocks that have any, and of blocks that are chosen as a whole.
     """
     integer = types.int64
     flags = types.boolean, integer, types.float64, integer, integer
@@ -57,8 +58,8 @@ def choosing_region() -> int:
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def choose(thread, threads, arguments):
         (
-            scores, places, blocks, weights, masses, beside, elsewhere, shared, reduce, target, least, most, chosen,
-            counts,
+            scores, places, blocks, weights, masses, outside_lse, unchoosable_lse, shared, reduce, target, least, most,
+            chosen, counts,
         ) = arguments_at("choose tokens", "", arguments)  # fmt: skip
         rows, kv_heads = scores.shape[:2]
         lists, heads = (1, kv_heads) if shared else (kv_heads, 1)
@@ -69,7 +70,7 @@ def choosing_region() -> int:
             totals = np.empty((heads, scores.shape[2]), np.float32)
             keys, shares, before = _shares(
                 scores[row, first : first + heads], places[row, each], masses[row, first : first + heads],
-                beside[row, first : first + heads], elsewhere[row, first : first + heads], largest, totals,
+                outside_lse[row, first : first + heads], unchoosable_lse[row, first : first + heads], largest, totals,
             )  # fmt: skip
             count = _choose(keys, shares, np.float32(target) - before, target > 0, least, most, own)
             taken = np.zeros(places.shape[2], np.int32)
@@ -84,22 +85,22 @@ def choosing_region() -> int:
 
 
 @inner(error_model="numpy")
-def _shares(scores, places, masses, beside, elsewhere, largest, totals):
-    """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and the share of `beside`.
+def _shares(scores, places, masses, outside_lse, unchoosable_lse, largest, totals):
+    """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and that of `outside_lse`.
 
     Shares are means over query heads. Sort keys order tokens by the mean share, or by the largest share of any query
     head if `largest`. scores: [heads, group, n], overwritten with each query head's shares. places: [scored blocks].
-    masses: [heads, group, blocks]. beside, elsewhere: [heads, group]. totals: [heads, group], written: the log-sum-exp
-    of all scores.
+    masses: [heads, group, blocks]. outside_lse, unchoosable_lse: [heads, group]. totals: [heads, group], written: the
+    log-sum-exp of all scores.
     """
     heads, group, n = scores.shape
     shares, most, before = np.zeros(n, np.float32), np.zeros(n, np.float32), np.float32(0)
     weight = np.float32(1) / np.float32(heads * group)
     for head in range(heads):
         for g in range(group):
-            total = logaddexp(log_sum_exp(masses[head, g]), logaddexp(beside[head, g], elsewhere[head, g]))
+            total = logaddexp(log_sum_exp(masses[head, g]), logaddexp(outside_lse[head, g], unchoosable_lse[head, g]))
             totals[head, g] = total
-            before += weight * exp2((beside[head, g] - total) * LOG2_E)
+            before += weight * exp2((outside_lse[head, g] - total) * LOG2_E)
             _to_shares(scores[head, g], total, weight, shares, most, largest)
     # The bits of non-negative floats are ordered as the floats are.
     keys = (most if largest else shares).copy().view(np.uint32)

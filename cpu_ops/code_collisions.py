@@ -13,24 +13,26 @@ from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_ar
 
 
 def collisions(
-    wanted: np.ndarray, codes: np.ndarray, table: np.ndarray, least: int, threads: int | None = None
+    query_codes: np.ndarray, codes: np.ndarray, table: np.ndarray, least: int, threads: int | None = None
 ) -> np.ndarray:
     """Returns whether a token's codes equal the query's in at least `least` hash tables.
 
-    wanted: [rows, kv_heads, group, tables] uint16, the queries' codes. codes: [num_blocks, kv_heads, tables,
+    query_codes: [rows, kv_heads, group, tables] uint16, the queries' codes. codes: [num_blocks, kv_heads, tables,
     block_size] uint16. table: [rows, blocks] int32, ids of the searched blocks. threads: number of threads (None:
     Numba's setting).
 
     Returns [rows, kv_heads, group, blocks * block_size] uint8, 1 or 0. Raises ValueError or TypeError for arrays that
     do not fit together, IndexError for blocks outside the pool.
     """
-    rows, kv_heads, group, tables = wanted.shape
+    rows, kv_heads, group, tables = query_codes.shape
     if codes.ndim != 4 or codes.shape[1:3] != (kv_heads, tables) or len(table) != rows:
-        raise ValueError(f"wanted {wanted.shape}, codes {codes.shape} and table {table.shape} do not fit together")
+        raise ValueError(
+            f"query codes {query_codes.shape}, codes {codes.shape} and table {table.shape} do not fit together"
+        )
     if table.size and not (table.min() >= 0 and table.max() < len(codes)):
         raise IndexError(f"table names blocks {table.min()}..{table.max()}, of a pool of {len(codes)}")
     found = np.empty((rows, kv_heads, group, table.shape[1] * codes.shape[3]), np.uint8)
-    arrays = wanted, codes, table, least, found
+    arrays = query_codes, codes, table, least, found
     on_threads(threads, call_region, "count collisions", "", address_of(_counting()), arrays)
     return found
 

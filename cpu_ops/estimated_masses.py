@@ -12,14 +12,14 @@ _LSE = types.Array(types.float32, 3, "C")
 
 
 @njit(cache=True, nogil=True)
-def estimated_shares(log_masses, beside, elsewhere, shared):
+def estimated_shares(log_masses, outside_lse, unchoosable_lse, shared):
     """Returns the blocks' shares of the attention mass, as means over the query heads of a list.
 
-    log_masses: [rows, kv_heads, group, blocks] float32, the estimated log-sum-exp of each block's scores. beside:
-    [rows, kv_heads, group] float32, the log-sum-exp of what is always attended; elsewhere: that of what cannot be
+    log_masses: [rows, kv_heads, group, blocks] float32, the estimated log-sum-exp of each block's scores. outside_lse:
+    [rows, kv_heads, group] float32, the log-sum-exp of what is always attended; unchoosable_lse: that of what cannot be
     chosen; -inf for nothing. shared: whether all kv heads share one list.
 
-    Returns shares [rows * (1 if shared, else kv_heads), blocks] float32, and the shares of `beside` [rows * ...].
+    Returns shares [rows * (1 if shared, else kv_heads), blocks] float32, and the shares of `outside_lse` [rows * ...].
     """
     rows, kv_heads, group, blocks = log_masses.shape
     lists = 1 if shared else kv_heads
@@ -30,11 +30,11 @@ def estimated_shares(log_masses, beside, elsewhere, shared):
             target = row * lists + (0 if shared else head)
             for query in range(group):
                 masses = log_masses[row, head, query]
-                total = logaddexp(log_sum_exp(masses), beside[row, head, query])
-                total = logaddexp(total, elsewhere[row, head, query])
+                total = logaddexp(log_sum_exp(masses), outside_lse[row, head, query])
+                total = logaddexp(total, unchoosable_lse[row, head, query])
                 if total == -np.inf:
                     continue
-                before[target] += weight * exp2((beside[row, head, query] - total) * LOG2_E)
+                before[target] += weight * exp2((outside_lse[row, head, query] - total) * LOG2_E)
                 own = shares[target]
                 for block in range(blocks):
                     own[block] += weight * exp2((masses[block] - total) * LOG2_E)
@@ -42,7 +42,7 @@ def estimated_shares(log_masses, beside, elsewhere, shared):
 
 
 @njit
-def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
+def softmax_and_shares(log_masses, outside_lse, unchoosable_lse, shared, largest):
     """Returns `chosen_blocks.reduced_scores` of masses by a softmax, and `estimated_shares`, in one pass over masses.
 
     largest: whether a list takes the maximum of its query heads' softmax instead of the mean.
@@ -58,8 +58,8 @@ def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
             target = row * lists + (0 if shared else head)
             of_head[:] = 0
             for query in range(group):
-                masses, around = log_masses[row, head, query], beside[row, head, query]
-                other = elsewhere[row, head, query]
+                masses, around = log_masses[row, head, query], outside_lse[row, head, query]
+                other = unchoosable_lse[row, head, query]
                 most = row_max(log_masses[row, head], query, blocks)
                 highest = max(most, max(around, other))
                 if highest == -np.inf:

@@ -44,7 +44,7 @@ from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
 
 class Flags(NamedTuple):
-    """Integer settings of a step, passed to the kernel as an array in this order (see `estimating_step.Choice`)."""
+    """Integer settings of a step, an array in this order for the kernel (see `estimating_step.BlockChoice`)."""
 
     reduce: int
     rerank: int
@@ -78,7 +78,7 @@ def kernel_for(dtype: str) -> Any:
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
         group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
-        scale, softcap, addresses, shape, itemsizes, beside, out, lse, masses, taken,
+        scale, softcap, addresses, shape, itemsizes, outside_lse, out, lse, masses, taken,
     ):  # fmt: skip
         (
             reduce,
@@ -106,7 +106,7 @@ def kernel_for(dtype: str) -> Any:
             q.shape != (rows, heads, 1, k_dim)
             or out.shape != (rows, heads, 1, v_dim)
             or lse.shape != (rows, kv_heads, group)
-            or beside.shape != lse.shape
+            or outside_lse.shape != lse.shape
             or masses.shape != (2, rows, kv_heads, group)
             or table.shape[0] != rows
             or (position >= 0 and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
@@ -160,8 +160,8 @@ def kernel_for(dtype: str) -> Any:
                 groups_of(fixed_positions, group_blocks, groups, opened)
             elif groups > 0:
                 choose_args = (
-                    of_groups, of_groups, False, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
-                    np.int64(1), opened,
+                    of_groups, of_groups, False, outside_lse, outside_lse, allowed, shared, reduce, 0.0, np.int64(0),
+                    most_opened, np.int64(1), opened,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             entries = opened_entries(opened, group_blocks, groups, blocks)
@@ -208,11 +208,11 @@ def kernel_for(dtype: str) -> Any:
             if has_mean:
                 take_out(group_weights, opened)
                 take_out(group_masses, opened)
-            elsewhere = masses_of(group_masses) if has_mean else np.full_like(lse, -np.inf)
+            unchoosable_lse = masses_of(group_masses) if has_mean else np.full_like(lse, -np.inf)
             taken[4] = number_of(opened)
         window_first, window_end = first, end
         separate = by_token or (which == CHOSEN and target > 0)
-        out_window, lse_window = attended[:0], beside
+        out_window, lse_window = attended[:0], outside_lse
         if separate:
             # What is always attended counts for the target, so it is computed first.
             attended_ids, counts = attended_lists(table, context, np.empty((rows, 1, 0), np.int32), first, end)
@@ -223,7 +223,7 @@ def kernel_for(dtype: str) -> Any:
             )  # fmt: skip
             if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS
-            beside = sums_of_powers(lse_window, beside)
+            outside_lse = sums_of_powers(lse_window, outside_lse)
             window_first, window_end = 0, table.shape[1]
         if which == CHOSEN:
             most = positions.shape[2]
@@ -238,8 +238,8 @@ def kernel_for(dtype: str) -> Any:
             elif looks:
                 proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32)
             choose_args = (
-                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, top_k,
-                times, proposed,
+                scores, block_masses, looks_at_all, outside_lse, unchoosable_lse, among, shared, reduce, target, least,
+                top_k, times, proposed,
             )  # fmt: skip
             run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             if looks and not by_token:
@@ -250,8 +250,8 @@ def kernel_for(dtype: str) -> Any:
                 run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, rerank_args)
                 taken[1] = number_of(proposed)
                 choose_args = (
-                    block_masses, block_masses, True, beside, elsewhere, proposed, shared, reduce, target, least, most,
-                    np.int64(1), places,
+                    block_masses, block_masses, True, outside_lse, unchoosable_lse, proposed, shared, reduce, target,
+                    least, most, np.int64(1), places,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             positions_at(places, entries, positions)
@@ -268,7 +268,7 @@ def kernel_for(dtype: str) -> Any:
             token_counts = np.empty((rows, lists, 3), np.int32)
             blocks_of = pool_blocks(positions, context)
             choose_token_args = (
-                token_scores, places, blocks_of, weights, block_masses, beside, elsewhere, shared,
+                token_scores, places, blocks_of, weights, block_masses, outside_lse, unchoosable_lse, shared,
                 reduce, target, least * block_size, tokens, chosen, token_counts,
             )  # fmt: skip
             run_region("choose tokens", "", addresses[0], addresses[10], threads, choose_token_args)
@@ -316,7 +316,7 @@ def kernel_for(dtype: str) -> Any:
                 # If steps choose by the keys themselves (rerank 0), masses of fixed positions from means without
                 # deviations would be too small.
                 if which == CHOSEN or rerank != 0 or representatives.shape[2] > 1:
-                    copy_into(sums_of_powers(total, elsewhere), masses[1])
+                    copy_into(sums_of_powers(total, unchoosable_lse), masses[1])
                 if groups > 0 and estimates != 0:
                     rest_args = (
                         addresses[0], addresses[8], group_values, grouped, group_weights, group_masses, estimates != 0,

@@ -30,7 +30,7 @@ from cpu_ops.storage import numbers_of, storage_of
 from cpu_ops.untyped_arrays import as_bytes
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """How blocks are chosen.
 
     Attributes:
@@ -93,7 +93,7 @@ class EstimatingStep:
 
     def __init__(
         self, keys: np.ndarray, values: np.ndarray, representatives: np.ndarray, lengths: np.ndarray, group: int,
-        score: str, softcapped: bool, dtype: Any, threads: int, choice: Choice, has_mean: bool,
+        score: str, softcapped: bool, dtype: Any, threads: int, choice: BlockChoice, has_mean: bool,
         value_means: np.ndarray | None, key_codes: np.ndarray | None, key_offsets: np.ndarray | None = None,
         group_vectors: np.ndarray | None = None, group_values: np.ndarray | None = None,
     ) -> None:  # fmt: skip
@@ -176,12 +176,12 @@ class EstimatingStep:
     def __call__(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
-        beside: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+        outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
     ) -> float:  # fmt: skip
         """Store one token of every row, unless `position` is negative, and attend.
 
         As `RetrievalStep.__call__`, with these differences. positions: padded with -1, also as an input; for single
-        tokens they are the candidates' positions, and must have capacity for them. beside: [rows, kv_heads, group]
+        tokens they are the candidates' positions, and must have capacity for them. outside_lse: [rows, kv_heads, group]
         float32, the log-sum-exp of what is attended elsewhere, which counts for the target and for the choice of single
         tokens; -inf for nothing. lse: that of `out`, including residual attention if it is estimated. masses: [2, rows,
         kv_heads, group] float32, written: the log-sum-exp of what was attended here, and the same with the estimated
@@ -190,7 +190,7 @@ class EstimatingStep:
         """
         return self._call(
             self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,
-            beside, out, lse, masses,
+            outside_lse, out, lse, masses,
         )  # fmt: skip
 
     def rehearsed(
@@ -209,12 +209,12 @@ class EstimatingStep:
     def _call(
         self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray,
         first: int, end: int, which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float,
-        softcap: float, beside: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+        softcap: float, outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
     ) -> float:  # fmt: skip
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,
-            shared, flags, self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, beside, out,
-            lse, masses, self.taken,
+            shared, flags, self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, outside_lse,
+            out, lse, masses, self.taken,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])

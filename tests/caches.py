@@ -21,11 +21,11 @@ class Maker:
         self.layers, self.capacity = layers, capacity
         self.one_at_a_time = RLock()
 
-    def max_seq_len(self, wanted, batch, forks, held):
-        return self.capacity if wanted is None else wanted
+    def max_seq_len(self, requested, batch, forks, resident):
+        return self.capacity if requested is None else requested
 
-    def planned_store(self, wanted, batch, forks, held, own):
-        return Store(self.max_seq_len(wanted, batch, forks, held), forks)
+    def planned_store(self, requested, batch, forks, resident, own):
+        return Store(self.max_seq_len(requested, batch, forks, resident), forks)
 
     def state(self):
         return self
@@ -57,13 +57,13 @@ def append(cache, keys, values, is_decode=False):
     if not keys.shape[2]:
         return
     with forward(cache, len(keys), keys.shape[2], is_decode) as step:
-        for layer in step.cohort.layers:
+        for layer in step.group.layers:
             if isinstance(layer, DynamicLayer):
                 layer.update(keys, values)
             elif step.is_decode and hasattr(layer, "store_token"):
                 blocks = layer.store_token(step, keys, values)
                 if layer.window is not None:
-                    layer.window.append(keys, values, blocks.closed * layer.layout.block_size)
+                    layer.window.append(keys, values, blocks.finalized * layer.layout.block_size)
             else:
                 layer.store(step, keys, values)
 
@@ -71,7 +71,7 @@ def append(cache, keys, values, is_decode=False):
 def prefill(cache, *chunks):
     """Let chunks of keys [batch, kv_heads, tokens, k_dim], the same for values, pass through a cache of one layer."""
     with forward(cache, len(chunks[0]), sum(chunk.shape[2] for chunk in chunks), is_decode=False) as step:
-        (layer,) = step.cohort.layers
+        (layer,) = step.group.layers
         layer.begin_prefill(step)
         try:
             for chunk in chunks:

@@ -127,9 +127,9 @@ def test_memory_grows_by_what_is_planned_for_the_store():
     def stored(cache):
         """Tokens in every layer, and the representatives of blocks that they close."""
         with forward(cache, 1, K) as step:
-            for operator, layer in zip(injection.attention_operators(), step.cohort.layers, strict=True):
+            for operator, layer in zip(injection.attention_operators(), step.group.layers, strict=True):
                 layer.store(step, keys, values)
-                operator._close_blocks(layer, step)
+                operator._finalize_blocks(layer, step)
 
     warm = HeteroCache(injection.model, 8 * K)
     for _ in range(8):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved, reserved_beside
+from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved, reserved_by_others
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import RESERVE, Plan, resolve_max_seq_len
 from hetero_kv.rules.injection import inject
@@ -35,7 +35,7 @@ def model():
 def room_for(model, monkeypatch):
     """Let DRAM be free for so many contexts, as the system says it whatever was planned."""
     gc.collect()
-    assert reserved_beside(None) == NOTHING_RESERVED
+    assert reserved_by_others(None) == NOTHING_RESERVED
 
     def free(contexts: float) -> int:
         plan = Plan.of(model.hetero_kv_injection)
@@ -111,17 +111,17 @@ def test_forks_share_what_was_planned_for_all_of_them(model, room_for):
     first = HeteroCache(model, max_seq_len=CONTEXT)
     ask(model, first)
     forks = [first.fork() for _ in range(3)]
-    assert reserved_beside(None).caches == 1
+    assert reserved_by_others(None).caches == 1
     del first, forks
 
 
 def test_what_a_cache_has_taken_is_not_counted_twice(model, room_for):
     room_for(2)
     cache = HeteroCache(model, max_seq_len=CONTEXT)
-    before = reserved_beside(None).size
+    before = reserved_by_others(None).size
     with torch.no_grad():
         model((torch.arange(CONTEXT // 2) % 90 + 2)[None, :], past_key_values=cache)
-    assert reserved_beside(None).size == pytest.approx(before / 2, rel=0.05)
+    assert reserved_by_others(None).size == pytest.approx(before / 2, rel=0.05)
 
 
 def test_caches_of_several_threads_are_not_promised_the_same(model, room_for):

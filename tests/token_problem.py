@@ -7,7 +7,7 @@ import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval import choosers
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Asked, merged
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, TokenQuery, merged
 from hetero_kv.store.pool import BlockPool
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
@@ -32,7 +32,7 @@ class TokenProblem:
         self.pool = BlockPool(
             ROWS * BLOCKS + 3, KV_HEADS, block, dim, dim, self.settings.key_storage, 0,
             value_storage=self.settings.value_storage, offset_keys=self.settings.offset_keys,
-            beside=self.chooser.arrays(KVShape(KV_HEADS, dim, dim)),
+            auxiliary=self.chooser.arrays(KVShape(KV_HEADS, dim, dim)),
         )  # fmt: skip
         order = np.random.default_rng(seed).permutation(ROWS * BLOCKS + 3)[: ROWS * BLOCKS]
         table = order.reshape(ROWS, BLOCKS).astype(np.int32)
@@ -50,16 +50,18 @@ class TokenProblem:
         read = [self.pool.read(ids, 0, length) for ids in table]
         self.keys, self.values = (torch.stack(part).float() for part in zip(*read, strict=True))
         none, scale = torch.empty(0), dim**-0.5
-        asked = Asked(self.q.numpy(), self.pool, table, FIRST, END, lengths, scale, softcap, none, NOTHING_KNOWN, 1)
-        self.around = asked.attend_blocks(asked.elsewhere)
-        self.asked = asked._replace(beside=self.around[1])
-        self.close()
+        asked = TokenQuery(
+            self.q.numpy(), self.pool, table, FIRST, END, lengths, scale, softcap, none, NOTHING_KNOWN, 1
+        )
+        self.around = asked.attend_blocks(asked.other_blocks)
+        self.asked = asked._replace(outside_lse=self.around[1])
+        self.finalize()
 
-    def close(self):
+    def finalize(self):
         """Have what is kept of the Context derived as blocks close: most behind a prompt, then one by one."""
         known = NOTHING_KNOWN
         for first, end in ((FIRST, END - 2), (END - 2, END - 1), (END - 1, END)):
-            known = self.chooser.close(self.pool, self.asked.table, first, end, known)
+            known = self.chooser.finalize(self.pool, self.asked.table, first, end, known)
         self.asked = self.asked._replace(known=known)
 
     def answered(self):

@@ -10,7 +10,7 @@ from benchmarks.gpu_checks.setting import HALF, Result, Setting
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
@@ -52,19 +52,19 @@ def check(setting: Setting) -> Iterator[Result]:
         keys = (torch.randn(1, heads, tokens, dim, generator=generator) + 1).to(setting.device, dtype)
         q = torch.randn(heads, group, dim, generator=generator).to(setting.device, dtype)
         layer, store = LowRankLayer(settings), Store(tokens)
-        cohort = EqualLengthGroup([layer], store)
-        store.provide(cohort.layouts, 1)
-        cohort.open(1)
+        sequences = EqualLengthGroup([layer], store)
+        store.provide(sequences.layouts, 1)
+        sequences.open(1)
         layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(dim // 2)))
         angles = torch.arange(tokens)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
         layer.factors.rotary.record(*(part[None].to(setting.device, dtype) for part in (angles.cos(), angles.sin())), 0)
-        step = cohort.begin(tokens, slice(0, 1), is_decode=False, part=PromptPart(), keeps=True)
+        step = sequences.begin(tokens, slice(0, 1), is_decode=False, part=PromptPart(), keeps=True)
         layer.begin_prefill(step)
         for chunk in keys.split(tokens // 3, dim=2):
             layer.extend(chunk, chunk)
         layer.end_prefill(step)
         layer.leave_prefill()
-        cohort.end(step)
+        sequences.end(step)
         assert layer.context.outliers is not None
         ids, scale = layer.context.outliers.ids[0], dim**-0.5
         means, cosines, scores = reference(keys[0, :, : layer.context.length], q, size, scale)

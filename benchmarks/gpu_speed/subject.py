@@ -93,7 +93,7 @@ class Subject:
             with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
                 for index, operator in operators.items():
                     shape = KVShape.of_attention(operator.wrapped, self.model.config)
-                    operator.load_prefill(step.cohort.layers[index], step, self._random(shape, tokens, index))
+                    operator.load_prefill(step.group.layers[index], step, self._random(shape, tokens, index))
             cache.columns = cache.columns.grown(tokens, [tokens])
             first = random_tokens(self.setting, 1, 2, self.vocabulary)
             logits = self.model(first, past_key_values=cache, logits_to_keep=1).logits

@@ -60,7 +60,7 @@ class Kept:
     Attributes:
         keys: [batch, kv_heads, held, k_dim].
         values: [batch, kv_heads, held, v_dim].
-        positions: [held] int64 on the CPU, the same for all rows: those of a cohort have one length.
+        positions: [held] int64 on the CPU, the same for all rows: those of a group have one length.
     """
 
     keys: torch.Tensor

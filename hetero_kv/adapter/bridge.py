@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, given_cache
+from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.recording import RECORDING
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
@@ -279,7 +279,7 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Hetero
 
     Raises HeteroKVError when there is no HeteroCache.
     """
-    cache = given_cache(kwargs)
+    cache = passed_cache(kwargs)
     if isinstance(cache, HeteroCache):
         return cache
     for value in (*kwargs.values(), *args):

@@ -14,7 +14,7 @@ from typing import Any
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "past_key_value")
 
 
-def given_cache(arguments: Mapping[str, Any]) -> Any:
+def passed_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among the keyword arguments of a model or one of its layers; None without a cache."""
     cache = arguments.get("past_key_values")
     return arguments.get("cache") if cache is None else cache

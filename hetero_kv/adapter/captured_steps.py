@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from gpu_ops.captured import Segments
 from gpu_ops.host_traffic import noticed
-from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, given_cache
+from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
 from hetero_kv.adapter.model_call import ModelCall, Signature
@@ -97,7 +97,7 @@ class CapturedSteps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, by a capture where possible."""
-        cache = given_cache(kwargs)
+        cache = passed_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
@@ -122,7 +122,7 @@ class CapturedSteps:
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
             # Filled on the device from scalars, so that nothing is copied to it.
             past = [
-                torch.full((len(step.cohort.sequences), 1), step.past, device=call.given.device) for step in cache.steps
+                torch.full((len(step.group.sequences), 1), step.past, device=call.given.device) for step in cache.steps
             ]
             arguments["position_ids"] = past[0] if len(past) == 1 else torch.cat(past)
         for name in CACHE_NAMES:
@@ -179,7 +179,7 @@ class CapturedSteps:
 
     def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:
         """Raise NotCapturableError for obstacles that are known before the capture."""
-        others = [layer for layer in cache.steps[0].cohort.layers if not isinstance(layer, FamilyLayer)]
+        others = [layer for layer in cache.steps[0].group.layers if not isinstance(layer, FamilyLayer)]
         if others:
             raise NotCapturableError(
                 f"{len(others)} layers have a cache of transformers' own ({type(others[0]).__name__})"

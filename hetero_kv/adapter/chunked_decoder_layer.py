@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge, chunking, recurrent
-from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.prompt_layer import FusedPrefillLayer, is_plain_but_for_projections
@@ -70,7 +70,7 @@ class ChunkedDecoderLayer(Operator):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token is not chunked."""
-        cache = given_cache(kwargs)
+        cache = passed_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
         steps = cache.steps

@@ -83,7 +83,7 @@ def _homes(function: Any) -> Iterator[str]:
         function = getattr(function, "__wrapped__", None)
 
 
-def is_heard_itself(module: nn.Module) -> bool:
+def has_own_hooks(module: nn.Module) -> bool:
     """Whether a module itself, its children aside, has a forward hook or a replaced forward."""
     own = module.__dict__.get("forward")
     return bool(module._forward_hooks or module._forward_pre_hooks) or (own is not None and not is_own(own))
@@ -94,7 +94,7 @@ def foreign_part(module: nn.Module) -> str | None:
 
     Backward hooks do not count: under a HeteroCache there are no gradients.
     """
-    if is_heard_itself(module):
+    if has_own_hooks(module):
         return "a forward hook or a replaced forward"
     kind = type(module)
     # An operator of the user's own (`trust_rules`) is one of the rules' as well.

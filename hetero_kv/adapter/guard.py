@@ -18,7 +18,7 @@ import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.cacheless import without_cache
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.captures import Captures
@@ -29,7 +29,7 @@ from hetero_kv.adapter.strides import run_strided
 from hetero_kv.engine.batch import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.undo import AllOrNothing, undo_on_error
+from hetero_kv.engine.rollback import AllOrNothing, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -127,7 +127,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         call = signature.call(args, kwargs)
         try:
             head = logits_to_keep_scope(model, call) if has_head else nullcontext()
-            with undo_on_error(cache, go_back), _without_gradients(), attending_by(by.attention), head:
+            with rollback_on_error(cache, go_back), _without_gradients(), attending_by(by.attention), head:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -168,7 +168,7 @@ def _behind_the_cache(model: Any) -> Callable[..., Any]:
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache | None:
-    cache = given_cache(kwargs)
+    cache = passed_cache(kwargs)
     if isinstance(cache, HeteroCache):
         return cache
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, HeteroCache)), None)
@@ -227,7 +227,7 @@ def _inner(call: ModelCall, cache: HeteroCache) -> Any:
     if strided.replayed is not None:
         return strided.replayed
     rows, tokens = call.shape
-    with cache.forward([BatchSlice(strided.cohort, slice(0, rows), slice(0, tokens))]), _without_gradients():
+    with cache.forward([BatchSlice(strided.group, slice(0, rows), slice(0, tokens))]), _without_gradients():
         strided.hidden = call.run()
     return strided.hidden
 
@@ -240,54 +240,54 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     """
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
-    spans = cache.plan_batch(tokens, width)
-    strided_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_strided]
-    if len(spans) > 1 and _pass_together(cache, spans):
+    slices = cache.plan_batch(tokens, width)
+    strided_layers = [layer for batch_slice in slices for layer in batch_slice.group.family_layers if layer.is_strided]
+    if len(slices) > 1 and _pass_together(cache, slices):
         for layer in strided_layers:
             layer.begin_turn(1)
         lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
-        with cache.forward(spans):
+        with cache.forward(slices):
             output = call.with_positions(lengths).run()
     elif strided_layers:
-        output = _span_by_span(call, parts, cache, spans, has_head)
-    elif _is_whole(spans[0], call) and not cache.columns.is_ragged:
-        with cache.forward(spans):
+        output = _slice_by_slice(call, parts, cache, slices, has_head)
+    elif _is_whole(slices[0], call) and not cache.columns.is_ragged:
+        with cache.forward(slices):
             output = call.run()
     else:
-        output = _span_by_span(call, None, cache, spans, has_head)
+        output = _slice_by_slice(call, None, cache, slices, has_head)
     cache.columns = cache.columns.grown(width, tokens)
     return output
 
 
-def _is_whole(span: BatchSlice, call: ModelCall) -> bool:
+def _is_whole(batch_slice: BatchSlice, call: ModelCall) -> bool:
     rows, width = call.shape
-    return span.tokens == width and span.rows == slice(0, rows)
+    return batch_slice.tokens == width and batch_slice.rows == slice(0, rows)
 
 
-def _pass_together(cache: HeteroCache, spans: Sequence[BatchSlice]) -> bool:
+def _pass_together(cache: HeteroCache, slices: Sequence[BatchSlice]) -> bool:
     """Whether each row has one new token, and every layer takes rows of several lengths in one forward."""
-    return len(spans) == len(cache.cohorts) and all(
-        span.tokens == 1
-        and all(isinstance(layer, FamilyLayer) and not layer.waits_for_others for layer in span.cohort.layers)
-        for span in spans
+    return len(slices) == len(cache.groups) and all(
+        batch_slice.tokens == 1
+        and all(isinstance(layer, FamilyLayer) and not layer.waits_for_others for layer in batch_slice.group.layers)
+        for batch_slice in slices
     )
 
 
-def _span_by_span(
-    call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[BatchSlice], has_head: bool
+def _slice_by_slice(
+    call: ModelCall, parts: Signature | None, cache: HeteroCache, slices: Sequence[BatchSlice], has_head: bool
 ) -> Any:
-    """Run the call for one cohort after the other; with `parts`, each in strides."""
+    """Run the call for one group after the other; with `parts`, each in strides."""
     outputs = []
-    for span in spans:
-        own = call if _is_whole(span, call) and not cache.columns.is_ragged else call.of_span(span)
+    for batch_slice in slices:
+        own = call if _is_whole(batch_slice, call) and not cache.columns.is_ragged else call.of_slice(batch_slice)
         if parts is not None:
-            outputs.append(run_strided(ModelCall(parts, own.arguments), cache, span.cohort, has_head=has_head))
+            outputs.append(run_strided(ModelCall(parts, own.arguments), cache, batch_slice.group, has_head=has_head))
             continue
-        with cache.forward([span]):
+        with cache.forward([batch_slice]):
             outputs.append(own.run())
-    if _is_whole(spans[0], call):
+    if _is_whole(slices[0], call):
         return outputs[0]
-    return joined_rows(outputs, spans, call)
+    return joined_rows(outputs, slices, call)
 
 
 def _device(call: ModelCall) -> torch.device:

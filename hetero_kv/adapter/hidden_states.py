@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from gpu_ops.chunk_stream import ChunkStream
 from gpu_ops.page_locked import PageLocked
 from hetero_kv.adapter import chunking
-from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.foreign import has_hooks
@@ -91,7 +91,7 @@ def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> 
         call = signature.call(args, kwargs)
         if (tokens := call.given) is not None:
             stream_weights(model, tokens.device)
-        cache = given_cache(call.arguments)
+        cache = passed_cache(call.arguments)
         if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
             return forward(*args, **kwargs)
         if reason := obstacle(model):
@@ -120,7 +120,7 @@ def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
     """The call's output, computed with hidden states in DRAM; the last hidden states are on the GPU."""
     ids = call.token_ids
     assert ids is not None
-    rotary = _buffers_beside(model)
+    rotary = _rotary_buffers(model)
     # The model's forward makes positions and rotary tables on the device of its hidden states. Copies are page-locked.
     moved = {
         name: _on_its_way(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
@@ -153,7 +153,7 @@ def _sent_back(states: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (states if states.is_contiguous() else PageLocked.copy_of(states, device).tensor).to(device)
 
 
-def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+def _rotary_buffers(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     """Buffers of the modules outside the layers that compute on the device of the hidden states.
 
     These are rotary embeddings, which may recompute their buffers there. The input embedding, and parts that run in

@@ -89,12 +89,12 @@ class ModelCall:
                 )
         return replace(self, arguments=cut)
 
-    def of_span(self, span: BatchSlice) -> ModelCall:
-        """The call for the rows of a span, without their padding."""
+    def of_slice(self, batch_slice: BatchSlice) -> ModelCall:
+        """The call for the rows of a slice, without their padding."""
         rows = self.shape[0]
-        part = self.part(span.columns).arguments
+        part = self.part(batch_slice.columns).arguments
         cut = {
-            name: _of_rows(name, value, span.rows, rows)
+            name: _of_rows(name, value, batch_slice.rows, rows)
             for name, value in part.items()
             # PaddingMask of the batch are not positions of a row.
             if name not in ("attention_mask", "cache_position")
@@ -171,8 +171,8 @@ def joined_tokens(outputs: Sequence[Any]) -> Any:
     return replace(last, **joined)
 
 
-def joined_rows(outputs: Sequence[Any], spans: Sequence[BatchSlice], call: ModelCall) -> Any:
-    """One output from those of a call's spans: the last one, with the tokens of all in their columns.
+def joined_rows(outputs: Sequence[Any], slices: Sequence[BatchSlice], call: ModelCall) -> Any:
+    """One output from those of a call's slices: the last one, with the tokens of all in their columns.
 
     Padding gets zeros.
     """
@@ -194,6 +194,6 @@ def joined_rows(outputs: Sequence[Any], spans: Sequence[BatchSlice], call: Model
                 "token's is wanted; pass rows of one length together, or each by itself"
             )
         joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2])
-        for output, span in zip(outputs, spans, strict=True):
-            whole[span.rows, tokens - output[name].shape[1] :] = output[name]
+        for output, batch_slice in zip(outputs, slices, strict=True):
+            whole[batch_slice.rows, tokens - output[name].shape[1] :] = output[name]
     return replace(last, **joined)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.recording import RECORDING, NotCapturableError
@@ -284,7 +284,7 @@ class AttentionOperator(Operator):
                 kwargs = self.arguments_for(args, kwargs)
             else:
                 kwargs = recording.noted_arguments(self, args, kwargs)
-        cache = given_cache(kwargs)
+        cache = passed_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
         service = bridge.Service(self, cache)
@@ -305,9 +305,9 @@ class AttentionOperator(Operator):
         steps = cache.steps
         if len(steps) > 1:
             parts = ((step, call.of_rows(step.rows)) for step in steps)
-            return torch.cat([self.decode_step(step.cohort.layers[self.layer_idx], step, part) for step, part in parts])
+            return torch.cat([self.decode_step(step.group.layers[self.layer_idx], step, part) for step, part in parts])
         step = steps[0]
-        layer = step.cohort.layers[self.layer_idx]
+        layer = step.group.layers[self.layer_idx]
         if step.is_decode:
             return self.decode_step(layer, step, call)
         if layer.is_prefilling:
@@ -330,7 +330,7 @@ class AttentionOperator(Operator):
     @contextmanager
     def prefill(self, step: Step) -> Iterator[None]:
         """Within this context a prompt passes through the layer in chunks; without an error it is stored at the end."""
-        layer = step.cohort.layers[self.layer_idx]
+        layer = step.group.layers[self.layer_idx]
         layer.begin_prefill(step)
         try:
             yield

@@ -20,7 +20,7 @@ from torch import nn
 from cpu_ops import prompt_layer
 from cpu_ops.threads import at_most
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, is_heard_itself
+from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, has_own_hooks
 from hetero_kv.adapter.kernel_arrays import bits
 from hetero_kv.adapter.llama_layer import (
     GATES,
@@ -52,7 +52,7 @@ def is_plain_but_for_projections(layer: nn.Module) -> bool:
     remaining: list[tuple[nn.Module, bool]] = [(layer, False)]
     while remaining:
         module, is_called = remaining.pop()
-        if is_heard_itself(module) if is_called else foreign_part(module) is not None:
+        if has_own_hooks(module) if is_called else foreign_part(module) is not None:
             return False
         remaining += [
             (child, is_called or name in projections) for name, child in module._modules.items() if child is not None

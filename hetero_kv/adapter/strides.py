@@ -21,16 +21,16 @@ from gpu_ops.host_copies import on_device
 from hetero_kv.adapter.model_call import ModelCall, joined_tokens
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.layer import FamilyLayer
 
 
 class StridedForward:
-    """A forward of one cohort that is cut into parts, and its present part.
+    """A forward of one group that is cut into parts, and its present part.
 
     Attributes:
         cache: the cache of the call.
-        cohort: the cohort of the tokens.
+        group: the group of the tokens.
         has_head: whether it is the whole model's forward, with logits, or that of the module that walks through layers.
         hidden: the latest output of the module that walks through layers.
         replayed: a part of `hidden` that this module returns again, for a head that computes logits of it.
@@ -38,9 +38,9 @@ class StridedForward:
         output: of the part.
     """
 
-    def __init__(self, cache: HeteroCache, cohort: EqualLengthGroup, has_head: bool) -> None:
+    def __init__(self, cache: HeteroCache, group: EqualLengthGroup, has_head: bool) -> None:
         self.cache = cache
-        self.cohort = cohort
+        self.group = group
         self.has_head = has_head
         self.hidden: Any = None
         self.replayed: Any = None
@@ -82,7 +82,7 @@ class StridedForward:
         rows, count = self.token_ids.shape[0], len(token_ids)
         passed = on_device(torch.tensor(token_ids), self.token_ids.device).expand(rows, -1)
         kept = {id(layer) for layer in lasting}
-        others = [(layer, _snapshot(layer)) for layer in self.cohort.layers if id(layer) not in kept]
+        others = [(layer, _snapshot(layer)) for layer in self.group.layers if id(layer) not in kept]
         with self.cache.transient(), self.cache.prompt_part(0, count, count):
             try:
                 self.call.for_tokens(passed, all_logits=False).run()
@@ -102,19 +102,19 @@ def _rollback(layer: Any, state: Any) -> None:
         hf_cache_layers.rollback(layer, state)
 
 
-def run_strided(call: ModelCall, cache: HeteroCache, cohort: EqualLengthGroup, *, has_head: bool) -> Any:
-    """The output of a call for the rows of one cohort, computed in strides.
+def run_strided(call: ModelCall, cache: HeteroCache, group: EqualLengthGroup, *, has_head: bool) -> Any:
+    """The output of a call for the rows of one group, computed in strides.
 
     Args:
         has_head: whether the output has logits.
 
     Raises UnsupportedModelError for an argument that cannot be cut.
     """
-    layers = [layer for layer in cohort.family_layers if layer.is_strided]
+    layers = [layer for layer in group.family_layers if layer.is_strided]
     total = call.shape[1]
     for layer in layers:
         layer.begin_turn(total)
-    strided = StridedForward(cache, cohort, has_head)
+    strided = StridedForward(cache, group, has_head)
     cache.strided = strided
     try:
         outputs = []

@@ -21,7 +21,7 @@ from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.hf_cache_layers import forked
 from hetero_kv.engine.prefill_progress import Progress
-from hetero_kv.engine.undo import undo_on_error, way_back
+from hetero_kv.engine.rollback import rollback_on_error, rollback_point
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
@@ -128,7 +128,7 @@ class Conversation(SavedConversation):
         self._said.go_back()
         fork = copy.copy(self)
         fork.cache = forked(self.cache)
-        go_back = way_back(fork.cache) if self._said.tokens else fork.cache.reset
+        go_back = rollback_point(fork.cache) if self._said.tokens else fork.cache.reset
         fork._said = ConversationState(self._said.tokens, go_back, self._said.turns)
         return fork
 
@@ -242,7 +242,7 @@ class Conversation(SavedConversation):
         input_ids = torch.tensor([prompt], device=self.model.device)
         opening = self._turns.opened_thought(prompt)
         try:
-            with self.cache.asking(question_tokens) if is_ours else nullcontext(), undo_on_error(self.cache):
+            with self.cache.asking(question_tokens) if is_ours else nullcontext(), rollback_on_error(self.cache):
                 output = self.model.generate(
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),
@@ -273,7 +273,7 @@ class Conversation(SavedConversation):
         most = MOST_UNDONE if is_ours else 1
         earlier = (*said.earlier, replace(said, earlier=()))[-most:]
         # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
-        self._said = ConversationState(tokens, way_back(self.cache), (*said.turns, turn), earlier)
+        self._said = ConversationState(tokens, rollback_point(self.cache), (*said.turns, turn), earlier)
         return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:

@@ -18,7 +18,7 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.undo import way_back
+from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.turns import TurnTokens
 
@@ -93,7 +93,7 @@ class SavedConversation:
         # At most one token is not stored yet: the last one of an answer.
         tokens = tokens[: loaded.cache.get_seq_length() + 1]
         self._turns, self.system, self.cache = turns, system, loaded.cache
-        self._said = ConversationState(tokens, way_back(loaded.cache), turns_of(loaded.notes, len(tokens)))
+        self._said = ConversationState(tokens, rollback_point(loaded.cache), turns_of(loaded.notes, len(tokens)))
 
     def load_from(self, store: ContextStore, name: str) -> None:
         """Like `load`, for the context of this name in a folder."""

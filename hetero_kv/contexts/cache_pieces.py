@@ -12,7 +12,7 @@ import torch
 
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import SavedPart, Shareable
@@ -42,7 +42,7 @@ class CachePieces:
         if cache.columns.padding is not None:
             pieces.tensors["columns"] = cache.columns.padding
         pieces.said["cohorts"] = [
-            pieces._cohort(cohort, f"cohorts/{number}", shared) for number, cohort in enumerate(cache.cohorts)
+            pieces._group(group, f"cohorts/{number}", shared) for number, group in enumerate(cache.groups)
         ]
         parts: list[dict[str, Any]] = []
         while len(parts) < len(shared.objects):
@@ -50,21 +50,21 @@ class CachePieces:
         pieces.said["parts"] = parts
         return pieces
 
-    def _cohort(self, cohort: EqualLengthGroup, path: str, shared: _Shared) -> dict[str, Any]:
+    def _group(self, group: EqualLengthGroup, path: str, shared: _Shared) -> dict[str, Any]:
         layers = []
-        for index, layer in enumerate(cohort.layers):
+        for index, layer in enumerate(group.layers):
             part = layer.saved() if isinstance(layer, FamilyLayer) else hf_cache_layers.saved(layer, index)
             layers.append(self._part(part, f"{path}/layers/{index}", shared) | {"class": type(layer).__name__})
         return {
-            "rows": len(cohort.sequences),
-            "length": cohort.length,
-            "prompt_length": cohort.prompt_length,
-            "stored": [cohort.sequences[0].tables[layout].length for layout in cohort.layouts],
-            "closed": [cohort.closed[layout] for layout in cohort.layouts],
+            "rows": len(group.sequences),
+            "length": group.length,
+            "prompt_length": group.prompt_length,
+            "stored": [group.sequences[0].tables[layout].length for layout in group.layouts],
+            "closed": [group.finalized[layout] for layout in group.layouts],
             "layers": layers,
             "shared": [
                 [name, self._handed_on(values, f"{path}/shared/{number}")]
-                for number, (name, values) in enumerate(cohort.shared.items())
+                for number, (name, values) in enumerate(group.shared.items())
             ],
         }
 
@@ -98,8 +98,8 @@ class _Shared:
 
 
 @dataclass(frozen=True)
-class SaidCohort:
-    """A cohort as read from a file, checked as far as possible without its layers.
+class SavedGroup:
+    """A group as read from a file, checked as far as possible without its layers.
 
     Attributes:
         stored, closed: stored tokens and finalized blocks by layout, in the order of `EqualLengthGroup.layouts`.
@@ -110,16 +110,16 @@ class SaidCohort:
     length: int
     prompt_length: int
     stored: list[int]
-    closed: list[int]
+    finalized: list[int]
     layers: list[SavedPart]
     classes: list[str]
     shared: dict[Any, dict[Any, Any]]
 
 
-def said_cohorts(
+def saved_groups(
     said: dict[str, Any], names: Sequence[str], tensor: Callable[[str], torch.Tensor], where: str
-) -> tuple[list[SaidCohort], list[SavedPart]]:
-    """The cohorts in a file's metadata, and the parts that their layers share.
+) -> tuple[list[SavedGroup], list[SavedPart]]:
+    """The groups in a file's metadata, and the parts that their layers share.
 
     Args:
         said: the metadata of CachePieces.
@@ -140,25 +140,23 @@ def said_cohorts(
             raise DamagedContextError(f"{where} does not say what {path} is")
         return SavedPart(inside.get(path, {}), numbers, where=f"{where}: {path}")
 
-    cohorts, parts = said.get("cohorts"), said.get("parts")
-    if not isinstance(cohorts, list) or not cohorts or not isinstance(parts, list):
+    groups, parts = said.get("cohorts"), said.get("parts")
+    if not isinstance(groups, list) or not groups or not isinstance(parts, list):
         raise DamagedContextError(f"{where} says nothing of any sequence")
-    read = [
-        _said_cohort(value, f"cohorts/{number}", part, names, tensor, where) for number, value in enumerate(cohorts)
-    ]
-    if sum(cohort.rows for cohort in read) > MOST_ROWS:
+    read = [_saved_group(value, f"cohorts/{number}", part, names, tensor, where) for number, value in enumerate(groups)]
+    if sum(group.rows for group in read) > MOST_ROWS:
         raise DamagedContextError(f"{where} speaks of more than {MOST_ROWS} rows")
     return read, [part(value, f"parts/{number}") for number, value in enumerate(parts)]
 
 
-def _said_cohort(
+def _saved_group(
     value: object,
     path: str,
     part: Callable[[object, str], SavedPart],
     names: Sequence[str],
     tensor: Callable[[str], torch.Tensor],
     where: str,
-) -> SaidCohort:
+) -> SavedGroup:
     if not isinstance(value, dict) or not isinstance(value.get("layers"), list):
         raise DamagedContextError(f"{where} does not say what {path} is")
     own = SavedPart(numbers=value, where=f"{where}: {path}")
@@ -171,8 +169,8 @@ def _said_cohort(
             shared[tupled(name)] = {tupled(key): tensor(place).numpy() for key, place in pairs if place in names}
     except (TypeError, ValueError) as error:
         raise own.wrong("what layers hand to each other cannot be read") from error
-    stored, closed = _sizes(own, "stored", length), _sizes(own, "closed", length)
-    return SaidCohort(rows, length, own.integer("prompt_length", 0, length), stored, closed, layers, classes, shared)
+    stored, finalized = _sizes(own, "stored", length), _sizes(own, "closed", length)
+    return SavedGroup(rows, length, own.integer("prompt_length", 0, length), stored, finalized, layers, classes, shared)
 
 
 def _sizes(part: SavedPart, name: str, most: int) -> list[int]:

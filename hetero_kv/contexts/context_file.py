@@ -68,8 +68,8 @@ class OpenContext:
     @property
     def stored_tokens(self) -> list[list[int]]:
         """The token ids of every row up to its stored length. Raises DamagedContextError for invalid lengths."""
-        cohorts = self.said.get("cohorts")
-        sound = [each for each in cohorts if isinstance(each, dict)] if isinstance(cohorts, list) else []
+        groups = self.said.get("cohorts")
+        sound = [each for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
         parts = [SavedPart(numbers=each, where=self.file.where) for each in sound]
         lengths = [
             part.integer("length", 1) for part in parts for _ in range(part.integer("rows", 1, len(self.tokens)))
@@ -78,15 +78,15 @@ class OpenContext:
             raise DamagedContextError(f"{self.file.where} has not the tokens of its rows")
         return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
-    def held(self) -> ResidentPrefix:
+    def resident_prefix(self) -> ResidentPrefix:
         """The resident prefix for the memory plan; `NO_RESIDENT_PREFIX` if the metadata cannot be read."""
-        layouts, cohorts = (self.said.get(name) for name in ("layouts", "cohorts"))
-        if not isinstance(layouts, list) or not isinstance(cohorts, list) or not cohorts:
+        layouts, groups = (self.said.get(name) for name in ("layouts", "cohorts"))
+        if not isinstance(layouts, list) or not isinstance(groups, list) or not groups:
             return NO_RESIDENT_PREFIX
         try:
             lengths = [
                 SavedPart(numbers=each if isinstance(each, dict) else {}, where=self.file.where).integer("length", 1)
-                for each in cohorts
+                for each in groups
             ]
             return ResidentPrefix(min(lengths), sum(self._mapped_bytes(number) for number in range(len(layouts))))
         except DamagedContextError:

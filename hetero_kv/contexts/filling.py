@@ -12,7 +12,7 @@ import torch
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.runs import BLOCKS, Run
 from hetero_kv.contexts.tensor_file import TensorFile
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.sequence import Layout
@@ -27,15 +27,15 @@ class Filling:
     """Loads the blocks of files into the first blocks of pools.
 
     Args:
-        cohorts: the cohorts whose block tables contain these blocks.
+        groups: the groups whose block tables contain these blocks.
         verify: whether to read and check every block.
 
     Attributes:
         damaged: the first damage in each array.
     """
 
-    def __init__(self, context: OpenContext, cohorts: Sequence[EqualLengthGroup], *, verify: bool) -> None:
-        self._context, self._cohorts, self._verify = context, cohorts, verify
+    def __init__(self, context: OpenContext, groups: Sequence[EqualLengthGroup], *, verify: bool) -> None:
+        self._context, self._groups, self._verify = context, groups, verify
         self.damaged: list[DamagedContextError] = []
         self._pools: dict[int, BlockPool] = {}
         self._mapped: dict[int, TensorFile] = {}
@@ -45,7 +45,7 @@ class Filling:
 
         Raises DamagedContextError if the file's runs or arrays do not fit these layers.
         """
-        pools = self._cohorts[0].store.allocators[layout].pools
+        pools = self._groups[0].store.allocators[layout].pools
         arrays = {
             f"{BLOCKS}{number}/{layer_idx}/{name}": array
             for layer_idx, pool in pools.items()
@@ -80,7 +80,7 @@ class Filling:
     ) -> None:
         for name, damaged in _damaged(file, arrays, run).items():
             if damaged:
-                first = min(_places(start + block - run.first, layout, self._cohorts) for block in damaged)
+                first = min(_places(start + block - run.first, layout, self._groups) for block in damaged)
                 tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
                 said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
                 self.damaged.append(DamagedContextError(said, first * layout.block_size))
@@ -94,7 +94,7 @@ class Filling:
             if name in WRITTEN:
                 self._pools[int(layer_idx)] = pools[int(layer_idx)]
                 pools[int(layer_idx)].lies_in_file(blocks.start, blocks.stop)
-            elif name in SCORED or name in pools[int(layer_idx)].beside:
+            elif name in SCORED or name in pools[int(layer_idx)].auxiliary:
                 will_need(array[blocks].data_ptr(), array[blocks].nbytes)
             self._mapped[id(file)] = file
 
@@ -119,9 +119,7 @@ def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tens
             raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
 
 
-def _places(block: int, layout: Layout, cohorts: Sequence[EqualLengthGroup]) -> int:
+def _places(block: int, layout: Layout, groups: Sequence[EqualLengthGroup]) -> int:
     """The first index of a pool's block in any sequence's block table."""
-    places = [
-        np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences
-    ]
+    places = [np.flatnonzero(sequence.tables[layout].ids == block) for group in groups for sequence in group.sequences]
     return min(int(place[0]) for place in places if len(place))

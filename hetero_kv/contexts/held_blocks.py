@@ -1,4 +1,4 @@
-"""Numbers the blocks of cohorts for saving: each sequence's blocks are consecutive, and shared blocks appear once."""
+"""Numbers the blocks of groups for saving: each sequence's blocks are consecutive, and shared blocks appear once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.pool import WRITTEN
@@ -25,7 +25,7 @@ class HeldBlocks:
 
     Attributes:
         sources: allocators, each with the pool ids of its blocks.
-        tables: by cohort and row, the numbers of its blocks in the order of `sources`.
+        tables: by group and row, the numbers of its blocks in the order of `sources`.
         lengths: [blocks] int32, tokens written in each.
         closed: [blocks] bool, whether the block is finalized.
     """
@@ -34,36 +34,36 @@ class HeldBlocks:
     sources: list[tuple[BlockAllocator, np.ndarray]]
     tables: list[list[np.ndarray]]
     lengths: np.ndarray
-    closed: np.ndarray
+    finalized: np.ndarray
 
     @classmethod
-    def of(cls, cohorts: Sequence[EqualLengthGroup], layout: Layout) -> HeldBlocks:
-        """All blocks of `layout` in the block tables of these cohorts."""
+    def of(cls, groups: Sequence[EqualLengthGroup], layout: Layout) -> HeldBlocks:
+        """All blocks of `layout` in the block tables of these groups."""
         numbers: dict[tuple[int, int], int] = {}
         order: list[tuple[BlockAllocator, int]] = []
         tables: list[list[np.ndarray]] = []
-        closed: set[int] = set()
+        finalized: set[int] = set()
         # Allocator by allocator, so that each allocator's blocks form one run.
-        allocators = {id(cohort.store): cohort.store.allocators[layout] for cohort in cohorts}
-        for cohort in sorted(cohorts, key=lambda cohort: list(allocators).index(id(cohort.store))):
-            allocator = allocators[id(cohort.store)]
-            for sequence in cohort.sequences:
+        allocators = {id(group.store): group.store.allocators[layout] for group in groups}
+        for group in sorted(groups, key=lambda group: list(allocators).index(id(group.store))):
+            allocator = allocators[id(group.store)]
+            for sequence in group.sequences:
                 for index, block in enumerate(sequence.tables[layout].ids.tolist()):
                     number = numbers.setdefault((id(allocator), block), len(order))
                     if number == len(order):
                         order.append((allocator, block))
-                    if index < cohort.closed[layout]:
-                        closed.add(number)
-        for cohort in cohorts:
-            key = id(allocators[id(cohort.store)])
-            rows = [sequence.tables[layout].ids.tolist() for sequence in cohort.sequences]
+                    if index < group.finalized[layout]:
+                        finalized.add(number)
+        for group in groups:
+            key = id(allocators[id(group.store)])
+            rows = [sequence.tables[layout].ids.tolist() for sequence in group.sequences]
             tables.append([np.array([numbers[key, block] for block in row], np.int32) for row in rows])
         sources = [
             (allocator, np.array([block for owner, block in order if owner is allocator], np.int64))
             for allocator in allocators.values()
         ]
         lengths = np.concatenate([allocator.lengths[ids] for allocator, ids in sources])
-        return cls(layout, sources, tables, lengths, np.array([each in closed for each in range(len(order))], bool))
+        return cls(layout, sources, tables, lengths, np.array([each in finalized for each in range(len(order))], bool))
 
     @property
     def count(self) -> int:
@@ -98,7 +98,7 @@ class HeldBlocks:
     def _cleaned(self, blocks: torch.Tensor, name: str, numbers: np.ndarray) -> torch.Tensor:
         """`blocks`, a copy whose stale entries are set to zero in place."""
         for index, number in enumerate(numbers.tolist()):
-            if name not in WRITTEN and not self.closed[number]:
+            if name not in WRITTEN and not self.finalized[number]:
                 blocks[index].zero_()
             elif name in _OF_TOKENS and self.lengths[number] < self.layout.block_size:
                 blocks[index, :, self.lengths[number] :].zero_()

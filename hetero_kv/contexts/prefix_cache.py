@@ -45,7 +45,7 @@ class PrefixCache:
             cache = self.store.load(stored, model, **settings).cache
             if common < cache.get_seq_length():
                 cache.crop(common - cache.get_seq_length())
-            for layer in cache.cohorts[0].family_layers:
+            for layer in cache.groups[0].family_layers:
                 # The saved context's observation windows belong to other questions.
                 layer.reopen()
         except HeteroKVError as error:

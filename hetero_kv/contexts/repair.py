@@ -31,7 +31,9 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
     width = max(map(len, rows))
     try:
         # Recomputed KV is not mapped from a file, so it must fit into memory.
-        cache.injection.max_seq_len(width, len(rows), held=context.held().first(kept), own=cache.cohorts[0].store)
+        cache.injection.max_seq_len(
+            width, len(rows), resident=context.resident_prefix().first(kept), own=cache.groups[0].store
+        )
     except OutOfMemoryError as error:
         raise ContextError(f"{damage}; there is no room to compute it anew: {error}") from error
     if kept:
@@ -54,7 +56,7 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
 
 def _kept(cache: HeteroCache, length: int, whole: int) -> int:
     """The number of tokens whose stored KV stays; 0 if all are recomputed."""
-    is_whole = cache.columns.count == length and len(cache.cohorts) == 1 and 0 < whole < length
+    is_whole = cache.columns.count == length and len(cache.groups) == 1 and 0 < whole < length
     return whole if is_whole and goes_back_exactly(cache) else 0
 
 
@@ -63,8 +65,8 @@ def goes_back_exactly(cache: HeteroCache) -> bool:
     if not all(each.continues_exactly for each in cache.injection.attention_operators()):
         return False
     try:
-        for cohort in cache.cohorts:
-            cohort.require_croppable()
+        for group in cache.groups:
+            group.require_croppable()
     except HeteroKVError:
         return False
     return True

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.contexts.cache_pieces import SaidCohort, said_cohorts
+from hetero_kv.contexts.cache_pieces import SavedGroup, saved_groups
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.filling import Filling
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.padding_mask import PaddingMask
@@ -60,22 +60,22 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         CacheFullError: the context exceeds `max_seq_len`.
     """
     file = context.file
-    said, parts = said_cohorts(context.said, list(file.entries), file.tensor, file.where)
+    said, parts = saved_groups(context.said, list(file.entries), file.tensor, file.where)
     columns = _columns(context, said)
     layers = len(cache.layers)
     if any(len(each.layers) != layers for each in said):
         raise DamagedContextError(f"{file.where} has not the {layers} layers of the model")
-    cohorts = cache.begin_restored([(each.rows, each.length) for each in said])
-    for number, layout in enumerate(cohorts[0].layouts):
-        _adopt(context, number, layout, cohorts, said)
-    for cohort, each in zip(cohorts, said, strict=True):
-        _restore_cohort(cohort, each, parts, shapes, file.where)
-    filling = Filling(context, cohorts, verify=verify)
-    for number, layout in enumerate(cohorts[0].layouts):
+    groups = cache.begin_restored([(each.rows, each.length) for each in said])
+    for number, layout in enumerate(groups[0].layouts):
+        _adopt(context, number, layout, groups, said)
+    for group, each in zip(groups, said, strict=True):
+        _restore_group(group, each, parts, shapes, file.where)
+    filling = Filling(context, groups, verify=verify)
+    for number, layout in enumerate(groups[0].layouts):
         filling.fill(number, layout)
     cache.mapped_files = filling.mapped_files()
-    for cohort, each in zip(cohorts, said, strict=True):
-        for layer, part in zip(cohort.layers, each.layers, strict=True):
+    for group, each in zip(groups, said, strict=True):
+        for layer, part in zip(group.layers, each.layers, strict=True):
             if isinstance(layer, FamilyLayer):
                 layer.after_restore(part)
     cache.columns = columns
@@ -83,7 +83,7 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         raise min(filling.damaged, key=lambda error: error.whole)
 
 
-def _columns(context: OpenContext, said: list[SaidCohort]) -> PaddingMask:
+def _columns(context: OpenContext, said: list[SavedGroup]) -> PaddingMask:
     where = context.file.where
     own = SavedPart(numbers=context.said, where=where)
     lengths = [each.length for each in said for _ in range(each.rows)]
@@ -100,25 +100,25 @@ def _columns(context: OpenContext, said: list[SaidCohort]) -> PaddingMask:
 
 
 def _adopt(
-    context: OpenContext, number: int, layout: Layout, cohorts: list[EqualLengthGroup], said: list[SaidCohort]
+    context: OpenContext, number: int, layout: Layout, groups: list[EqualLengthGroup], said: list[SavedGroup]
 ) -> None:
     """Set the sequences' block tables to the file's; its blocks are the first of the pools."""
     file, path = context.file, f"layouts/{number}"
     block_size, lengths = context.layout(number)
-    if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.closed) for each in said):
+    if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.finalized) for each in said):
         raise DamagedContextError(f"{file.where} has not the blocks of these settings")
-    allocator = cohorts[0].store.allocators[layout]
+    allocator = groups[0].store.allocators[layout]
     if len(lengths) > allocator.num_blocks:
         raise DamagedContextError(f"{file.where} has more blocks than its rows could fill")
     ids = allocator.allocate(len(lengths))
     allocator.lengths[ids] = lengths
     used = np.zeros(len(lengths), bool)
-    for index, (cohort, each) in enumerate(zip(cohorts, said, strict=True)):
+    for index, (group, each) in enumerate(zip(groups, said, strict=True)):
         stored, blocks = each.stored[number], -(-each.stored[number] // block_size)
-        if each.closed[number] > blocks:
+        if each.finalized[number] > blocks:
             raise DamagedContextError(f"{file.where}: more blocks are final than there are")
-        cohort.closed[layout] = each.closed[number]
-        for row, sequence in enumerate(cohort.sequences):
+        group.finalized[layout] = each.finalized[number]
+        for row, sequence in enumerate(group.sequences):
             name = f"{path}/tables/{index}/{row}"
             part = SavedPart({name: file.tensor(name)} if name in file.entries else {}, where=file.where)
             table = part.indices(name, (blocks,), torch.int32, len(lengths)).numpy()
@@ -133,14 +133,14 @@ def _adopt(
     allocator.recount()
 
 
-def _restore_cohort(
-    cohort: EqualLengthGroup, said: SaidCohort, parts: list[SavedPart], shapes: Shapes, where: str
+def _restore_group(
+    group: EqualLengthGroup, said: SavedGroup, parts: list[SavedPart], shapes: Shapes, where: str
 ) -> None:
-    cohort.length, cohort.prompt_length, cohort.shared = said.length, said.prompt_length, said.shared
-    for sequence in cohort.sequences:
+    group.length, group.prompt_length, group.shared = said.length, said.prompt_length, said.shared
+    for sequence in group.sequences:
         sequence.length = said.length
     made: dict[int, object] = {}
-    for index, (layer, part) in enumerate(zip(cohort.layers, said.layers, strict=True)):
+    for index, (layer, part) in enumerate(zip(group.layers, said.layers, strict=True)):
         if type(layer).__name__ != said.classes[index]:
             was = said.classes[index][:80]
             raise DamagedContextError(f"{where}: layer {index} is {was}, not {type(layer).__name__}")

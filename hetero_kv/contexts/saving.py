@@ -78,7 +78,7 @@ def load_context(
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         injection: Injected = injected(model)  # type: ignore[assignment]
         context.identity.require(injection.identity, context.file.where)
-        cache = HeteroCache(model, held=context.held(), **settings)
+        cache = HeteroCache(model, resident=context.resident_prefix(), **settings)
         cache.computed_under = (injection.state(),)
         computed = 0
         try:

@@ -68,8 +68,8 @@ def write_context(
     tensors = {name: Piece.of(tensor) for name, tensor in pieces.tensors.items()}
     tensors |= {f"tokens/{row}": Piece.of(ids) for row, ids in enumerate(_token_rows(cache, tokens))}
     layouts = []
-    for number, layout in enumerate(cache.cohorts[0].layouts):
-        blocks = HeldBlocks.of(cache.cohorts, layout)
+    for number, layout in enumerate(cache.groups[0].layouts):
+        blocks = HeldBlocks.of(cache.groups, layout)
         runs = placing(number, blocks)
         tensors |= _tables(blocks, f"layouts/{number}") | _block_pieces(cache, blocks, f"{BLOCKS}{number}", runs)
         layouts.append(
@@ -101,8 +101,8 @@ def _token_rows(cache: HeteroCache, tokens: Tokens | None) -> list[torch.Tensor]
 
 def _tables(blocks: HeldBlocks, path: str) -> dict[str, Piece]:
     tables = {
-        f"{path}/tables/{cohort}/{row}": Piece.of(torch.from_numpy(numbers))
-        for cohort, rows in enumerate(blocks.tables)
+        f"{path}/tables/{group}/{row}": Piece.of(torch.from_numpy(numbers))
+        for group, rows in enumerate(blocks.tables)
         for row, numbers in enumerate(rows)
     }
     return tables | {f"{path}/lengths": Piece.of(torch.from_numpy(blocks.lengths))}

@@ -1,4 +1,4 @@
-"""The rows of a batch, grouped into cohorts of equal length, and the padding mask of their columns."""
+"""The rows of a batch, as groups of equal length, and the padding mask of their columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from hetero_kv.engine.cache_factory import CacheFactory
 from hetero_kv.engine.capacity import require_room, room
-from hetero_kv.engine.cohort import CohortSnapshot, EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup, GroupSnapshot
 from hetero_kv.engine.interrupts import completed
 from hetero_kv.engine.padding_mask import PaddingMask
-from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_beside
+from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
@@ -26,21 +26,21 @@ from hetero_kv.errors import HeteroKVError
 class BatchSnapshot:
     """The state of a `Batch` that `Batch.rollback` restores."""
 
-    cohorts: tuple[EqualLengthGroup, ...]
-    states: tuple[CohortSnapshot, ...]
+    groups: tuple[EqualLengthGroup, ...]
+    states: tuple[GroupSnapshot, ...]
     columns: PaddingMask
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """New tokens of one cohort in a call of the model.
+    """New tokens of one group in a call of the model.
 
     Attributes:
-        rows: the cohort's rows in the batch.
+        rows: the group's rows in the batch.
         columns: the columns of the call that hold the new tokens.
     """
 
-    cohort: EqualLengthGroup
+    group: EqualLengthGroup
     rows: slice
     columns: slice
 
@@ -51,16 +51,16 @@ class BatchSlice:
 
 
 class Batch:
-    """Sequences that pass through a model together, as cohorts: rows of equal length form one cohort.
+    """Sequences that pass through a model together, as groups: rows of equal length form one group.
 
     Args:
-        maker: makes the layers of a cohort and plans their memory.
+        maker: makes the layers of a group and plans their memory.
         max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
         forks: number of forks whose growth to `max_seq_len` is planned too.
-        held: the resident prefix: KV that a file already supplies.
+        resident: the resident prefix: KV that a file already supplies.
 
     Attributes:
-        cohorts: in the order of the rows.
+        groups: in the order of the rows.
         columns: the columns so far, and which of them are padding.
 
     Raises OutOfMemoryError when `max_seq_len` does not fit into memory. The plan covers one sequence; a larger batch is
@@ -68,35 +68,35 @@ class Batch:
     """
 
     def __init__(
-        self, maker: CacheFactory, max_seq_len: int | None, forks: int, held: ResidentPrefix = NO_RESIDENT_PREFIX
+        self, maker: CacheFactory, max_seq_len: int | None, forks: int, resident: ResidentPrefix = NO_RESIDENT_PREFIX
     ) -> None:
-        self._maker, self._max_seq_len, self._forks, self._held = maker, max_seq_len, forks, held
+        self._maker, self._max_seq_len, self._forks, self._resident = maker, max_seq_len, forks, resident
         # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
-        self._begin_in(maker.planned_store(max_seq_len, 1, forks, held, None))
+        self._begin_in(maker.planned_store(max_seq_len, 1, forks, resident, None))
 
     def _begin_again(self) -> None:
-        store = self.cohorts[0].store
+        store = self.groups[0].store
         # With forks, the plan covered all of them together.
-        self._begin_in(store.anew() if self._planned_batch else Store(store.capacity, self._forks))
+        self._begin_in(store.empty_copy() if self._planned_batch else Store(store.capacity, self._forks))
 
     def _begin_in(self, store: Store) -> None:
-        self._have([EqualLengthGroup(self._maker.cache_layers(), store)])
+        self._set_groups([EqualLengthGroup(self._maker.cache_layers(), store)])
         self.columns = PaddingMask()
 
-    def _have(self, cohorts: Rows[EqualLengthGroup]) -> None:
-        self.cohorts = list(cohorts)
-        self._present(self.cohorts[0])
+    def _set_groups(self, groups: Rows[EqualLengthGroup]) -> None:
+        self.groups = list(groups)
+        self._present(self.groups[0])
 
-    def _present(self, cohort: EqualLengthGroup) -> None:
-        """Called when this cohort becomes the first, or passes through the model."""
+    def _present(self, group: EqualLengthGroup) -> None:
+        """Called when this group becomes the first, or passes through the model."""
 
     # -- rows
 
     @property
     def sequences(self) -> list[Sequence]:
         """One sequence per row of the batch."""
-        return [sequence for cohort in self.cohorts for sequence in cohort.sequences]
+        return [sequence for group in self.groups for sequence in group.sequences]
 
     @property
     def lengths(self) -> list[int]:
@@ -111,12 +111,12 @@ class Batch:
     @property
     def max_seq_len(self) -> int | None:
         """Capacity of each sequence, tokens; None when no layer keeps every token."""
-        return min((cohort.store.capacity for cohort in self.cohorts if cohort.layouts), default=None)
+        return min((group.store.capacity for group in self.groups if group.layouts), default=None)
 
     @property
     def room(self) -> int | None:
         """Tokens that each sequence can still take; None when no layer keeps every token."""
-        return room(self.cohorts)
+        return room(self.groups)
 
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless every layer can take `tokens` more tokens of `batch` sequences.
@@ -127,7 +127,7 @@ class Batch:
             HeteroKVError: the cache has another number of sequences.
         """
         self._open(batch, tokens)
-        require_room([(cohort, tokens) for cohort in self.cohorts])
+        require_room([(group, tokens) for group in self.groups])
 
     def _open(self, batch: int, most: int) -> None:
         """Make room for `batch` rows of at most `most` tokens, or check that `batch` is the present number."""
@@ -141,11 +141,13 @@ class Batch:
             return
         if count:
             self._begin_again()
-        first = self.cohorts[0]
-        crowded = first.store.waits and reserved_beside(first.store) != NOTHING_RESERVED
+        first = self.groups[0]
+        crowded = first.store.waits and reserved_by_others(first.store) != NOTHING_RESERVED
         if first.layouts and (crowded or batch > self._planned_batch):
             planned = max(batch, self._planned_batch)
-            first.store = self._maker.planned_store(self._max_seq_len, planned, self._forks, self._held, first.store)
+            first.store = self._maker.planned_store(
+                self._max_seq_len, planned, self._forks, self._resident, first.store
+            )
             self._planned_batch = planned
         # Checked before any block is allocated: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])
@@ -153,25 +155,25 @@ class Batch:
         first.open(batch)
 
     def begin_restored(self, shapes: Rows[tuple[int, int]]) -> list[EqualLengthGroup]:
-        """Make cohorts that a file will fill.
+        """Make groups that a file will fill.
 
         Args:
-            shapes: (rows, tokens) of each cohort.
+            shapes: (rows, tokens) of each group.
 
         Raises as `require_room`.
         """
         self._open(sum(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))
-        store = self.cohorts[0].store
-        cohorts = [EqualLengthGroup(self._maker.cache_layers(), store) for _ in shapes]
-        for cohort, (rows, _) in zip(cohorts, shapes, strict=True):
-            cohort.open(rows)
-        self._have(cohorts)
-        return cohorts
+        store = self.groups[0].store
+        groups = [EqualLengthGroup(self._maker.cache_layers(), store) for _ in shapes]
+        for group, (rows, _) in zip(groups, shapes, strict=True):
+            group.open(rows)
+        self._set_groups(groups)
+        return groups
 
     def plan_batch(self, tokens: Rows[int], width: int) -> list[BatchSlice]:
-        """Plan a call: split its rows into cohorts and return the part of the call of each.
+        """Plan a call: split its rows into groups and return the part of the call of each.
 
-        A cohort whose rows get different numbers of tokens is split. Rows without a new token have no span.
+        A group whose rows get different numbers of tokens is split. Rows without a new token have no slice.
 
         Args:
             tokens: number of new tokens of each row, the last ones of the row.
@@ -180,48 +182,48 @@ class Batch:
         Raises as `require_room`.
         """
         self._open(len(tokens), max(tokens))
-        before = self.cohorts
-        if len(self.cohorts) > 1 or len(set(tokens)) > 1:
+        before = self.groups
+        if len(self.groups) > 1 or len(set(tokens)) > 1:
             self._split(tokens)
-        spans, row = [], 0
-        for cohort in self.cohorts:
-            rows = slice(row, row + len(cohort.sequences))
+        slices, row = [], 0
+        for group in self.groups:
+            rows = slice(row, row + len(group.sequences))
             if tokens[row]:
-                spans.append(BatchSlice(cohort, rows, slice(width - tokens[row], width)))
+                slices.append(BatchSlice(group, rows, slice(width - tokens[row], width)))
             row = rows.stop
-        reopened = set().union(*(span.cohort.expect(span.tokens) for span in spans))
-        # Split rows keep their blocks, and a rollback returns to the cohort before the split.
-        for cohort in {*before, *self.cohorts} if reopened else ():
-            cohort.close_anew(reopened)
-        require_room([(span.cohort, span.tokens) for span in spans])
-        return spans
+        reopened = set().union(*(batch_slice.group.expect(batch_slice.tokens) for batch_slice in slices))
+        # Split rows keep their blocks, and a rollback returns to the group before the split.
+        for group in {*before, *self.groups} if reopened else ():
+            group.unfinalize(reopened)
+        require_room([(batch_slice.group, batch_slice.tokens) for batch_slice in slices])
+        return slices
 
     def _split(self, tokens: Rows[int]) -> None:
-        """Split each cohort into runs of neighbouring rows with equal `tokens`."""
-        cohorts, row = [], 0
-        for cohort in self.cohorts:
-            count = len(cohort.sequences)
+        """Split each group into runs of neighbouring rows with equal `tokens`."""
+        groups, row = [], 0
+        for group in self.groups:
+            count = len(group.sequences)
             runs = [list(run) for _, run in groupby(range(count), key=lambda index: tokens[row + index])]
             if len(runs) == 1:
-                cohorts.append(cohort)
+                groups.append(group)
             else:
-                cohorts += [cohort.taken(range(run[0], run[-1] + 1)) for run in runs]
+                groups += [group.split_off(range(run[0], run[-1] + 1)) for run in runs]
             row += count
-        self._have(cohorts)
+        self._set_groups(groups)
 
     # -- rollback, and changes of rows
 
     def snapshot(self) -> BatchSnapshot:
         """The present state, for `rollback`."""
-        states = tuple(cohort.snapshot() for cohort in self.cohorts)
-        return BatchSnapshot(tuple(self.cohorts), states, self.columns)
+        states = tuple(group.snapshot() for group in self.groups)
+        return BatchSnapshot(tuple(self.groups), states, self.columns)
 
     def rollback(self, snapshot: BatchSnapshot) -> None:
         """Return to `snapshot`: drop newer tokens and the queries' observations. Repeatable after a failure."""
         self.columns = snapshot.columns
-        self._have(snapshot.cohorts)
-        for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
-            cohort.rollback(state)
+        self._set_groups(snapshot.groups)
+        for group, state in zip(snapshot.groups, snapshot.states, strict=True):
+            group.rollback(state)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` columns, a negative number as in transformers. An empty batch stays empty.
@@ -235,8 +237,8 @@ class Batch:
             )
         if not self.sequences:
             return
-        for cohort in self.cohorts:
-            cohort.require_croppable()
+        for group in self.groups:
+            group.require_croppable()
         columns = max(0, self.columns.count + tokens_to_remove)
         removed = self.columns.tokens_after(columns, len(self.sequences))
         cut = self.columns.cut(columns)
@@ -244,8 +246,8 @@ class Batch:
         lengths: list[int] = []
 
         def let_go() -> None:
-            for cohort, length in zip(self.cohorts, lengths, strict=True):
-                cohort.cut(length)
+            for group, length in zip(self.groups, lengths, strict=True):
+                group.cut(length)
             self.columns = cut
 
         def go_back() -> None:
@@ -255,10 +257,10 @@ class Batch:
         try:
             if len(set(removed)) > 1:
                 self._split(removed)
-            rows = accumulate((len(cohort.sequences) for cohort in self.cohorts), initial=0)
-            lengths += [cohort.length - removed[row] for cohort, row in zip(self.cohorts, rows, strict=False)]
-            for cohort, length in zip(self.cohorts, lengths, strict=True):
-                cohort.crop_layers(length)
+            rows = accumulate((len(group.sequences) for group in self.groups), initial=0)
+            lengths += [group.length - removed[row] for group, row in zip(self.groups, rows, strict=False)]
+            for group, length in zip(self.groups, lengths, strict=True):
+                group.crop_layers(length)
             # From here on blocks are freed, so that a rollback is no longer possible.
             remedy = let_go
             let_go()
@@ -269,11 +271,11 @@ class Batch:
     @staticmethod
     def _all_or_nothing(change: Callable[[], None], *batches: Batch) -> None:
         """Change the rows of these batches; restore them all when the change fails."""
-        before = [(batch, batch.cohorts, batch.columns) for batch in batches]
+        before = [(batch, batch.groups, batch.columns) for batch in batches]
 
         def go_back() -> None:
-            for batch, cohorts, columns in before:
-                batch._have(cohorts)
+            for batch, groups, columns in before:
+                batch._set_groups(groups)
                 batch.columns = columns
 
         try:
@@ -294,15 +296,15 @@ class Batch:
             raise HeteroKVError(f"rows are {chosen}, and the cache holds {count}; give indices from 0 to {count - 1}")
         if chosen == list(range(count)):
             return
-        homes = [(cohort, row) for cohort in self.cohorts for row in range(len(cohort.sequences))]
+        homes = [(group, row) for group in self.groups for row in range(len(group.sequences))]
         runs = groupby((homes[row] for row in chosen), key=lambda home: id(home[0]))
-        cohorts = []
+        groups = []
         for _, run in runs:
             members = list(run)
-            cohorts.append(members[0][0].selected([row for _, row in members]))
+            groups.append(members[0][0].selected([row for _, row in members]))
 
         def change() -> None:
-            self._have(cohorts)
+            self._set_groups(groups)
             self.columns = self.columns.select(chosen)
 
         self._all_or_nothing(change, self)
@@ -325,10 +327,10 @@ class Batch:
         def change() -> None:
             if not self.sequences:
                 self.columns = other.columns
-                self._have(other.cohorts)
+                self._set_groups(other.groups)
             else:
                 self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
-                self._have([*self.cohorts, *other.cohorts])
+                self._set_groups([*self.groups, *other.groups])
             other._begin_again()
 
         self._all_or_nothing(change, self, other)

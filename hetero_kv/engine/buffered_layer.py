@@ -59,11 +59,11 @@ class BufferedLayer(FamilyLayer):
 
     def get_seq_length(self) -> int:
         """Tokens of each sequence, including those in prefill."""
-        return self.cohort.length if self.prefill_buffer is None else self.prefill_buffer.length
+        return self.group.length if self.prefill_buffer is None else self.prefill_buffer.length
 
     def get_max_length(self) -> int:
         """`max_seq_len`, tokens."""
-        return self.cohort.store.capacity
+        return self.group.store.capacity
 
     def _require_finite(self, keys: torch.Tensor | None, values: torch.Tensor) -> None:
         """Raise HeteroKVError for a number that overflows its storage type. `keys` is None for a layer without keys."""
@@ -161,14 +161,14 @@ class BufferedLayer(FamilyLayer):
     def block_ids(self, row: int) -> np.ndarray:
         """Block ids of a row, [blocks] int32, a view."""
         assert self.layout is not None
-        return self.cohort.sequences[row].tables[self.layout].ids
+        return self.group.sequences[row].tables[self.layout].ids
 
     @property
     def bytes_touched(self) -> int:
         """DRAM of all blocks of this layer that any cache has ever allocated, bytes."""
         if self.pool is None or self.layout is None:
             return 0
-        return self.cohort.store.allocators[self.layout].touched_blocks * self.pool.bytes_per_block
+        return self.group.store.allocators[self.layout].touched_blocks * self.pool.bytes_per_block
 
 
 def _too_large(found: float, storage: StorageType, setting: str) -> HeteroKVError:

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.batch import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.cache_statistics import CacheStatistics
-from hetero_kv.engine.cohort import EqualLengthGroup
-from hetero_kv.engine.deferred_readback import tell_all
+from hetero_kv.engine.deferred_readback import read_back
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.one_thread import OneThread
 from hetero_kv.engine.policy_texts import PolicyTexts
@@ -30,7 +30,7 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
-    Rows of equal length form one cohort; a batch of left-padded prompts has several cohorts. The operator of a layer
+    Rows of equal length form one group; a batch of left-padded prompts has several groups. The operator of a layer
     decides what the layer stores; layers without an operator have transformers' own cache layer.
 
     Args:
@@ -40,11 +40,11 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         forks: number of forks that can also grow to `max_seq_len`; DRAM is planned for them. With 0, a cache and its
             forks share the capacity of one sequence.
         tokenizer: for eviction policies that run a text of their own; None loads that of the model's directory.
-        held: the resident prefix, for a cache that `load` fills: memory is planned for the rest.
+        resident: the resident prefix, for a cache that `load` fills: memory is planned for the rest.
 
     Attributes:
-        cohorts: in the order of the batch's rows.
-        layers: those of the cohort that passes through the model, else those of the first cohort.
+        groups: in the order of the batch's rows.
+        layers: those of the group that passes through the model, else those of the first group.
         in_use: the context of the thread that uses this cache; any other thread that enters it is refused.
 
     One thread at a time may use a cache, for a whole `generate` or one forward; a second one gets a CacheInUseError.
@@ -63,7 +63,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         *,
         forks: int = 0,
         tokenizer: Any = None,
-        held: ResidentPrefix = NO_RESIDENT_PREFIX,
+        resident: ResidentPrefix = NO_RESIDENT_PREFIX,
     ) -> None:
         maker = injected(model)
         self.in_use = OneThread()
@@ -73,22 +73,22 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         self.strided: Any = None
         #: Number of model layers that the tokens passed through; None before the first tokens.
         self.depth: int | None = None
-        #: The steps of the forward in progress, one per participating cohort.
+        #: The steps of the forward in progress, one per participating group.
         self.steps: tuple[Step, ...] = ()
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
         #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
-        CacheStatistics.__init__(self, maker, max_seq_len, forks, held)
+        CacheStatistics.__init__(self, maker, max_seq_len, forks, resident)
         Cache.__init__(self, layers=self.layers)
 
-    def _present(self, cohort: EqualLengthGroup) -> None:
-        self.layers = cohort.layers
+    def _present(self, group: EqualLengthGroup) -> None:
+        self.layers = group.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """PaddingMask of the batch so far, padding included; with equal lengths, the tokens of each row.
 
-        While a cohort passes through the model: the length in its layer.
+        While a group passes through the model: the length in its layer.
         """
         return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
 
@@ -193,46 +193,48 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     # -- a forward
 
     @contextmanager
-    def forward(self, spans: Rows[BatchSlice], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
-        """Within this context the tokens of `spans` pass through the model, in one forward.
+    def forward(self, slices: Rows[BatchSlice], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
+        """Within this context the tokens of `slices` pass through the model, in one forward.
 
         Every layer reserves room first; the tokens are stored when the context ends without an error. After an error
-        the caller rolls back (`undo_on_error`).
+        the caller rolls back (`rollback_on_error`).
 
         Raises CacheFullError when the tokens do not fit, DamagedContextError as `require_unchanged_files`,
         CacheInUseError when another thread uses the cache, and the errors of deferred readbacks.
         """
-        with self.in_use, self._passing(spans, is_decode) as steps:
+        with self.in_use, self._passing(slices, is_decode) as steps:
             yield steps
 
     @contextmanager
-    def _passing(self, spans: Rows[BatchSlice], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
+    def _passing(self, slices: Rows[BatchSlice], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
         part = self._part
         self.require_unchanged_files()
         if is_decode is None:
-            is_decode = self._stride is None and spans[0].tokens == 1
+            is_decode = self._stride is None and slices[0].tokens == 1
         if not is_decode:
             self._note_state()
-        whole, row = len(spans) > 1, 0
+        whole, row = len(slices) > 1, 0
         steps = []
         try:
-            for span in spans:
-                rows = span.rows if whole else slice(row, row + len(span.cohort.sequences))
-                step = span.cohort.begin(span.tokens, rows, is_decode=is_decode, part=part, keeps=not self._transient)
+            for batch_slice in slices:
+                rows = batch_slice.rows if whole else slice(row, row + len(batch_slice.group.sequences))
+                step = batch_slice.group.begin(
+                    batch_slice.tokens, rows, is_decode=is_decode, part=part, keeps=not self._transient
+                )
                 steps.append(step)
             self.steps = tuple(steps)
-            self._present(spans[0].cohort)
+            self._present(slices[0].group)
             yield self.steps
             self.require_unchanged_files()
-            watched = [each for step in steps for each in step.watched]
-            tell_all(watched, [each for step in steps for each in step.arriving])
+            checked_numbers = [each for step in steps for each in step.checked_numbers]
+            read_back(checked_numbers, [each for step in steps for each in step.host_copies])
             for step in steps:
-                step.cohort.end(step)
+                step.group.end(step)
         finally:
             for step in steps:
-                step.cohort.step = None
+                step.group.step = None
             self.steps = ()
-            self._present(self.cohorts[0])
+            self._present(self.groups[0])
 
     def _note_state(self) -> None:
         """Record the state of the model that computes the tokens of a prompt."""
@@ -253,7 +255,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     def rollback(self, snapshot: BatchSnapshot) -> None:
         """See Batch; ends the forward in progress."""
         for step in self.steps:
-            step.cohort.step = None
+            step.group.step = None
         self.steps, self.strided = (), None
         if not snapshot.columns.count:
             self.depth = None
@@ -284,9 +286,9 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         clone.in_use = OneThread()
         clone.on_progress = clone._question = None
         memo: dict[int, Any] = {}
-        clone._have([cohort.fork(memo) for cohort in self.cohorts])
+        clone._set_groups([group.fork(memo) for group in self.groups])
         if not self.sequences:
-            clone.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
+            clone.groups[0].store = Store(self.groups[0].store.capacity, self._forks)
         # Both share the plan. `reset` makes a cache leave the shared store and plan again.
         self._planned_batch = clone._planned_batch = 0
         return clone
@@ -314,7 +316,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
             sequence.free()
         if self.mapped_files:
             # After a reset, blocks are allocated in memory instead of mapped files.
-            self.mapped_files, self._held, self._planned_batch = (), NO_RESIDENT_PREFIX, 0
+            self.mapped_files, self._resident, self._planned_batch = (), NO_RESIDENT_PREFIX, 0
 
     def extend(self, other: Self) -> None:
         """See Batch."""
@@ -356,5 +358,10 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
         """The error for a forward of `tokens` new tokens of each of `batch` sequences that ran out of memory."""
         return self._maker.ran_out_of_memory(
-            error, batch, stored=self.columns.count, tokens=tokens, capacity=self.max_seq_len, held=self.dram_bytes
+            error,
+            batch,
+            stored=self.columns.count,
+            tokens=tokens,
+            capacity=self.max_seq_len,
+            stored_bytes=self.dram_bytes,
         )

@@ -31,11 +31,13 @@ class CacheFactory(Protocol):
         All caches of a model share its operators, and forks share blocks.
         """
 
-    def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix = NO_RESIDENT_PREFIX) -> int:
-        """Capacity in tokens of each of `batch` sequences, and of those in each fork; `held` is the resident prefix."""
+    def max_seq_len(
+        self, requested: int | None, batch: int, forks: int, resident: ResidentPrefix = NO_RESIDENT_PREFIX
+    ) -> int:
+        """Capacity in tokens of each of `batch` sequences and of their forks; `resident` is the resident prefix."""
 
     def planned_store(
-        self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix, own: Store | None
+        self, requested: int | None, batch: int, forks: int, resident: ResidentPrefix, own: Store | None
     ) -> Store:
         """An empty store of that capacity, in memory that no other cache of this process has reserved.
 
@@ -56,7 +58,7 @@ class CacheFactory(Protocol):
         """Load a HeteroCache from such a file; see `HeteroCache.load`."""
 
     def ran_out_of_memory(
-        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
+        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int
     ) -> OutOfMemoryError:
         """The error for a forward that ran out of memory.
 
@@ -65,7 +67,7 @@ class CacheFactory(Protocol):
             stored: tokens of each sequence before the forward.
             tokens: new tokens of each sequence.
             capacity: tokens that the blocks are planned for.
-            held: bytes of DRAM of the stored tokens.
+            stored_bytes: bytes of DRAM of the stored tokens.
         """
 
     def stray(self) -> HeteroKVError:

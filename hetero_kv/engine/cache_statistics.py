@@ -1,4 +1,4 @@
-"""Memory and statistics of a batch, over all its cohorts."""
+"""Memory and statistics of a batch, over all its groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class CacheStatistics(Batch):
 
     @property
     def _family_layers(self) -> list[FamilyLayer]:
-        return [layer for cohort in self.cohorts for layer in cohort.family_layers]
+        return [layer for group in self.groups for layer in group.family_layers]
 
     @property
     def strided_layers(self) -> list[Any]:
-        """The bounded layers, whose forwards run in strides, cohort after cohort."""
+        """The bounded layers, whose forwards run in strides, group after group."""
         return [layer for layer in self._family_layers if layer.is_strided]
 
     @property
@@ -28,11 +28,11 @@ class CacheStatistics(Batch):
 
         A value is the mean over the rows; with several lengths, over the rows that have a value.
         """
-        return row_means([(len(cohort.sequences), cohort.statistics) for cohort in self.cohorts])
+        return row_means([(len(group.sequences), group.statistics) for group in self.groups])
 
     @property
     def _stores(self) -> dict[int, Store]:
-        return {id(cohort.store): cohort.store for cohort in self.cohorts}
+        return {id(group.store): group.store for group in self.groups}
 
     @property
     def dram_bytes(self) -> int:
@@ -56,7 +56,7 @@ class CacheStatistics(Batch):
         """Bytes of the blocks that this cache shares with its forks."""
         return sum(
             store.shared_bytes(
-                sequence for cohort in self.cohorts if cohort.store is store for sequence in cohort.sequences
+                sequence for group in self.groups if group.store is store for sequence in group.sequences
             )
             for store in self._stores.values()
         )

@@ -6,40 +6,40 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from hetero_kv.engine.cohort import EqualLengthGroup
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.engine.store import Store
 
 
-def room(cohorts: Rows[EqualLengthGroup]) -> int | None:
-    """Tokens that every row of these cohorts can still take; None when no layer keeps every token."""
-    stored = [cohort for cohort in cohorts if cohort.layouts]
+def room(groups: Rows[EqualLengthGroup]) -> int | None:
+    """Tokens that every row of these groups can still take; None when no layer keeps every token."""
+    stored = [group for group in groups if group.layouts]
     if not stored:
         return None
-    most = min(cohort.store.capacity - cohort.length for cohort in stored)
+    most = min(group.store.capacity - group.length for group in stored)
     for store, layout, sharing in _sharing(stored):
         most = min(most, _fitting(store, layout, sharing, most))
     return most
 
 
 def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
-    """Raise CacheFullError unless the new tokens of every row of each cohort fit together."""
-    stored = [(cohort, tokens) for cohort, tokens in requests if cohort.layouts]
-    for cohort, tokens in stored:
-        if cohort.length + tokens > cohort.store.capacity:
-            raise _beyond_capacity(cohort, tokens, room([cohort]) or 0)
-    tokens_of = {id(cohort): tokens for cohort, tokens in stored}
-    for store, layout, sharing in _sharing([cohort for cohort, _ in stored]):
-        more = [tokens_of[id(cohort)] for cohort in sharing]
+    """Raise CacheFullError unless the new tokens of every row of each group fit together."""
+    stored = [(group, tokens) for group, tokens in requests if group.layouts]
+    for group, tokens in stored:
+        if group.length + tokens > group.store.capacity:
+            raise _beyond_capacity(group, tokens, room([group]) or 0)
+    tokens_of = {id(group): tokens for group, tokens in stored}
+    for store, layout, sharing in _sharing([group for group, _ in stored]):
+        more = [tokens_of[id(group)] for group in sharing]
         if _needed(layout, sharing, more) > _spare(store, layout, sharing):
             raise used_up(store, layout, max(more), room(sharing) or 0)
 
 
-def _beyond_capacity(cohort: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
+def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
     return CacheFullError(
-        f"the cache is full: max_seq_len is {cohort.store.capacity} tokens, {cohort.length} are stored and {tokens} "
-        f"more were to be added; set max_seq_len to at least {cohort.length + tokens}{_shorter(left)}"
+        f"the cache is full: max_seq_len is {group.store.capacity} tokens, {group.length} are stored and {tokens} "
+        f"more were to be added; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
     )
 
 
@@ -57,47 +57,47 @@ def _shorter(left: int) -> str:
     return f", or shorten the input to {left} tokens" if left else ""
 
 
-def _sharing(cohorts: Rows[EqualLengthGroup]) -> list[tuple[Store, Layout, list[EqualLengthGroup]]]:
-    """The layouts whose blocks can run out before the capacity does, with the cohorts that use them."""
-    stores = {id(cohort.store): cohort.store for cohort in cohorts if cohort.sequences}
+def _sharing(groups: Rows[EqualLengthGroup]) -> list[tuple[Store, Layout, list[EqualLengthGroup]]]:
+    """The layouts whose blocks can run out before the capacity does, with the groups that use them."""
+    stores = {id(group.store): group.store for group in groups if group.sequences}
     return [
-        (store, layout, [cohort for cohort in cohorts if cohort.store is store])
+        (store, layout, [group for group in groups if group.store is store])
         for store in stores.values()
         for layout, allocator in store.allocators.items()
         if allocator.is_shared
     ]
 
 
-def _needed(layout: Layout, cohorts: Rows[EqualLengthGroup], tokens: Rows[int]) -> int:
-    """Blocks that the new tokens start, `tokens` in every row of each cohort."""
+def _needed(layout: Layout, groups: Rows[EqualLengthGroup], tokens: Rows[int]) -> int:
+    """Blocks that the new tokens start, `tokens` in every row of each group."""
     return sum(
-        len(cohort.sequences)
-        * max(0, -(-(cohort.length + more) // layout.block_size) - cohort.sequences[0].tables[layout].num_blocks)
-        for cohort, more in zip(cohorts, tokens, strict=True)
+        len(group.sequences)
+        * max(0, -(-(group.length + more) // layout.block_size) - group.sequences[0].tables[layout].num_blocks)
+        for group, more in zip(groups, tokens, strict=True)
     )
 
 
-def _spare(store: Store, layout: Layout, cohorts: Rows[EqualLengthGroup]) -> int:
-    """Blocks that are free for new tokens, after these cohorts have copied the shared blocks that they write to."""
+def _spare(store: Store, layout: Layout, groups: Rows[EqualLengthGroup]) -> int:
+    """Blocks that are free for new tokens, after these groups have copied the shared blocks that they write to."""
     written = []
-    for cohort in cohorts:
+    for group in groups:
         # Written blocks: a partly filled last block, and open blocks whose derived data is private to each sequence.
-        first = cohort.sequences[0].tables[layout].length // layout.block_size
-        if layout.closes_alone:
-            first = min(first, cohort.closed[layout])
-        written += [sequence.tables[layout].ids[first:] for sequence in cohort.sequences]
+        first = group.sequences[0].tables[layout].length // layout.block_size
+        if layout.finalizes_per_sequence:
+            first = min(first, group.finalized[layout])
+        written += [sequence.tables[layout].ids[first:] for sequence in group.sequences]
     allocator = store.allocators[layout]
     return allocator.free_blocks - allocator.copies_to_own(np.concatenate(written))
 
 
-def _fitting(store: Store, layout: Layout, cohorts: Rows[EqualLengthGroup], most: int) -> int:
-    """Tokens that every row of these cohorts can still take, at most `most`."""
-    spare = _spare(store, layout, cohorts)
+def _fitting(store: Store, layout: Layout, groups: Rows[EqualLengthGroup], most: int) -> int:
+    """Tokens that every row of these groups can still take, at most `most`."""
+    spare = _spare(store, layout, groups)
     if spare < 0:
         return 0
     fitting, beyond = 0, most + 1
     while beyond - fitting > 1:
         middle = (fitting + beyond) // 2
-        fits = _needed(layout, cohorts, [middle] * len(cohorts)) <= spare
+        fits = _needed(layout, groups, [middle] * len(groups)) <= spare
         fitting, beyond = (middle, beyond) if fits else (fitting, middle)
     return fitting

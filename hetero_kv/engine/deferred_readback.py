@@ -10,7 +10,7 @@ import torch
 from gpu_ops.host_copies import on_host
 
 
-class Watched(NamedTuple):
+class CheckedNumber(NamedTuple):
     """A number for the host to check.
 
     Attributes:
@@ -19,10 +19,10 @@ class Watched(NamedTuple):
     """
 
     number: torch.Tensor
-    told: Callable[[float], None]
+    check: Callable[[float], None]
 
 
-class Arriving(NamedTuple):
+class HostCopy(NamedTuple):
     """A tensor to be copied to DRAM.
 
     Attributes:
@@ -31,22 +31,22 @@ class Arriving(NamedTuple):
     """
 
     tensor: torch.Tensor
-    arrived: Callable[[torch.Tensor], None]
+    receive: Callable[[torch.Tensor], None]
 
 
-def tell_all(watched: Sequence[Watched], arriving: Sequence[Arriving] = ()) -> None:
+def read_back(checked_numbers: Sequence[CheckedNumber], host_copies: Sequence[HostCopy] = ()) -> None:
     """Read all numbers back, then deliver all copies, with one synchronization per device.
 
     Raises the error of the first callback that refuses its number.
     """
-    devices = [each.number.device for each in watched] + [each.tensor.device for each in arriving]
+    devices = [each.number.device for each in checked_numbers] + [each.tensor.device for each in host_copies]
     for device in dict.fromkeys(devices):
-        numbers = [each for each in watched if each.number.device == device]
-        tensors = [each for each in arriving if each.tensor.device == device]
+        numbers = [each for each in checked_numbers if each.number.device == device]
+        tensors = [each for each in host_copies if each.tensor.device == device]
         stacked = [torch.stack([each.number for each in numbers])] if numbers else []
         copies = on_host(*stacked, *(each.tensor for each in tensors))
         if numbers:
             for each, number in zip(numbers, copies[0].tolist(), strict=True):
-                each.told(number)
+                each.check(number)
         for coming, copy in zip(tensors, copies[len(stacked) :], strict=True):
-            coming.arrived(copy)
+            coming.receive(copy)

@@ -1,4 +1,4 @@
-"""The interface of a family's cache layer: the part of a cohort that one layer of the model stores."""
+"""The interface of a family's cache layer: the part of a group that one layer of the model stores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hetero_kv.engine.statistics import NO_NUMBERS, Tally
 from hetero_kv.errors import HeteroKVError
 
 if TYPE_CHECKING:
-    from hetero_kv.engine.cohort import EqualLengthGroup
+    from hetero_kv.engine.equal_length_group import EqualLengthGroup
     from hetero_kv.engine.step import Step
 
 
 class FamilyLayer(CacheLayerMixin):
-    """One layer's part of a cohort. The layer's operator stores the keys and values that its attention receives.
+    """One layer's part of a group. The layer's operator stores the keys and values that its attention receives.
 
-    The cohort knows the blocks of `layout` and the lengths of the sequences; the layer keeps everything else. By
+    The group knows the blocks of `layout` and the lengths of the sequences; the layer keeps everything else. By
     default that is `state`, an object that is replaced and never changed, so that a snapshot is a reference to it. A
     layer with more overrides `snapshot`, `rollback`, `fork` and `select`.
 
@@ -40,7 +40,7 @@ class FamilyLayer(CacheLayerMixin):
     is_sliding = False
     #: Whether its forwards run in strides: it has `stride`, and `after_all_layers` is called.
     is_strided: ClassVar[bool] = False
-    #: Called with the layers of one cohort that share it, and the part of a forward that has passed all layers.
+    #: Called with the layers of one group that share it, and the part of a forward that has passed all layers.
     after_all_layers: ClassVar[Any] = None
 
     layer_idx: int
@@ -48,19 +48,19 @@ class FamilyLayer(CacheLayerMixin):
     state: Any = None
     read: Tally = NO_NUMBERS
 
-    _cohort: weakref.ref[EqualLengthGroup]
+    _group: weakref.ref[EqualLengthGroup]
 
-    def bind(self, cohort: EqualLengthGroup, layer_idx: int) -> None:
-        """Become layer `layer_idx` of this cohort."""
+    def bind(self, group: EqualLengthGroup, layer_idx: int) -> None:
+        """Become layer `layer_idx` of this group."""
         # A weak reference, so that a deleted cache frees its memory at once.
-        self._cohort, self.layer_idx = weakref.ref(cohort), layer_idx
+        self._group, self.layer_idx = weakref.ref(group), layer_idx
 
     @property
-    def cohort(self) -> EqualLengthGroup:
-        """The cohort that this layer belongs to."""
-        cohort = self._cohort()
-        assert cohort is not None
-        return cohort
+    def group(self) -> EqualLengthGroup:
+        """The group that this layer belongs to."""
+        group = self._group()
+        assert group is not None
+        return group
 
     # -- the interface of transformers' cache layers
 
@@ -71,7 +71,7 @@ class FamilyLayer(CacheLayerMixin):
 
         Raises HeteroKVError outside of a step, where no operator receives them.
         """
-        if self.cohort.step is None:
+        if self.group.step is None:
             raise HeteroKVError(
                 f"layer {self.layer_idx} of a HeteroCache was given keys and values outside of a forward of its own "
                 "model, whose rules alone store them; pass the cache to the injected model that it was made for"
@@ -84,11 +84,11 @@ class FamilyLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens of each sequence."""
-        return self.cohort.length
+        return self.group.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset) of a mask for `query_length` new tokens."""
-        return self.cohort.length + query_length, 0
+        return self.group.length + query_length, 0
 
     def get_max_length(self) -> int:
         """-1: the layer itself has no bound."""
@@ -140,7 +140,7 @@ class FamilyLayer(CacheLayerMixin):
     # -- rollback and fork
 
     def crop(self, length: int) -> None:
-        """Drop the tokens from position `length` on; the cohort crops the sequences themselves.
+        """Drop the tokens from position `length` on; the group crops the sequences themselves.
 
         Raises HeteroKVError where that is impossible; `can_crop` predicts it.
         """
@@ -180,7 +180,7 @@ class FamilyLayer(CacheLayerMixin):
         )
 
     def restore(self, part: SavedPart, place: Place) -> None:
-        """Restore an empty layer from `saved`'s data. The cohort has its sequences; the blocks are filled later.
+        """Restore an empty layer from `saved`'s data. The group has its sequences; the blocks are filled later.
 
         `part` comes from an untrusted file: everything read from it is checked.
 
@@ -210,5 +210,5 @@ class FamilyLayer(CacheLayerMixin):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """Statistics by name; per row, the mean over the cohort's rows."""
+        """Statistics by name; per row, the mean over the group's rows."""
         return {}

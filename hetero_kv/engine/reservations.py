@@ -43,7 +43,7 @@ def register(store: Store) -> None:
         _live.add(store)
 
 
-def reserved_beside(own: Store | None) -> Reserved:
+def reserved_by_others(own: Store | None) -> Reserved:
     """The reservations of the stores of this process, without `own`."""
     with PLANNING:
         others = [store for store in _live if store is not own]

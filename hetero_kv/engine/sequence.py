@@ -33,7 +33,7 @@ class Layout:
         """Tokens in blocks once the sequence is cropped to `length`; `before` were in blocks."""
         return length
 
-    def closed(self, length: int) -> int:
+    def finalized(self, length: int) -> int:
         """Number of blocks from the beginning whose contents are final at `length` tokens.
 
         A family that derives data from whole blocks (representatives) does so when these are finalized.
@@ -41,7 +41,7 @@ class Layout:
         return 0
 
     #: Whether the data derived from a finalized block is private to the sequence, not shared with its forks.
-    closes_alone = False
+    finalizes_per_sequence = False
 
 
 class Sequence:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hetero_kv.engine.deferred_readback import Arriving, Watched
+from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.sequence import Layout
 
 if TYPE_CHECKING:
-    from hetero_kv.engine.cohort import EqualLengthGroup
+    from hetero_kv.engine.equal_length_group import EqualLengthGroup
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class StepBlocks:
     Attributes:
         table: [rows, blocks] int32, block ids.
         length: tokens in blocks at the end of the step.
-        closed: `layout.closed` of the sequences at the end of the step.
+        closed: `layout.finalized` of the sequences at the end of the step.
         newly_closed: blocks [first, end) that this step finalizes.
         lengths: [num_blocks] int32, tokens written in each block of the pools; kernels read it.
     """
 
     table: np.ndarray
     length: int
-    closed: int
-    newly_closed: tuple[int, int]
+    finalized: int
+    newly_finalized: tuple[int, int]
     lengths: np.ndarray
 
 
 class Step:
-    """New tokens of a cohort's rows on their way through the layers.
+    """New tokens of a group's rows on their way through the layers.
 
     Attributes:
-        cohort: the cohort of the rows.
+        group: the group of the rows.
         rows: the rows of the batch.
         past: tokens of each row before the step.
         tokens: new tokens of each row.
@@ -65,18 +65,18 @@ class Step:
     """
 
     def __init__(
-        self, cohort: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
+        self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
     ) -> None:
-        self.cohort = cohort
+        self.group = group
         self.rows = rows
-        self.past = cohort.length
+        self.past = group.length
         self.tokens = tokens
         self.length = self.past + tokens
         self.is_decode = is_decode
         self.part = part
         self.keeps = keeps
-        self.watched: list[Watched] = []
-        self.arriving: list[Arriving] = []
+        self.checked_numbers: list[CheckedNumber] = []
+        self.host_copies: list[HostCopy] = []
         #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.
         self.made: dict[int, StepBlocks] = {}
         self._tables: dict[int, torch.Tensor] = {}
@@ -86,12 +86,12 @@ class Step:
         found = self.made.get(id(layout))
         if found is not None:
             return found
-        cohort = self.cohort
-        tables = [sequence.tables[layout] for sequence in cohort.sequences]
+        group = self.group
+        tables = [sequence.tables[layout] for sequence in group.sequences]
         ids = tables[0].ids[None] if len(tables) == 1 else np.stack([table.ids for table in tables])
-        before, closed = cohort.closed[layout], layout.closed(self.length)
-        end = max(before, closed) if self.part.is_last and self.keeps else before
-        blocks = StepBlocks(ids, tables[0].length, closed, (before, end), tables[0].allocator.lengths)
+        before, finalized = group.finalized[layout], layout.finalized(self.length)
+        end = max(before, finalized) if self.part.is_last and self.keeps else before
+        blocks = StepBlocks(ids, tables[0].length, finalized, (before, end), tables[0].allocator.lengths)
         self.made[id(layout)] = blocks
         return blocks
 
@@ -99,6 +99,6 @@ class Step:
         """The block table of `layout` on a device, [rows, blocks] int32; sent once for all layers."""
         found = self._tables.get(id(layout))
         if found is None:
-            sent = self.cohort.device_tables.setdefault(layout, DeviceTable())
+            sent = self.group.device_tables.setdefault(layout, DeviceTable())
             found = self._tables[id(layout)] = sent.holding(self.blocks(layout).table, device)
         return found

@@ -48,7 +48,7 @@ class Store:
         self._prefetches: dict[torch.device, Prefetch] = {}
         reservations.register(self)
 
-    def anew(self) -> Store:
+    def empty_copy(self) -> Store:
         """An empty store with the same arguments."""
         return Store(self.capacity, self.forks, self.planned, self.is_auto)
 
@@ -107,7 +107,7 @@ class Store:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
-        beside: Mapping[str, AuxiliaryArray] | None = None,
+        auxiliary: Mapping[str, AuxiliaryArray] | None = None,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made at the first call; see BlockPool for the other arguments."""
         allocator = self.allocators[layout]
@@ -127,7 +127,7 @@ class Store:
                 value_storage=value_storage,
                 offset_keys=offset_keys,
                 representative_storage=representative_storage,
-                beside=beside,
+                auxiliary=auxiliary,
             )
         return allocator.pools[layer_idx]
 

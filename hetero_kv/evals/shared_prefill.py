@@ -150,7 +150,7 @@ class RecordedPrefill:
             cache.forward(cache.plan_batch([self.tokens], self.tokens), is_decode=False) as (step,),
         ):
             for index, recorded in enumerate(self.layers):
-                layer = step.cohort.layers[index]
+                layer = step.group.layers[index]
                 if index not in operators:
                     recorded.fill(layer)
                     continue

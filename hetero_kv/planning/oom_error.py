@@ -16,7 +16,7 @@ def ran_out_of_memory(
     stored: int,
     tokens: int,
     capacity: int | None,
-    held: int,
+    stored_bytes: int,
     chunk_size: int,
 ) -> OutOfMemoryError:
     """The error for a forward that ran out of memory and was rolled back.
@@ -27,12 +27,12 @@ def ran_out_of_memory(
         stored: tokens of each sequence before the forward.
         tokens: new tokens.
         capacity: the planned capacity of the block store, tokens; None if unbounded.
-        held: DRAM of the stored blocks, bytes.
+        stored_bytes: DRAM of the stored blocks, bytes.
         chunk_size: tokens that a layer computes at once.
     """
     try:
         plan = planned()
-        fitting = replace(plan, dram=plan.dram + held).largest()
+        fitting = replace(plan, dram=plan.dram + stored_bytes).largest()
     except (MemoryError, RuntimeError) as another:
         if not is_out_of_memory(another):
             raise

@@ -44,7 +44,7 @@ class Plan:
         context_length: the length that the model was trained for, tokens.
         batch: sequences that are processed together.
         forks: forks of the cache, each with the capacity of a whole context.
-        held: the resident prefix of the first sequences.
+        resident: the resident prefix of the first sequences.
         reserved: the reservations of other caches of this process.
     """
 
@@ -54,7 +54,7 @@ class Plan:
     context_length: int
     batch: int = 1
     forks: int = 0
-    held: ResidentPrefix = NO_RESIDENT_PREFIX
+    resident: ResidentPrefix = NO_RESIDENT_PREFIX
     reserved: Reserved = NOTHING_RESERVED
 
     @classmethod
@@ -63,22 +63,22 @@ class Plan:
         injection: Planned,
         batch: int = 1,
         forks: int = 0,
-        held: ResidentPrefix = NO_RESIDENT_PREFIX,
+        resident: ResidentPrefix = NO_RESIDENT_PREFIX,
         reserved: Reserved = NOTHING_RESERVED,
     ) -> Plan:
         """The plan of a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
         gpu = free_gpu(device) if device.startswith("cuda") else None
-        if (held.mapped or reserved.mapped) and limits_addresses():
+        if (resident.mapped or reserved.mapped) and limits_addresses():
             # Under an address-space limit a mapped page counts like any other.
-            held = ResidentPrefix(held.tokens)
+            resident = ResidentPrefix(resident.tokens)
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
-        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held, reserved)
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved)
 
     def memory(self, tokens: int) -> Memory:
         """The memory of contexts of `tokens`, term by term."""
-        return self.footprint.memory(tokens, self.batch, self.forks, self.held.tokens)
+        return self.footprint.memory(tokens, self.batch, self.forks, self.resident.tokens)
 
     def dram_needed(self, tokens: int) -> int:
         """DRAM that a context of `tokens` takes, bytes; without a GPU that includes the model's computation.
@@ -87,7 +87,7 @@ class Plan:
         """
         memory = self.memory(tokens)
         # Each cache that waits for a share gets the same amount.
-        store = max(0, memory.store - self.held.mapped) * (1 + self.reserved.waiting)
+        store = max(0, memory.store - self.resident.mapped) * (1 + self.reserved.waiting)
         return store if self.footprint.on_gpu else store + memory.compute
 
     def kept_in_dram(self, tokens: int) -> int:
@@ -95,7 +95,7 @@ class Plan:
         memory, on_gpu = self.memory(tokens), self.footprint.on_gpu
         sizes = memory.sizes.items()
         kept = sum(size for term, size in sizes if term not in PASSING and (term.in_dram or not on_gpu))
-        return max(0, kept - self.held.mapped)
+        return max(0, kept - self.resident.mapped)
 
     def is_crowded(self, wanted: int | str) -> bool:
         """Whether `wanted` tokens ("auto": the model's context length) do not fit beside other caches' reservations."""

@@ -31,7 +31,7 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.reservations import NOTHING_RESERVED, PLANNING, reserved_beside
+from hetero_kv.engine.reservations import NOTHING_RESERVED, PLANNING, reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
@@ -163,10 +163,10 @@ class Injection:
 
     def max_seq_len(
         self,
-        wanted: int | None = None,
+        requested: int | None = None,
         batch: int = 1,
         forks: int = 0,
-        held: ResidentPrefix = NO_RESIDENT_PREFIX,
+        resident: ResidentPrefix = NO_RESIDENT_PREFIX,
         own: Store | None = None,
     ) -> int:
         """The capacity in tokens.
@@ -181,25 +181,25 @@ class Injection:
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
-        plan = Plan.of(self, batch, forks, held, NOTHING_RESERVED if own is None else reserved_beside(own))
-        return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
+        plan = Plan.of(self, batch, forks, resident, NOTHING_RESERVED if own is None else reserved_by_others(own))
+        return resolve_max_seq_len(self.engine.max_seq_len if requested is None else requested, plan)
 
     def planned_store(
-        self, wanted: int | None, batch: int, forks: int, held: ResidentPrefix, own: Store | None
+        self, requested: int | None, batch: int, forks: int, resident: ResidentPrefix, own: Store | None
     ) -> Store:
         """See CacheFactory. Raises OutOfMemoryError as `max_seq_len`."""
-        length = self.engine.max_seq_len if wanted is None else wanted
+        length = self.engine.max_seq_len if requested is None else requested
         with PLANNING:
-            plan = Plan.of(self, batch, forks, held, reserved_beside(own))
+            plan = Plan.of(self, batch, forks, resident, reserved_by_others(own))
             if plan.is_crowded(length):
                 # Unreferenced caches may wait for the cycle collector.
                 gc.collect()
-                plan = Plan.of(self, batch, forks, held, reserved_beside(own))
+                plan = Plan.of(self, batch, forks, resident, reserved_by_others(own))
             capacity = resolve_max_seq_len(length, plan)
             return Store(capacity, forks, plan.kept_in_dram(capacity), is_auto=length == "auto")
 
     def ran_out_of_memory(
-        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
+        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int
     ) -> OutOfMemoryError:
         """See CacheFactory."""
         return ran_out_of_memory(
@@ -208,7 +208,7 @@ class Injection:
             stored=stored,
             tokens=tokens,
             capacity=capacity,
-            held=held,
+            stored_bytes=stored_bytes,
             chunk_size=self.engine.chunk_size,
         )
 

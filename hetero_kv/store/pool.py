@@ -27,7 +27,7 @@ _BLOCKS_AT_ONCE = 64
 
 
 class AuxiliaryArray(NamedTuple):
-    """An array that a method keeps per block beside keys and values, computed when the block's contents are final.
+    """An array that a method keeps per block besides keys and values, computed when the block's contents are final.
 
     Attributes:
         shape: all dimensions but the last, per block and kv head.
@@ -54,7 +54,7 @@ class BlockPool:
         storage: number format of keys, and of values where `value_storage` is None.
         offset_keys: whether keys are stored as differences to `key_offsets`.
         representative_storage: format of representatives and mean values; None for `storage.for_representatives`.
-        beside: further arrays per block, by name.
+        auxiliary: further arrays per block, by name.
 
     Attributes:
         keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
@@ -75,8 +75,8 @@ class BlockPool:
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             operator's observed queries when its block was finalized; None if no operator observes queries.
         read_ahead: reads blocks that are mapped from a file; None if there are none.
-        beside, beside_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every `AuxiliaryArray`, by
-            name, and the kernels' views of these.
+        auxiliary, auxiliary_kernel_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every
+            `AuxiliaryArray`, by name, and the kernels' views of these.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BlockPool:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
-        beside: Mapping[str, AuxiliaryArray] | None = None,
+        auxiliary: Mapping[str, AuxiliaryArray] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -134,11 +134,11 @@ class BlockPool:
         if accumulates:
             self.accumulated, _ = _untouched((num_blocks, kv_heads), block_size, FP32)
         self.read_ahead: ReadAhead | None = None
-        self.beside: dict[str, torch.Tensor] = {}
-        self.beside_arrays: dict[str, np.ndarray] = {}
-        for name, each in (beside or {}).items():
+        self.auxiliary: dict[str, torch.Tensor] = {}
+        self.auxiliary_kernel_arrays: dict[str, np.ndarray] = {}
+        for name, each in (auxiliary or {}).items():
             of_pool = num_blocks, kv_heads, *each.shape
-            self.beside[name], self.beside_arrays[name] = _untouched(of_pool, each.dim, each.storage)
+            self.auxiliary[name], self.auxiliary_kernel_arrays[name] = _untouched(of_pool, each.dim, each.storage)
 
     @property
     def bytes_per_block(self) -> int:
@@ -147,9 +147,9 @@ class BlockPool:
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """All arrays of the pool, [num_blocks, ...] each, by attribute name or by the name in `beside`."""
+        """All arrays of the pool, [num_blocks, ...] each, by attribute name or by the name in `auxiliary`."""
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
-        return {name: array for name, array in kept.items() if array is not None} | self.beside
+        return {name: array for name, array in kept.items() if array is not None} | self.auxiliary
 
     def lies_in_file(self, start: int, stop: int) -> None:
         """Record that the pages of blocks [start, stop) are mapped from a file."""

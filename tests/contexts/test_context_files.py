@@ -207,7 +207,7 @@ def test_what_cannot_be_saved_says_so_and_leaves_the_file(tmp_path, monkeypatch)
 def test_a_layer_that_does_not_say_how_it_is_saved_is_named(tmp_path, monkeypatch):
     model = made()
     cache = saved(model, tmp_path / "c")
-    cache.cohorts[0].layers[1] = DynamicCache().layer_class_to_replicate()
+    cache.groups[0].layers[1] = DynamicCache().layer_class_to_replicate()
     monkeypatch.setattr("hetero_kv.engine.hf_cache_layers._GROWING", ())
     with pytest.raises(ContextError, match="layer 1 is one of transformers' own, DynamicLayer"):
         cache.save(tmp_path / "c")

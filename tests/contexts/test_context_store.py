@@ -63,7 +63,7 @@ def sizes(store):
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store, count):
     cache, ids = document(any_model)
-    whole, blocks = store.save(cache, ids, "document"), cache.cohorts[0].store.dram_bytes
+    whole, blocks = store.save(cache, ids, "document"), cache.groups[0].store.dram_bytes
     assert not store.path(whole).stat().st_mode & 0o222
     stored, expected = [], {}
     for seed in range(count):

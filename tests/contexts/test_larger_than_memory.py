@@ -18,7 +18,7 @@ from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
 from hetero_kv.engine import reservations
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.reservations import reserved_beside
+from hetero_kv.engine.reservations import reserved_by_others
 from hetero_kv.engine.resident_prefix import ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.families.retrieval import fetching
@@ -48,10 +48,10 @@ def told(model, tmp_path_factory):
 def little_memory(model, told, monkeypatch):
     """As much as the rest of a context takes with half of its blocks, beside what the document's cache is to have."""
     # Caches that other tests have left behind are not beside it.
-    monkeypatch.setattr(reservations, "_live", weakref.WeakSet([told[0].cohorts[0].store]))
-    planned = plan.Plan.of(model.hetero_kv_injection, held=ResidentPrefix(told[0].lengths[0]))
+    monkeypatch.setattr(reservations, "_live", weakref.WeakSet([told[0].groups[0].store]))
+    planned = plan.Plan.of(model.hetero_kv_injection, resident=ResidentPrefix(told[0].lengths[0]))
     needed = planned.dram_needed(ROOM) - told[0].dram_bytes / 2
-    free = round((needed + reserved_beside(None).size) / (1 - plan.RESERVE))
+    free = round((needed + reserved_by_others(None).size) / (1 - plan.RESERVE))
     monkeypatch.setattr(plan, "free_dram", lambda: free)
     monkeypatch.setattr(plan, "limits_addresses", lambda: False)
     return free
@@ -89,7 +89,7 @@ def test_a_context_that_is_larger_than_memory_goes_on_as_another(model, told, li
 def test_where_addresses_are_limited_mapped_pages_count(model, told, little_memory, monkeypatch):
     monkeypatch.setattr(plan, "limits_addresses", lambda: True)
     # The addresses of the document's own cache are taken.
-    monkeypatch.setattr(plan, "free_dram", lambda: little_memory - reserved_beside(None).size)
+    monkeypatch.setattr(plan, "free_dram", lambda: little_memory - reserved_by_others(None).size)
     with pytest.raises(OutOfMemoryError, match="max_seq_len is 1300"):
         HeteroCache.load(told[1], model, max_seq_len=ROOM)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cpu_ops import chosen_tokens
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import Choice
+from cpu_ops.estimating_step import BlockChoice
 from cpu_ops.parallel_region import call_region
 from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
 from tests.cpu_ops.estimating_problems import (
@@ -109,7 +109,7 @@ def test_tokens_and_what_is_left_of_their_blocks_are_the_references(
     reduce, rerank, target, least, wanted, shared, softcap, estimates, beside, size, representative_num, seed
 ):
     problem = Problem(seed, size, representative_num)
-    choice = Choice(reduce, rerank, target, least, tokens=wanted * BLOCK)
+    choice = BlockChoice(reduce, rerank, target, least, tokens=wanted * BLOCK)
     step = problem.step(choice, estimates=estimates, softcap=softcap)
     most = min(CONTEXT, wanted * choice.candidates)
     problem.run(step, most=most, shared=shared, softcap=softcap, beside=beside)
@@ -122,7 +122,7 @@ def test_tokens_are_chosen_among_given_blocks(shared):
     problem = Problem(7)
     blocks = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
     blocks = np.ascontiguousarray(blocks[:, :1]) if shared else blocks
-    choice = Choice(rerank=0, tokens=BLOCK)
+    choice = BlockChoice(rerank=0, tokens=BLOCK)
     step = problem.step(choice)
     problem.run(step, which=AS_GIVEN, positions=blocks, shared=shared)
     assert_same(problem, reference(problem, choice, shared=shared, given_blocks=blocks.tolist()))
@@ -150,9 +150,9 @@ def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, 
 
 def test_with_room_for_every_token_nothing_is_estimated():
     problem, exact = Problem(5), Problem(5)
-    step = problem.step(Choice(rerank=0, tokens=CONTEXT * BLOCK))
+    step = problem.step(BlockChoice(rerank=0, tokens=CONTEXT * BLOCK))
     problem.run(step, most=CONTEXT)
-    exact.run(exact.step(Choice()), which=EVERYTHING)
+    exact.run(exact.step(BlockChoice()), which=EVERYTHING)
     np.testing.assert_allclose(problem.out, exact.out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
     blocks = ROWS * KV_HEADS * CONTEXT
@@ -161,4 +161,4 @@ def test_with_room_for_every_token_nothing_is_estimated():
 
 def test_tokens_whose_keys_are_not_looked_at_cannot_be_chosen():
     with pytest.raises(ValueError, match="a rerank other than 1"):
-        Problem(1).step(Choice(tokens=BLOCK))
+        Problem(1).step(BlockChoice(tokens=BLOCK))

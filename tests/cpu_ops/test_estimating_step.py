@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import Choice
+from cpu_ops.estimating_step import BlockChoice
 from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING, NOTHING_FORBIDDEN
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
@@ -28,7 +28,7 @@ from tests.cpu_ops.estimating_problems import (
 )
 
 choices = st.builds(
-    Choice,
+    BlockChoice,
     reduce=st.sampled_from([SOFTMAX, LARGEST_SOFTMAX, MEAN, LARGEST]),
     rerank=st.sampled_from([1, 1, 2, 0]),
     target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
@@ -82,7 +82,7 @@ def test_with_all_groups_opened_a_step_is_the_one_without_groups(choice, most, s
 def test_given_blocks_have_their_groups_opened():
     problem = Problem(11)
     given_positions = np.array([[[1, 4, -1], [0, 8, -1]], [[7, -1, -1], [-1, -1, -1]]], np.int32)
-    step = problem.step(Choice(group_blocks=2))
+    step = problem.step(BlockChoice(group_blocks=2))
     problem.run(step, which=AS_GIVEN, positions=given_positions)
     # The last block of the nine is in no group, and always scored.
     opened = [[0, 2], [0], [3], []]
@@ -111,9 +111,9 @@ def test_given_blocks_have_their_groups_opened():
 @pytest.mark.parametrize("rest", ["estimated", "dropped"])
 def test_a_step_reports_the_mass_that_it_estimates_for_everything(rest):
     problem = Problem(3)
-    problem.run(problem.step(Choice(), estimates=rest == "estimated"))
+    problem.run(problem.step(BlockChoice(), estimates=rest == "estimated"))
     whole = Problem(3)
-    whole.run(whole.step(Choice()))
+    whole.run(whole.step(BlockChoice()))
     np.testing.assert_allclose(problem.masses, whole.masses, rtol=1e-6)
     assert (problem.masses[0] < problem.masses[1]).all()
     assert (problem.lse == problem.masses[0]).all() == (rest == "dropped")
@@ -121,8 +121,8 @@ def test_a_step_reports_the_mass_that_it_estimates_for_everything(rest):
 
 def test_with_every_block_attended_to_nothing_is_estimated():
     problem, exact = Problem(5), Problem(5)
-    problem.run(problem.step(Choice()), most=CONTEXT)
-    exact.run(exact.step(Choice()), which=EVERYTHING)
+    problem.run(problem.step(BlockChoice()), most=CONTEXT)
+    exact.run(exact.step(BlockChoice()), which=EVERYTHING)
     np.testing.assert_allclose(problem.out, exact.out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
 
@@ -130,7 +130,7 @@ def test_with_every_block_attended_to_nothing_is_estimated():
 def test_given_blocks_are_attended_to_as_far_as_there_are_any():
     problem = Problem(7)
     given_positions = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
-    problem.run(problem.step(Choice(), estimates=False), which=AS_GIVEN, positions=given_positions)
+    problem.run(problem.step(BlockChoice(), estimates=False), which=AS_GIVEN, positions=given_positions)
     exact = [scores_of(problem, row, 0.0)[0] for row in range(ROWS)]
     for row in range(ROWS):
         for head in range(KV_HEADS):
@@ -141,12 +141,12 @@ def test_given_blocks_are_attended_to_as_far_as_there_are_any():
 
 def test_blocks_outside_the_pool_and_other_shapes_are_refused():
     problem = Problem(1)
-    step = problem.step(Choice())
+    step = problem.step(BlockChoice())
     problem.table = problem.table + POOL
     with pytest.raises(IndexError, match="blocks of table, and those in the pool"):
         problem.run(step)
     problem = Problem(1)
-    step = problem.step(Choice())
+    step = problem.step(BlockChoice())
     problem.masses = problem.masses[:1]
     with pytest.raises(ValueError, match="that it was bound to"):
         problem.run(step)

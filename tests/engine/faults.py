@@ -68,11 +68,11 @@ def require_no_leak(*caches: Any) -> None:
     held: dict[int, Counter[int]] = {}
     allocators: dict[int, Any] = {}
     for cache in caches:
-        for cohort in cache.cohorts:
-            for allocator in cohort.store.allocators.values():
+        for group in cache.groups:
+            for allocator in group.store.allocators.values():
                 allocators[id(allocator)] = allocator
-                assert len(allocator.pools) <= len(cohort.layers)
-            for sequence in cohort.sequences:
+                assert len(allocator.pools) <= len(group.layers)
+            for sequence in group.sequences:
                 for table in sequence.tables.values():
                     held.setdefault(id(table.allocator), Counter()).update(table.ids.tolist())
                     if table.length:

@@ -30,11 +30,11 @@ def random_tokens(count, seed=0, batch=BATCH):
 
 def rows_of(layer):
     """Per row of the cache, the ids of its blocks in this layer."""
-    return [layer.block_ids(row) for row in range(len(layer.cohort.sequences))]
+    return [layer.block_ids(row) for row in range(len(layer.group.sequences))]
 
 
 def allocator_of(layer):
-    return layer.cohort.store.allocators[layer.layout]
+    return layer.group.store.allocators[layer.layout]
 
 
 def contents(layer):

@@ -99,13 +99,13 @@ def test_a_fork_of_an_empty_cache_is_an_empty_cache():
 def test_layers_of_a_fork_share_selections_with_each_other_and_not_with_the_first_cache():
     cache = new_cache(paged, paged)
     append(cache, *random_tokens(20))
-    cache.layers[0].cohort.shared["selections"] = {"key": [1]}
+    cache.layers[0].group.shared["selections"] = {"key": [1]}
     twin = cache.fork()
-    shared = [layer.cohort.shared for layer in twin.layers]
+    shared = [layer.group.shared for layer in twin.layers]
     assert shared[0] is shared[1]
     assert shared[0] == {"selections": {"key": [1]}}
     shared[0]["selections"].clear()
-    assert cache.layers[0].cohort.shared == {"selections": {"key": [1]}}
+    assert cache.layers[0].group.shared == {"selections": {"key": [1]}}
 
 
 def test_progress_of_a_fork_is_not_reported_to_the_first_caches_listener():

@@ -22,12 +22,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from transformers.cache_utils import DynamicLayer
 
 from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.rollback import rollback_on_error
 
 
 def closing(step, layer):
     """As the operator does: the blocks that enter the Context take the attention that they have received."""
-    start, end = step.blocks(layer.layout).newly_closed
+    start, end = step.blocks(layer.layout).newly_finalized
     first = max(start, layer.layout.sink_blocks)
     if first < end:
         layer.take_accumulated(first, end)
@@ -36,12 +36,12 @@ def closing(step, layer):
 def watching_append(cache, keys, values, received=None):
     """Store tokens; in the watched layer all keys, new ones included, receive attention, then blocks close."""
     with forward(cache, len(keys), keys.shape[2], is_decode=False) as step:
-        for layer in step.cohort.layers:
+        for layer in step.group.layers:
             if isinstance(layer, DynamicLayer):
                 layer.update(keys, values)
                 continue
             layer.store(step, keys, values)
-            if layer.layout.closes_alone:
+            if layer.layout.finalizes_per_sequence:
                 if received is not None:
                     layer.accumulate(received, 0)
                 closing(step, layer)
@@ -49,7 +49,7 @@ def watching_append(cache, keys, values, received=None):
 
 def accumulated(layer, row):
     """What a row's keys have received, [kv_heads, length]: in the pool of closed blocks, else in the state."""
-    length, start = layer.cohort.length, layer.state.open_start
+    length, start = layer.group.length, layer.state.open_start
     found = torch.zeros(HEADS, length)
     first = layer.layout.sink_blocks * BLOCK
     if start > first:
@@ -115,7 +115,7 @@ class ForkedCaches(RuleBasedStateMachine):
         cache, _ = self.present(index)
 
         def failing_turn():
-            with undo_on_error(cache):
+            with rollback_on_error(cache):
                 watching_append(
                     cache, *self.some_tokens(count), torch.rand(BATCH, HEADS, cache.get_seq_length() + count)
                 )

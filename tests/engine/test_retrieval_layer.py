@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -81,8 +81,8 @@ def test_a_prefill_that_fails_stores_nothing():
     cache, _ = cache_of()
 
     def failing_prefill():
-        with undo_on_error(cache), forward(cache, 1, 10) as step:
-            layer = step.cohort.layers[0]
+        with rollback_on_error(cache), forward(cache, 1, 10) as step:
+            layer = step.group.layers[0]
             layer.begin_prefill(step)
             layer.extend(*tokens(6))
             raise KeyError

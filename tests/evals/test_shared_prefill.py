@@ -61,16 +61,16 @@ def differing(model, actual, expected):
     retrieving = {operator.layer_idx for operator in operators if getattr(operator, "budget", None) is not None}
 
     def state_of(layer):
-        ids, pool, cohort = layer.block_ids(0), layer.pool, layer.cohort
+        ids, pool, group = layer.block_ids(0), layer.pool, layer.group
         # A layer that attends to everything computes no representatives.
-        closed = cohort.closed[layer.layout] if layer.layer_idx in retrieving else 0
-        context = torch.from_numpy(ids[layer.layout.sink_blocks : closed].astype(np.int64))
-        arrays = [*pool.read(ids, 0, cohort.length), pool.representatives[context]]
+        finalized = group.finalized[layer.layout] if layer.layer_idx in retrieving else 0
+        context = torch.from_numpy(ids[layer.layout.sink_blocks : finalized].astype(np.int64))
+        arrays = [*pool.read(ids, 0, group.length), pool.representatives[context]]
         if pool.accumulated is not None:
             arrays += [pool.accumulated[context], layer.state.accumulated]
         if layer.state.candidates is not None:
             arrays.append(torch.from_numpy(layer.state.candidates))
-        counters = (closed, cohort.prompt_length, cohort.length, layer.state.open_start, layer.state.preselected_end)
+        counters = (finalized, group.prompt_length, group.length, layer.state.open_start, layer.state.preselected_end)
         return [*arrays, torch.tensor(counters)]
 
     def differs(layer, other):

@@ -50,11 +50,11 @@ class SkewedProblem(TokenProblem):
         self.queries[..., 3:9] *= 4
         super().__init__("infinigen", **settings)
 
-    def close(self):
+    def finalize(self):
         asked, blocks = self.asked, (FIRST, END - 2)
         known = self.chooser.learned(self.pool, asked.table, *blocks, self.queries)
         for first, end in (blocks, (END - 2, END - 1), (END - 1, END)):
-            known = self.chooser.close(self.pool, asked.table, first, end, known)
+            known = self.chooser.finalize(self.pool, asked.table, first, end, known)
         self.asked = asked._replace(known=known)
 
 

@@ -51,7 +51,7 @@ def test_the_chance_is_how_often_two_vectors_collide_twice():
 
 def with_seed(problem, seed):
     problem.chooser = MagicPIG(replace(problem.settings, seed=seed), layer_idx=0)
-    problem.close()
+    problem.finalize()
     return problem
 
 
@@ -89,7 +89,7 @@ def test_a_key_that_is_the_centre_counts_as_one_at_a_right_angle(seed):
     """As the first that enters the Context is, where blocks have one token and enter while answering."""
     problem = TokenProblem("magicpig", seed=seed, hash_bits=4, hash_tables=60)
     asked = problem.asked._replace(known={"centre": problem.keys[:, :, FIRST * problem.block].contiguous()})
-    problem.chooser.close(problem.pool, asked.table, FIRST, END, asked.known)
+    problem.chooser.finalize(problem.pool, asked.table, FIRST, END, asked.known)
     positions, counts = np.zeros((2, 4, 1), np.int32), np.ones((2, 4), np.int32)
     chances = problem.chooser._chances(asked, problem.q, positions, counts)
     torch.testing.assert_close(chances, sampling_chance(torch.zeros(chances.shape), 4, 60))

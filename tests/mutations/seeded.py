@@ -88,16 +88,16 @@ MUTATIONS = (
     ),
     Mutation(
         "a new prompt does not begin the count of token_step anew",
-        "hetero_kv/engine/cohort.py",
+        "hetero_kv/engine/equal_length_group.py",
         "                self.prompt_length = step.length",
         "                self.prompt_length = self.prompt_length or step.length",
         (f"{_SCHEDULE}a_new_prompt_begins_the_count_of_token_step_anew",),
     ),
     Mutation(
-        "a crop leaves blocks closed that are written anew",
-        "hetero_kv/engine/cohort.py",
-        "self.closed[layout] = min(self.closed[layout], length // layout.block_size)",
-        "self.closed[layout] = self.closed[layout]",
+        "a crop leaves blocks finalized that are written anew",
+        "hetero_kv/engine/equal_length_group.py",
+        "self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)",
+        "self.finalized[layout] = self.finalized[layout]",
         (f"{_RETRIEVAL}after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_they_hold[22-MEAN]",),
     ),
     Mutation(
@@ -124,7 +124,7 @@ MUTATIONS = (
     Mutation(
         "a target is reached as if groups that are not opened received nothing",
         "cpu_ops/estimated_masses.py",
-        "total = logaddexp(total, elsewhere[row, head, query])",
+        "total = logaddexp(total, unchoosable_lse[row, head, query])",
         "total = logaddexp(total, np.float32(-np.inf))",
         ("tests/cpu_ops/test_estimated_masses.py::test_shares_are_of_everything_that_receives_attention",),
     ),
@@ -145,8 +145,8 @@ MUTATIONS = (
     Mutation(
         "a turn that is undone has been read",
         "hetero_kv/families/retrieval/layer.py",
-        "self.state, self.unseen, self.read, window, mark = snapshot",
-        "self.state, self.unseen, _, window, mark = snapshot",
+        "self.state, self.pending, self.read, window, mark = snapshot",
+        "self.state, self.pending, _, window, mark = snapshot",
         ("tests/operators/test_read_bytes.py::test_a_forward_that_fails_and_a_reset_count_nothing",),
     ),
     Mutation(
@@ -172,7 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a forward that fails is not undone",
-        "hetero_kv/engine/undo.py",
+        "hetero_kv/engine/rollback.py",
         "        completed(go_back)",
         "        pass",
         # Retrieval by bounds changes nothing before a forward's end.

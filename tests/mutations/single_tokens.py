@@ -92,8 +92,8 @@ SINGLE_TOKENS = (
     Mutation(
         "a rollback comes back to rows whose blocks others have derived anew",
         "hetero_kv/engine/batch.py",
-        "for cohort in {*before, *self.cohorts} if reopened else ():",
-        "for cohort in self.cohorts:",
+        "for group in {*before, *self.groups} if reopened else ():",
+        "for group in self.groups:",
         ("tests/operators/test_token_retrieval.py::test_a_turn_that_fails_leaves_what_was_known",),
     ),
     Mutation(

@@ -50,7 +50,7 @@ def recorded(monkeypatch):
         masses = attend(self, native, layer, step, blocks, q, *rest)
         if given:
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
-            decoded = step.past - step.cohort.prompt_length
+            decoded = step.past - step.group.prompt_length
             record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
         return masses
 

@@ -94,7 +94,7 @@ def test_a_catalyst_needs_no_room_in_layers_that_keep_everything(llama, above):
 
 
 def allocator_of(layer):
-    return layer.cohort.store.allocators[layer.layout]
+    return layer.group.store.allocators[layer.layout]
 
 
 def test_a_catalyst_takes_no_blocks_from_forks(llama):
@@ -123,8 +123,8 @@ def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, cat
         cache = bounded(llama, above, policy="infinipot", budget=24, nuc_ratio=1.0, catalyst=text, max_seq_len=200)
         answer = logits(llama, cache, *parts)
         layer = cache.layers[2]
-        closed = [int(block) for block in layer.block_ids(0)[layer.layout.sink_blocks : layer.context_end]]
-        of_closed, of_open = layer.pool.accumulated[closed], layer.state.accumulated
+        finalized = [int(block) for block in layer.block_ids(0)[layer.layout.sink_blocks : layer.context_end]]
+        of_closed, of_open = layer.pool.accumulated[finalized], layer.state.accumulated
         assert of_closed.count_nonzero()
         assert of_open.count_nonzero()
         received.append((answer, of_closed, of_open))

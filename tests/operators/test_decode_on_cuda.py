@@ -105,7 +105,7 @@ def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
 
 
 @torch.no_grad()
-def unseen_queries(device, *selections):
+def pending_queries(device, *selections):
     """What DYNAMIC's layers save of queries that are not added up yet; rows are selected between."""
     tokens = torch.randint(2, 97, (2, 91), generator=torch.Generator().manual_seed(0))
     model = model_on(torch.device(device), tiny_model("llama"))
@@ -124,7 +124,7 @@ def unseen_queries(device, *selections):
 
 @pytest.mark.parametrize("selections", [(), ([1, 0],), ([1, 1, 0], [2, 0, 1])], ids=["none", "as many", "more"])
 def test_what_the_gpu_tells_of_a_query_later_is_what_a_cpu_knows_at_once(gpu, selections):
-    wanted, mine = unseen_queries("cpu", *selections), unseen_queries("cuda", *selections)
+    wanted, mine = pending_queries("cpu", *selections), pending_queries("cuda", *selections)
     assert len(wanted) == 3
     for layer in zip(wanted, mine, strict=True):
         # Those of the block that is open: two from before rows were selected, two from behind.

@@ -61,7 +61,7 @@ def checked(monkeypatch):
         largest = call(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest)
         scale, softcap, _, out, lse, _ = rest
         if which != EVERYTHING:
-            pool, lengths = layers[0].pool, layers[0].cohort.store.allocators[layers[0].layout].lengths
+            pool, lengths = layers[0].pool, layers[0].group.store.allocators[layers[0].layout].lengths
             assert_reference(pool, lengths, q, table, first, end, positions, scale, softcap, out, lse)
             seen.append((positions >= 0).sum(axis=2))
         return largest

@@ -10,7 +10,7 @@ from devices import CPU, device_called, model_on, on_both
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
@@ -134,7 +134,7 @@ def test_a_failed_turn_of_one_fork_is_undone_without_a_trace_in_the_other():
     second = first.fork()
 
     def failing_turn():
-        with undo_on_error(first):
+        with rollback_on_error(first):
             logits(model, first, turn(11))
             raise KeyError
 

@@ -70,7 +70,7 @@ def test_rows_that_are_selected_reuse_what_they_have_chosen(batch):
 def test_rows_that_part_reuse_what_they_have_chosen(batch):
     parts = [prompt(1, 10), prompt(2, 11), prompt(1, 12)]
     batch.say(parts)
-    assert len(batch.cache.cohorts) == 3
+    assert len(batch.cache.groups) == 3
     batch.answer(AFTER)
     for row, part in enumerate(parts):
         assert_is_alone(batch, row, (EQUAL[row], BEFORE, part, AFTER))
@@ -91,13 +91,13 @@ def test_what_a_failed_prompt_has_made_them_forget_comes_back(batch):
 
 def test_after_a_step_back_they_choose_anew_together(batch):
     batch.cache.crop(-1)
-    (cohort,) = batch.cache.cohorts
-    assert not cohort.shared
+    (group,) = batch.cache.groups
+    assert not group.shared
     batch.cache.crop(0)
     batch.answer(1)
-    assert cohort.shared
+    assert group.shared
     batch.cache.crop(0)
-    assert cohort.shared
+    assert group.shared
 
 
 # As many rows as axes, one less and one more: which dimension has the rows is not to be guessed from its size.

@@ -15,7 +15,7 @@ from shadowkv_models import (
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
 
 
@@ -40,7 +40,7 @@ def test_going_back_after_a_failure_leaves_no_trace(llama, plus):
     logits(llama, cache, *start)
 
     def failing():
-        with undo_on_error(cache):
+        with rollback_on_error(cache):
             logits(llama, cache, *lost)
             raise KeyError
 

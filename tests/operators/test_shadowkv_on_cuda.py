@@ -173,7 +173,7 @@ def fetch_of_another_block(stored, table, misses, into, out):
 
 
 def not_locked_to_the_end(self):
-    mapped = self.cohort.store.mapped.get(self.layer_idx)
+    mapped = self.group.store.mapped.get(self.layer_idx)
     return mapped is not None and mapped.reach(self.bytes_touched) and short(mapped, self.bytes_touched)
 
 

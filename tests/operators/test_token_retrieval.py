@@ -141,7 +141,7 @@ def test_clusters_end_where_the_context_does(model_of, monkeypatch):
     cache.crop(-6)
     answer = said(model, cache, prompt(1, 1), 3)
     for asked in seen:
-        sizes = asked.pool.beside["cluster_sizes"][torch.from_numpy(asked.context.astype("int64"))]
+        sizes = asked.pool.auxiliary["cluster_sizes"][torch.from_numpy(asked.context.astype("int64"))]
         assert sizes.sum(dim=(1, 3)).tolist() == [[asked.tokens] * 2]
     said(model, fresh, whole[:196])
     assert_same_but_for_rounding(answer, said(model, fresh, prompt(1, 1), 3))
@@ -168,8 +168,8 @@ def test_clusters_of_layers_with_other_segments_keep_their_tokens(model_of, monk
     assert len(seen) == 3 * 4
     for asked in seen:
         ids = torch.from_numpy(asked.context.astype("int64"))
-        sizes = asked.pool.beside["cluster_sizes"][ids].transpose(1, 2).flatten(2)
-        clusters = asked.pool.beside["clusters"][ids].transpose(1, 2).flatten(2) - asked.first
+        sizes = asked.pool.auxiliary["cluster_sizes"][ids].transpose(1, 2).flatten(2)
+        clusters = asked.pool.auxiliary["clusters"][ids].transpose(1, 2).flatten(2) - asked.first
         counted = torch.zeros_like(sizes).scatter_add_(2, clusters.long(), torch.ones(clusters.shape))
         assert torch.equal(counted, sizes)
         assert int(counted.sum()) == 2 * asked.tokens
@@ -285,8 +285,8 @@ def test_what_is_kept_is_what_the_plan_counts(model):
         pool = layer.pool
         stored = operator.footprint(KVShape(pool.keys.shape[1], 16, 16)).stored
         assert stored.total * pool.block_size == pytest.approx(pool.bytes_per_block)
-    assert not cache.layers[0].pool.beside
-    assert cache.layers[1].pool.beside
+    assert not cache.layers[0].pool.auxiliary
+    assert cache.layers[1].pool.auxiliary
 
 
 def test_steps_are_counted(model, request):

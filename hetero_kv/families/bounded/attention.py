@@ -25,7 +25,7 @@ from hetero_kv.engine.statistics import READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings, WholePromptSettings
+from hetero_kv.families.bounded.eviction import BoundedSettings, ObservedAttention, StridedSettings, WholePromptSettings
 from hetero_kv.families.bounded.footprint import BoundedFootprint
 from hetero_kv.families.bounded.layer import CACHED_ENTRIES, BoundedLayer
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
@@ -114,7 +114,7 @@ class BoundedAttention(AttentionOperator):
 
         A token's position in the cache never exceeds that in its sequence, so the received rotations suffice.
         """
-        layers = step.cohort.layers
+        layers = step.group.layers
         layer: BoundedLayer = layers[self.layer_idx]
         if layer.rotary is not None and layer.rotary.is_known(cos, layer.length):
             return
@@ -155,7 +155,7 @@ class BoundedAttention(AttentionOperator):
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
         seen = layer.key_array, step.part.question, step.is_decode
-        layer.observe(Attended(q, lse, keys, call.scale, call.softcap, *seen))
+        layer.observe(ObservedAttention(q, lse, keys, call.scale, call.softcap, *seen))
         return out.to(call.q.dtype)
 
     def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import saving
 from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_room import SLACK
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.joint_eviction import evict_jointly
 from hetero_kv.families.bounded.positions_in_cache import rotate_arrays, rotate_tensors
 
@@ -208,7 +208,7 @@ class BoundedLayer(FamilyLayer):
             rotate_tensors(self.rotary, vectors, start, rotated)
         return rotated
 
-    def observe(self, attended: Attended) -> None:
+    def observe(self, attended: ObservedAttention) -> None:
         """Pass to the policy what the newest tokens attended to."""
         assert self.entries is not None
         if self._probed:

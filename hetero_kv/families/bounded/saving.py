@@ -56,7 +56,7 @@ def _numbers_of(policy: EvictionPolicy, name: str, value: object) -> dict[str, i
 
 def restore(layer: BoundedLayer, part: SavedPart, place: Place) -> None:
     """Restore a layer; see FamilyLayer."""
-    length = part.integer("seen", layer.cohort.length, layer.cohort.length)
+    length = part.integer("seen", layer.group.length, layer.group.length)
     layer.length, layer.read = length, part.tally("read")
     layer.prompt_length = part.integer("prompt_length", 0, length)
     layer.budget = part.optional_integer("budget", 1)

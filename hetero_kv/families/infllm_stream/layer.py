@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from gpu_ops.host_copies import on_device, on_host
 from hetero_kv.families.prompts_on_gpu.pieces import stored_blocks
-from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN
+from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 
 # Blocks per computation of representatives: bounds the float32 copy of their keys.
@@ -28,15 +28,15 @@ class InfLLMStreamLayer(SelfExtendLayer):
             (scores,) = on_host(local_scores(q, start, keys, first, self.positions.neighbours))
             self.accumulate(scores, first)
 
-    def accumulate_unseen(self, length: int) -> None:
+    def accumulate_pending(self, length: int) -> None:
         """Add the products of the pending queries; `length` is the number of tokens that the last of them saw."""
-        if not self.unseen.count:
+        if not self.pending.count:
             return
         assert self.rotary is not None
         positions, rotary = self.positions, self.rotary
-        grouped = torch.from_numpy(self.unseen.stacked()[0])
-        start = length - self.unseen.count
-        self.unseen = NONE_UNSEEN
+        grouped = torch.from_numpy(self.pending.stacked()[0])
+        start = length - self.pending.count
+        self.pending = NO_PENDING_QUERIES
         first = max(self.state.open_start, start - positions.neighbours + 1)
         keys, q = (on_device(part, rotary.cos.device) for part in (self.read_keys(first, length), grouped))
         q = positions.neighbouring_queries(q, start, rotary)
@@ -64,7 +64,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         """Representatives of the blocks [first, end), computed before this prompt."""
         assert self.pool is not None
         assert self.prefill_buffer is not None
-        tables = [self.block_ids(row)[first:end].astype(np.int64) for row in range(len(self.cohort.sequences))]
+        tables = [self.block_ids(row)[first:end].astype(np.int64) for row in range(len(self.group.sequences))]
         stored = torch.stack([self.pool.representatives[torch.from_numpy(table)] for table in tables])
         vectors = self.pool.representative_storage.decode(stored).float()
         return on_device(vectors.squeeze(3).transpose(1, 2), self.prefill_buffer.keys.device)
@@ -112,7 +112,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         assert self.pool is not None
         (on_cpu,) = on_host(blocks)
         ids = [torch.from_numpy(self.block_ids(row).astype(np.int64))[heads] for row, heads in enumerate(on_cpu)]
-        return stored_blocks(self.pool, torch.stack(ids), like.dtype, self.cohort.store.prefetch(like.device))
+        return stored_blocks(self.pool, torch.stack(ids), like.dtype, self.group.store.prefetch(like.device))
 
     def leave_prefill(self) -> None:
         super().leave_prefill()

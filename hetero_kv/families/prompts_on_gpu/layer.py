@@ -34,7 +34,7 @@ class GpuPrefillCache(BufferedLayer):
 
         Only the last block may be incomplete.
         """
-        return self.cohort.length
+        return self.group.length
 
     def _write_from_gpu(self, step: Step, buffer: PrefillBuffer) -> None:
         """Write the rest of the prompt to the pool."""
@@ -73,8 +73,8 @@ class GpuPrefillCache(BufferedLayer):
     def _pieces_between(self, start: int, stop: int, like: torch.Tensor) -> Pieces:
         """The stored positions [start, stop), in the form of `pieces`."""
         assert self.pool is not None
-        tables = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
-        prefetch = self.cohort.store.prefetch(like.device)
+        tables = [self.block_ids(row) for row in range(len(self.group.sequences))]
+        prefetch = self.group.store.prefetch(like.device)
         return stored_pieces(self.pool, tables, start, stop, like.dtype, prefetch)
 
     def leave_prefill(self) -> None:

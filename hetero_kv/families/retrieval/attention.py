@@ -52,7 +52,7 @@ class RetrievalAttention(WindowedDecode):
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES)
 
     def new_cache_layer(self) -> RetrievalLayer:
-        layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
+        layout = RetrievalLayout.of_settings(self.settings, finalizes_per_sequence=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         # Representatives that depend on received attention are computed at the prompt's end.
         represents = self.budget is not None and not self.accumulates
@@ -65,15 +65,15 @@ class RetrievalAttention(WindowedDecode):
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
         if layer.window is not None:
-            return self._decode_beside_window(layer, step, blocks, call)
+            return self._decode_with_window(layer, step, blocks, call)
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
         native = self._native_of(layer, blocks, call, dtype)
-        closes = blocks.newly_closed[0] != blocks.newly_closed[1]
+        closes = blocks.newly_finalized[0] != blocks.newly_finalized[1]
         is_stored = closes or not native.stores
         if is_stored:
             layer.store_token(step, call.k, call.v)
         if closes:
-            self._close_blocks(layer, step)
+            self._finalize_blocks(layer, step)
         rows, heads = call.q.shape[:2]
         out = torch.empty((rows, heads, 1, native.v_dim), dtype=dtype)
         lse = np.empty((rows, heads // native.group, native.group), np.float32)
@@ -98,12 +98,12 @@ class RetrievalAttention(WindowedDecode):
         if len(cache.steps) != 1 or self.accumulates or self.engine.measure_recall:
             return None
         step = cache.steps[0]
-        layer = step.cohort.layers[self.layer_idx]
+        layer = step.group.layers[self.layer_idx]
         native = layer.token_step
         if native is None or not native.stores or not native.fits(dtype, softcap is not None):
             return None
         blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
-        if layer.window is not None or blocks.newly_closed[0] != blocks.newly_closed[1]:
+        if layer.window is not None or blocks.newly_finalized[0] != blocks.newly_finalized[1]:
             return None
         return native, layer, step, blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import Choice
+from cpu_ops.estimating_step import BlockChoice
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store.key_codes import has_key_codes
 
@@ -37,7 +37,7 @@ class Derived(NamedTuple):
 NONE_DERIVED = Derived()
 
 
-def choice_of(settings: RetrievalSettings, budget: int) -> Choice | None:
+def choice_of(settings: RetrievalSettings, budget: int) -> BlockChoice | None:
     """How to choose blocks by estimated masses or by groups; None if the representatives' scores alone decide.
 
     budget: the most Context blocks, or as many tokens, to attend to.
@@ -50,4 +50,4 @@ def choice_of(settings: RetrievalSettings, budget: int) -> Choice | None:
     groups = settings.group_blocks, settings.group_factor
     rerank = 0 if settings.rerank == "all" else int(settings.rerank)
     tokens = budget * settings.block_size if settings.attend_to == "tokens" else 0
-    return Choice(reduce, rerank, target, settings.least_block_count, *groups, tokens)
+    return BlockChoice(reduce, rerank, target, settings.least_block_count, *groups, tokens)

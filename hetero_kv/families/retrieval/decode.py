@@ -67,7 +67,7 @@ class RetrievalDecode(RetrievalPrefill):
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
         `EstimatingStep` and the selection's statistics; None if nothing is estimated.
         """
-        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
+        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.finalized), blocks.finalized
         if layer.window is not None:
             # The window's device attends to the attention sink and the recent window.
             table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
@@ -117,9 +117,9 @@ class RetrievalDecode(RetrievalPrefill):
         layer.scale, layer.softcap = call.scale, call.softcap
         # Accumulating once per block's length costs a step little and keeps few queries in memory. The present query
         # stays out of this batch: a device may not have sent its log-sum-exp yet.
-        if layer.unseen.count >= layer.layout.block_size:
-            layer.accumulate_unseen(step.past)
-        layer.unseen = layer.unseen.grown(q, lse)
+        if layer.pending.count >= layer.layout.block_size:
+            layer.accumulate_pending(step.past)
+        layer.pending = layer.pending.grown(q, lse)
 
     def _measure_recall(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor
@@ -155,7 +155,7 @@ class RetrievalDecode(RetrievalPrefill):
         settings = self.settings
         if settings.layer_step == settings.token_step == 1:
             return self._best(layer, rows, kv_heads, context)
-        shared, layout, lists = step.cohort.shared, layer.layout, 1 if self.shared else kv_heads
+        shared, layout, lists = step.group.shared, layer.layout, 1 if self.shared else kv_heads
         selections: SharedSelections = shared.setdefault(SELECTIONS, {})
         selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
         key = (
@@ -164,7 +164,7 @@ class RetrievalDecode(RetrievalPrefill):
             # only layers with the same settings can reuse it.
             self.targets, settings.attend_to == "tokens",
         )  # fmt: skip
-        decoded = step.past - step.cohort.prompt_length
+        decoded = step.past - step.group.prompt_length
         last = selections.get(key)
         # There is no selection right after a prompt or a crop.
         if last is not None:

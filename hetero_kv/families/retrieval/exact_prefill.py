@@ -25,7 +25,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class ExactPrefill(AttentionOperator):
-    """Base of operators whose layers are RetrievalLayers; subclasses derive arrays from blocks in `_close_blocks`."""
+    """Base of operators whose layers are RetrievalLayers; subclasses derive blocks' arrays in `_finalize_blocks`."""
 
     prefills_exactly = True
     continues_exactly = True
@@ -45,7 +45,7 @@ class ExactPrefill(AttentionOperator):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         if layer.prefill_buffer is None:
-            layer.accumulate_unseen(step.past)
+            layer.accumulate_pending(step.past)
             if step.part.is_first:
                 layer.state = replace(layer.state, observation=self._new_observation(step))
         if is_short(step, call):
@@ -109,11 +109,11 @@ class ExactPrefill(AttentionOperator):
         """
         if step.part.is_last:
             self._look_back(layer, step, buffer)
-            self._close_blocks(layer, step)
+            self._finalize_blocks(layer, step)
 
     def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """Read the attention of the prompt's last queries."""
 
-    def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
+    def _finalize_blocks(self, layer: RetrievalLayer, step: Step) -> None:
         """Compute the arrays derived from the blocks that enter the Context."""
         raise NotImplementedError("an operator whose blocks are scored derives something from them")

@@ -65,11 +65,11 @@ class Fetching(NamedTuple):
         assert self.pool.read_ahead is not None
         positions = self.positions
         if self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token):
-            self.pool.read_ahead.ask(self._beside())
+            self.pool.read_ahead.ask(self._always_attended())
             positions = native.rehearsed(*arguments)
         self._request(positions)
 
-    def _beside(self) -> np.ndarray:
+    def _always_attended(self) -> np.ndarray:
         """The blocks outside the Context, which every step attends to: [rows, first + blocks - end]."""
         return np.concatenate((self.table[:, : self.first], self.table[:, self.end :]), axis=1)
 
@@ -80,4 +80,4 @@ class Fetching(NamedTuple):
             return
         row, each, at = np.nonzero(positions >= 0)
         chosen = self.table[row, self.first + positions[row, each, at]]
-        self.pool.read_ahead.ask(np.concatenate((self._beside().ravel(), chosen)))
+        self.pool.read_ahead.ask(np.concatenate((self._always_attended().ravel(), chosen)))

@@ -26,7 +26,7 @@ _ACCUMULATED_BYTES = _FLOAT_BYTES
 def bytes_per_token(
     shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool,
     derived: Derived = NONE_DERIVED, value_kind: StorageType | None = None, offset_keys: bool = False,
-    representative_kind: StorageType | None = None, beside: int = 0,
+    representative_kind: StorageType | None = None, auxiliary_bytes: int = 0,
 ) -> BytesPerToken:  # fmt: skip
     """Bytes per token in DRAM blocks.
 
@@ -38,7 +38,7 @@ def bytes_per_token(
         derived: which further arrays are derived from a block.
         offset_keys: whether blocks store a key offset.
         representative_kind: storage type of representatives and mean values; None for the default of `kind`.
-        beside: bytes per block and kv head of a method's auxiliary arrays.
+        auxiliary_bytes: bytes per block and kv head of a method's auxiliary arrays.
     """
     represented = representative_kind or kind.for_representatives
     of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
@@ -50,7 +50,7 @@ def bytes_per_token(
     return BytesPerToken(
         keys=shape.kv_heads * (kind.bytes_per_vector(shape.k_dim) + of_keys / block_size),
         values=shape.kv_heads * (value_kind or kind).bytes_per_vector(shape.v_dim),
-        representatives=shape.kv_heads * (of_block + received + beside) / block_size,
+        representatives=shape.kv_heads * (of_block + received + auxiliary_bytes) / block_size,
     )
 
 
@@ -77,16 +77,16 @@ class PagedFootprint(LayerFootprint):
     @classmethod
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
-        beside: int = 0, observed: int = 0,
+        auxiliary_bytes: int = 0, observed: int = 0,
     ) -> PagedFootprint:  # fmt: skip
-        """The footprint of a layer with `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
+        """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
         counts = block_size, settings.stored_representatives, accumulates, derived
         return cls(
             shape,
-            stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, beside),
+            stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, auxiliary_bytes),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,

@@ -29,7 +29,7 @@ from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN
+from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.retrieval.read_bytes import Reading
 from hetero_kv.families.retrieval.represented_prompts import RepresentedPromptLayer
 from hetero_kv.families.retrieval.state import RetrievalState
@@ -69,7 +69,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         self.window: DeviceWindow | None = None
         self.staging: Staging | None = None
         #: Decoded queries whose attention is not yet added to what the keys have received.
-        self.unseen = NONE_UNSEEN
+        self.pending = NO_PENDING_QUERIES
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
         #: The native call that decodes a token, bound to the pool.
@@ -82,7 +82,7 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     def reset(self) -> None:
         """Drop everything but the blocks."""
-        self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
+        self.state, self.pending, self.window, self.pool = self._blank_state(), NO_PENDING_QUERIES, None, None
         self.token_step = self.reading = None
         self.read = NO_NUMBERS
         self.is_initialized = self._is_prepared = False
@@ -92,19 +92,19 @@ class RetrievalLayer(RepresentedPromptLayer):
     @property
     def context_blocks(self) -> int:
         """The number of blocks in the Context."""
-        return self.layout.context_blocks(self.cohort.length)
+        return self.layout.context_blocks(self.group.length)
 
     @property
     def context_end(self) -> int:
         """Index of the block at which the recent window begins."""
-        return self.layout.context_end(self.cohort.length)
+        return self.layout.context_end(self.group.length)
 
     @property
     def accumulates(self) -> bool:
         """Whether the pool stores the attention that a block's keys had received when the block was finalized."""
-        return self.layout.closes_alone
+        return self.layout.finalizes_per_sequence
 
-    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
+    def auxiliary_arrays(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
         """The auxiliary arrays that a method keeps per block, for keys and values of this shape."""
         return {}
 
@@ -114,10 +114,11 @@ class RetrievalLayer(RepresentedPromptLayer):
         """Create the pool, and the window if needed, for keys [batch, kv_heads, tokens, k_dim] and values."""
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
-        pool = self.pool = self.cohort.store.pool(
+        pool = self.pool = self.group.store.pool(
             self.layer_idx, layout, *shape, self.key_storage, self.representative_num, self.accumulates,
             *self.derived, value_storage=self.value_storage, offset_keys=self.offset_keys,
-            representative_storage=self.representative_kind(k_dim, values.shape[-1]), beside=self.kept_beside(*shape),
+            representative_storage=self.representative_kind(k_dim, values.shape[-1]),
+            auxiliary=self.auxiliary_arrays(*shape),
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size
@@ -191,12 +192,12 @@ class RetrievalLayer(RepresentedPromptLayer):
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None
         for row in range(len(keys)):
-            self.pool.gather(self.block_ids(row), self.cohort.length, keys[row], values[row])
+            self.pool.gather(self.block_ids(row), self.group.length, keys[row], values[row])
 
     def read_keys(self, start: int, stop: int) -> torch.Tensor:
         """Stored keys of the positions [start, stop), decoded: [batch, kv_heads, stop - start, k_dim]."""
         assert self.pool is not None
-        rows = range(len(self.cohort.sequences))
+        rows = range(len(self.group.sequences))
         return torch.stack([self.pool.read_keys(self.block_ids(row), start, stop) for row in rows])
 
     # -- attention that keys have received
@@ -216,18 +217,18 @@ class RetrievalLayer(RepresentedPromptLayer):
         total[:, :, offset : offset + new.shape[2]] += new
         self.state = replace(self.state, accumulated=total)
 
-    def accumulate_unseen(self, length: int) -> None:
+    def accumulate_pending(self, length: int) -> None:
         """Add the attention of the pending queries to the generated tokens, whose representatives depend on it.
 
         `length` is the number of tokens that the last of these queries saw.
         """
-        if not self.unseen.count:
+        if not self.pending.count:
             return
         self._settle()
-        q, lse = (torch.from_numpy(part) for part in self.unseen.stacked())
-        self.unseen = NONE_UNSEEN
-        cohort, layout = self.cohort, self.layout
-        start = max(cohort.closed[layout], cohort.prompt_length // layout.block_size) * layout.block_size
+        q, lse = (torch.from_numpy(part) for part in self.pending.stacked())
+        self.pending = NO_PENDING_QUERIES
+        group, layout = self.group, self.layout
+        start = max(group.finalized[layout], group.prompt_length // layout.block_size) * layout.block_size
         keys = self.read_keys(start, length)
         self.accumulate(column_sums(q, lse, keys, self.scale, self.softcap).sum(dim=2), start)
 
@@ -239,7 +240,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         pool, block_size = self.pool, self.layout.block_size
         assert pool is not None
         assert pool.accumulated is not None
-        rows, kv_heads, tokens = len(self.cohort.sequences), pool.keys.shape[1], (end - first) * block_size
+        rows, kv_heads, tokens = len(self.group.sequences), pool.keys.shape[1], (end - first) * block_size
         taken = torch.zeros(rows, kv_heads, tokens)
         old = self.state.accumulated
         if old is not None:
@@ -257,20 +258,20 @@ class RetrievalLayer(RepresentedPromptLayer):
         """See FamilyLayer. A block that loses tokens is open again; the rest keep the attention they had received."""
         layout, pool = self.layout, self.pool
         state, block_size = self.state, layout.block_size
-        closed = min(self.cohort.closed[layout], length // block_size)
-        first, before = max(closed, layout.sink_blocks) * block_size, state.open_start
+        finalized = min(self.group.finalized[layout], length // block_size)
+        first, before = max(finalized, layout.sink_blocks) * block_size, state.open_start
         accumulated = state.accumulated
         if first < before and pool is not None and pool.accumulated is not None:
             kept = length - first
             block = first // block_size
             accumulated = None
             if kept > 0:
-                ids = [int(self.block_ids(row)[block]) for row in range(len(self.cohort.sequences))]
+                ids = [int(self.block_ids(row)[block]) for row in range(len(self.group.sequences))]
                 accumulated = pool.accumulated[ids][:, :, :kept].clone()
         elif accumulated is not None:
             accumulated = accumulated[:, :, : max(0, length - first)]
         # Pending queries belong to the newest tokens, so the newest queries go first.
-        self.unseen = self.unseen.first(max(0, self.unseen.count - (self.cohort.length - length)))
+        self.pending = self.pending.first(max(0, self.pending.count - (self.group.length - length)))
         if layout.context_blocks(length) < state.preselected_end:
             # The removed blocks will be replaced by new ones that preselection has not scored.
             state = replace(state, candidates=None, preselected_end=0)
@@ -279,12 +280,12 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     def snapshot(self) -> Any:
         window = self.window
-        return self.state, self.unseen, self.read, window, None if window is None else window.mark
+        return self.state, self.pending, self.read, window, None if window is None else window.mark
 
     def rollback(self, snapshot: Any) -> None:
-        self.state, self.unseen, self.read, window, mark = snapshot
+        self.state, self.pending, self.read, window, mark = snapshot
         if self.window is None or self.window is not window or not window.go_back(mark):
-            self._reload_window(self.cohort.length)
+            self._reload_window(self.group.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
         forked = copy.copy(self)
@@ -292,11 +293,11 @@ class RetrievalLayer(RepresentedPromptLayer):
         return forked
 
     def reopen(self) -> None:
-        if self.layout.closes_alone:
-            self.cohort.closed[self.layout] = 0
+        if self.layout.finalizes_per_sequence:
+            self.group.finalized[self.layout] = 0
             blank = self._blank_state()
             self.state = replace(self.state, open_start=blank.open_start, accumulated=None)
-            self.unseen = NONE_UNSEEN
+            self.pending = NO_PENDING_QUERIES
 
     def saved(self) -> SavedPart:
         self._settle()
@@ -304,10 +305,10 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     def restore(self, part: SavedPart, place: Place) -> None:
         rows, kv_heads, _, k_dim = place.keys.shape
-        if self.cohort.sequences[0].tables[self.layout].length != self.cohort.length:
+        if self.group.sequences[0].tables[self.layout].length != self.group.length:
             raise part.wrong("some tokens are in no block")
         state = saving.restored_state(self, part, rows, kv_heads)
-        self.unseen = saving.restored_unseen(part, rows, kv_heads, k_dim, self.cohort.length)
+        self.pending = saving.restored_pending_queries(part, rows, kv_heads, k_dim, self.group.length)
         saving.require_sound_selections(self, part)
         self.scale, self.read = part.real("scale"), part.tally("read")
         self.softcap = None if part.numbers.get("softcap") is None else part.real("softcap")
@@ -316,19 +317,19 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     def after_restore(self, part: SavedPart) -> None:
         if self.window is not None:
-            self._reload_window(self.cohort.length)
+            self._reload_window(self.group.length)
             # Appended tokens are in the window as computed, not rounded to the storage type.
             for kept, name in ((self.window.keys, "window_keys"), (self.window.values, "window_values")):
                 if part.has(name):
                     kept.copy_(part.tensor(name, kept.shape, kept.dtype, kept.device))
 
     def select(self, rows: Rows[int]) -> None:
-        self.state, self.unseen = self.state.selected(list(rows)), self.unseen.selected(list(rows))
+        self.state, self.pending = self.state.selected(list(rows)), self.pending.selected(list(rows))
         self.window = None if self.window is None else self.window.selected(list(rows))
 
     def _reload_window(self, length: int) -> None:
         if self.window is not None:
-            ids = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
+            ids = [self.block_ids(row) for row in range(len(self.group.sequences))]
             self._window_loaded(ids, length)
 
     def _window_loaded(self, ids: Rows[np.ndarray] | np.ndarray, length: int) -> None:

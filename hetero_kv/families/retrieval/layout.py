@@ -23,17 +23,19 @@ class RetrievalLayout(Layout):
 
     sink_blocks: int
     local_len: int
-    closes_alone: bool = False
+    finalizes_per_sequence: bool = False
 
     @classmethod
-    def of_settings(cls, settings: PagedSettings, closes_alone: bool = False) -> RetrievalLayout:
+    def of_settings(cls, settings: PagedSettings, finalizes_per_sequence: bool = False) -> RetrievalLayout:
         """The layout that an operator's settings describe."""
-        return cls.of(settings.block_size, settings.initial_len, settings.local_windows_len, closes_alone)
+        return cls.of(settings.block_size, settings.initial_len, settings.local_windows_len, finalizes_per_sequence)
 
     @classmethod
-    def of(cls, block_size: int, initial_len: int, local_len: int, closes_alone: bool = False) -> RetrievalLayout:
+    def of(
+        cls, block_size: int, initial_len: int, local_len: int, finalizes_per_sequence: bool = False
+    ) -> RetrievalLayout:
         """A layout with `initial_len` tokens of attention sink, rounded up to whole blocks."""
-        return cls(block_size, -(-initial_len // block_size), local_len, closes_alone)
+        return cls(block_size, -(-initial_len // block_size), local_len, finalizes_per_sequence)
 
     def context_blocks(self, length: int) -> int:
         """The number of Context blocks in a sequence of `length` tokens."""
@@ -50,6 +52,6 @@ class RetrievalLayout(Layout):
         context = self.context_blocks(length)
         return length - (context - min(context, budget)) * self.block_size
 
-    def closed(self, length: int) -> int:
+    def finalized(self, length: int) -> int:
         """The number of blocks before the recent window."""
         return self.context_end(length)

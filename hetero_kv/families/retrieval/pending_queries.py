@@ -21,7 +21,7 @@ class _Query(NamedTuple):
     rows: np.ndarray
 
 
-class Unseen(NamedTuple):
+class PendingQueries(NamedTuple):
     """Immutable list of pending queries, oldest first. A longer list shares the storage of the one it grew from.
 
     Attributes:
@@ -32,23 +32,23 @@ class Unseen(NamedTuple):
     queries: list[_Query]
     count: int  # type: ignore[assignment]
 
-    def grown(self, q: np.ndarray, lse: np.ndarray) -> Unseen:
+    def grown(self, q: np.ndarray, lse: np.ndarray) -> PendingQueries:
         """The list with one more query, q [batch, heads, k_dim] float32 and lse [batch, heads].
 
         `lse` may be filled later.
         """
         queries = self.queries if 0 < self.count == len(self.queries) else self.queries[: self.count]
         queries.append(_Query(q, lse, np.arange(len(q))))
-        return Unseen(queries, self.count + 1)
+        return PendingQueries(queries, self.count + 1)
 
-    def first(self, count: int) -> Unseen:
+    def first(self, count: int) -> PendingQueries:
         """The oldest `count` queries."""
-        return Unseen(self.queries, count)
+        return PendingQueries(self.queries, count)
 
-    def selected(self, rows: list[int]) -> Unseen:
+    def selected(self, rows: list[int]) -> PendingQueries:
         """The queries after a selection of rows: row i takes those of row `rows[i]`."""
         chosen = [_Query(each.q[rows], each.lse, each.rows[rows]) for each in self.queries[: self.count]]
-        return Unseen(chosen, len(chosen))
+        return PendingQueries(chosen, len(chosen))
 
     def stacked(self) -> tuple[np.ndarray, np.ndarray]:
         """All queries: q [batch, heads, queries, k_dim] and lse [batch, heads, queries]. There must be at least one."""
@@ -58,4 +58,4 @@ class Unseen(NamedTuple):
         )
 
 
-NONE_UNSEEN = Unseen([], 0)
+NO_PENDING_QUERIES = PendingQueries([], 0)

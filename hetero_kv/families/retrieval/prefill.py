@@ -27,7 +27,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
 
 # Blocks per computation of representatives: bounds the float32 copy of their keys.
-_CLOSED_AT_ONCE = 64
+_FINALIZED_AT_ONCE = 64
 
 
 class RetrievalPrefill(ExactPrefill):
@@ -72,7 +72,7 @@ class RetrievalPrefill(ExactPrefill):
     def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """Read the attention of the prompt's last queries: preselect blocks, and accumulate it for representatives."""
         for shared in (SELECTIONS, SELECTED_AT):
-            step.cohort.shared.pop(shared, None)
+            step.group.shared.pop(shared, None)
         observation = layer.state.observation
         layer.state = replace(layer.state, candidates=None, observation=None)
         if observation is None:
@@ -113,24 +113,24 @@ class RetrievalPrefill(ExactPrefill):
         before = [observation.attention_to(keys, first, buffer.length) for first, keys, _ in pieces]
         return torch.cat([*before, new], dim=2)
 
-    def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
+    def _finalize_blocks(self, layer: RetrievalLayer, step: Step) -> None:
         """Compute the representatives of blocks that enter the Context."""
         blocks, pool = step.blocks(layer.layout), layer.pool
-        start, end = max(blocks.newly_closed[0], layer.layout.sink_blocks), blocks.newly_closed[1]
+        start, end = max(blocks.newly_finalized[0], layer.layout.sink_blocks), blocks.newly_finalized[1]
         if self.accumulates:
             # Earlier blocks have their representatives here, but another layer may need them finalized again.
             start = max(start, layer.state.open_start // layer.layout.block_size)
         if self.budget is None or start >= end:
             return
         assert pool is not None
-        layer.accumulate_unseen(step.past)
+        layer.accumulate_pending(step.past)
         accumulated = layer.take_accumulated(start, end) if self.accumulates else None
         written, stop = layer.writing, end
         if written is not None and (self.accumulates or layer.vectors_of is not None):
             # Later blocks get their representatives from the buffer, most of them when they were written.
             stop = max(start, min(end, written.first_block))
-        for first in range(start, stop, _CLOSED_AT_ONCE):
-            part = slice(first, min(first + _CLOSED_AT_ONCE, stop))
+        for first in range(start, stop, _FINALIZED_AT_ONCE):
+            part = slice(first, min(first + _FINALIZED_AT_ONCE, stop))
             for row, table in enumerate(blocks.table):
                 ids = torch.from_numpy(table[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
@@ -138,7 +138,7 @@ class RetrievalPrefill(ExactPrefill):
         if written is not None and accumulated is not None:
             written.send_represented(stop, end, accumulated[:, stop - start :], self.vectors_of)
         if self.settings.group_blocks > 1:
-            self._close_groups(layer, blocks.table, start, end)
+            self._finalize_groups(layer, blocks.table, start, end)
 
     def vectors_of(self, keys: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
         """The representatives of blocks with keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
@@ -151,15 +151,15 @@ class RetrievalPrefill(ExactPrefill):
         # The mean of all q·r_i equals q·(the mean of all r_i), so the mean vector suffices.
         return vectors.mean(dim=2, keepdim=True) if self.settings.representative_reduce == "mean" else vectors
 
-    def _close_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
+    def _finalize_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
         """Compute the representatives of the groups whose last blocks, [start, end), enter the Context."""
         pool, combined = layer.pool, self.representative_type.combined
         assert pool is not None
         assert combined is not None
         size, sink = self.settings.group_blocks, layer.layout.sink_blocks
         stop = (end - sink) // size
-        for first in range((start - sink) // size, stop, _CLOSED_AT_ONCE):
-            groups = min(stop - first, _CLOSED_AT_ONCE)
+        for first in range((start - sink) // size, stop, _FINALIZED_AT_ONCE):
+            groups = min(stop - first, _FINALIZED_AT_ONCE)
             part = slice(sink + first * size, sink + (first + groups) * size)
             for table in tables:
                 pool.represent_groups(torch.from_numpy(table[part].astype(np.int64)).view(groups, size), combined)

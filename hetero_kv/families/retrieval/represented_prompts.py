@@ -40,9 +40,9 @@ class RepresentedPromptLayer(GpuPrefillCache):
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
         pool, blocks = self._prepare(buffer.keys, buffer.values), step.blocks(self.layout)
-        first, end = blocks.newly_closed
+        first, end = blocks.newly_finalized
         represented = max(first, self.layout.sink_blocks), end
-        write_out = self.cohort.store.write_out(buffer.keys.device)
+        write_out = self.group.store.write_out(buffer.keys.device)
         return PromptWriting(pool, buffer, blocks.table, write_out, represented, self.vectors_of)
 
     def _store_from_gpu(

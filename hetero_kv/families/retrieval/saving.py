@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hetero_kv.engine.saved_part import SavedPart
-from hetero_kv.families.retrieval.pending_queries import NONE_UNSEEN, Unseen
+from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES, PendingQueries
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, RetrievalState
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def saved(layer: RetrievalLayer) -> SavedPart:
     }
     candidates = None if state.candidates is None else torch.from_numpy(state.candidates)
     part.put(candidates=candidates, accumulated=state.accumulated)
-    if layer.unseen.count:
-        queries, lse = layer.unseen.stacked()
+    if layer.pending.count:
+        queries, lse = layer.pending.stacked()
         part.put(queries=torch.from_numpy(queries), lse=torch.from_numpy(lse))
     if layer.window is not None:
         part.put(window_keys=layer.window.keys, window_values=layer.window.values)
@@ -40,7 +40,7 @@ def saved(layer: RetrievalLayer) -> SavedPart:
 
 def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: int) -> RetrievalState:
     """The saved state. Raises DamagedContextError if it refers to blocks or tokens that do not exist."""
-    length, layout = layer.cohort.length, layer.layout
+    length, layout = layer.group.length, layer.layout
     context = layout.context_blocks(length)
     end = part.integer("preselected_end", 0, context)
     open_start = part.integer("open_start", 0, max(length, layout.sink_blocks * layout.block_size))
@@ -58,31 +58,31 @@ def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: 
     return RetrievalState(None, candidates, end, open_start, accumulated, recall, share, blocks)
 
 
-def restored_unseen(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most: int) -> Unseen:
+def restored_pending_queries(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most: int) -> PendingQueries:
     """The saved pending queries, at most `most`. Raises DamagedContextError for more, or for wrong shapes."""
     if not part.has("queries"):
-        return NONE_UNSEEN
+        return NO_PENDING_QUERIES
     queries = part.tensor("queries", (rows, None, None, k_dim), torch.float32, _CPU)
     heads, count = queries.shape[1:3]
     lse = part.tensor("lse", (rows, heads, count), torch.float32, _CPU)
     if heads % kv_heads or not 0 < count <= most:
         raise part.wrong(f"queries are {count} of {heads} heads")
-    unseen = NONE_UNSEEN
+    pending = NO_PENDING_QUERIES
     for at in range(count):
-        unseen = unseen.grown(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy())
-    return unseen
+        pending = pending.grown(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy())
+    return pending
 
 
 def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:
     """Raise DamagedContextError unless the selections shared by layers of this layout are blocks of the Context."""
-    shared, layout, rows = layer.cohort.shared, layer.layout, len(layer.cohort.sequences)
+    shared, layout, rows = layer.group.shared, layer.layout, len(layer.group.sequences)
     selections, selected_at = shared.get(SELECTIONS, {}), shared.get(SELECTED_AT, {})
     if selections.keys() != selected_at.keys():
         raise part.wrong("it is not known when blocks were selected")
     for key, positions in selections.items():
         if tuple(key[1:4]) != (layout.block_size, layout.sink_blocks, layout.local_len):
             continue
-        when, seen = selected_at[key], layout.context_blocks(layer.cohort.length)
+        when, seen = selected_at[key], layout.context_blocks(layer.group.length)
         is_sound = (
             positions.dtype == np.int32
             and positions.ndim == 3

@@ -11,7 +11,7 @@ from hetero_kv.engine.statistics import BLOCK_RECALL, NO_NUMBERS, Tally
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 
-#: Key of the selections that a cohort's layers share.
+#: Key of the selections that a group's layers share.
 SELECTIONS = "retrieval selections"
 #: Key of each selection's time: blocks in the Context and tokens decoded since the prompt, [rows, 2].
 SELECTED_AT = "when retrieval selected"

@@ -19,17 +19,17 @@ class WindowedDecode(RetrievalDecode):
     attention, which tells what keys have received, goes to the CPU with the next token.
     """
 
-    def _decode_beside_window(
+    def _decode_with_window(
         self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: AttentionCall
     ) -> torch.Tensor:
         """`decode_step` of a layer with a window."""
         native = self._native_of(layer, blocks, call, torch.float32)
         # To choose by attention masses, the CPU needs the window's log-sum-exp.
-        passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window=self.choice is not None)
+        passage = layer.passage(call, blocks.finalized * layer.layout.block_size, wants_window=self.choice is not None)
         q, k, v, window_lse = passage.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
-        if blocks.newly_closed[0] != blocks.newly_closed[1]:
-            self._close_blocks(layer, step)
+        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+            self._finalize_blocks(layer, step)
         weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
         staging = layer.staging
         assert staging is not None

@@ -57,7 +57,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         require_constant_rotation(path, wrapped, type(self).__name__, "use RetrievalAttention there")
 
     def new_cache_layer(self) -> SelfExtendLayer:
-        layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
+        layout = RetrievalLayout.of_settings(self.settings, finalizes_per_sequence=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         return self.layer_class(layout, self.settings, derived)
 
@@ -68,7 +68,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
 
         Raises UnsupportedModelError if the model rotates a position differently than before.
         """
-        layers = step.cohort.layers
+        layers = step.group.layers
         layer: SelfExtendLayer = layers[self.layer_idx]
         if layer.rotary is None:
             others = (other.rotary for other in layers if isinstance(other, SelfExtendLayer))
@@ -93,7 +93,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         if layer.prefill_buffer is None:
-            layer.accumulate_unseen(step.past)
+            layer.accumulate_pending(step.past)
             if step.part.is_first:
                 layer.state = replace(layer.state, observation=self._new_observation(step))
         start = layer.get_seq_length()
@@ -149,7 +149,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
             self._refuse_window(call.sliding_window)
         grouped = self._grouped(layer, call, step.past)
         blocks = layer.blocks_for(step, grouped.k, call.v)
-        return self._decode_beside_window(layer, step, blocks, grouped)
+        return self._decode_with_window(layer, step, blocks, grouped)
 
     def _measure_recall(
         self, layer: SelfExtendLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
@@ -157,7 +157,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         """As in RetrievalAttention; `call` is at grouped positions, as the Context is."""
         assert layer.window is not None
         size, kv_heads = layer.layout.block_size, call.k.shape[1]
-        keys = layer.read_keys(min(layer.layout.sink_blocks, blocks.closed) * size, blocks.closed * size).float()
+        keys = layer.read_keys(min(layer.layout.sink_blocks, blocks.finalized) * size, blocks.finalized * size).float()
         scores = call.q.float().cpu().unflatten(1, (kv_heads, -1)).squeeze(3) @ keys.mT * call.scale
         if call.softcap is not None:
             scores = call.softcap * (scores / call.softcap).tanh()

@@ -48,7 +48,7 @@ class SelfExtendLayer(RetrievalLayer):
     @property
     def stored_apart(self) -> int:
         """See FusedPrefillLayer. The buffer also loads Local, which has all neighbours of the prompt's first token."""
-        size, length = self.layout.block_size, self.cohort.length
+        size, length = self.layout.block_size, self.group.length
         return max(0, min(self.context_end, (length - self.positions.neighbours) // size)) * size
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
@@ -84,7 +84,7 @@ class SelfExtendLayer(RetrievalLayer):
     def restore(self, part: SavedPart, place: Place) -> None:
         dim, device = place.keys.shape[3], place.keys.device
         self.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
-        if self.rotary is None or len(self.rotary) < self.cohort.length:
+        if self.rotary is None or len(self.rotary) < self.group.length:
             raise part.wrong("the rotation of some tokens is missing")
         super().restore(part, place)
 

@@ -91,7 +91,7 @@ class ShadowKVAttention(NotedRotations):
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Record the rotation of the new tokens, in one table shared with other layers of the same rotation."""
-        layers = step.cohort.layers
+        layers = step.group.layers
         layer: LowRankLayer = layers[self.layer_idx]
         start = layer.get_seq_length()
         own = layer.factors.rotary
@@ -223,7 +223,7 @@ class ShadowKVAttention(NotedRotations):
     def _count(self, layer: LowRankLayer, outliers: torch.Tensor) -> int:
         """Number of chunks to choose apart from the outliers [batch, kv_heads, n]."""
         chunks = layer.chunks
-        return min(chunk_budget(layer.cohort.prompt_length, chunks, self.settings), chunks - outliers.shape[2])
+        return min(chunk_budget(layer.group.prompt_length, chunks, self.settings), chunks - outliers.shape[2])
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         weight = next(self.wrapped.parameters())

@@ -15,7 +15,7 @@ import torch
 from gpu_ops.host_copies import on_device
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.engine.deferred_readback import Watched
+from hetero_kv.engine.deferred_readback import CheckedNumber
 from hetero_kv.engine.step import Step
 from hetero_kv.families.prompts_on_gpu.layer import GpuPrefillCache
 from hetero_kv.families.prompts_on_gpu.pieces import Pieces
@@ -83,11 +83,11 @@ class ContextLayer(GpuPrefillCache):
         if self.pool is None:
             kv_heads, v_dim = values.shape[1], values.shape[-1]
             # Key vectors have dimension 0, because keys are stored elsewhere.
-            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
+            self.pool = self.group.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
 
     def values_are_mapped(self) -> bool:
         """Whether kernels of the compute device can read the stored values in DRAM; maps new ones if possible."""
-        mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
+        mapped: MappedMemory | None = self.group.store.mapped.get(self.layer_idx)
         return mapped is not None and mapped.reach(self.bytes_touched)
 
     # -- storing tokens
@@ -156,7 +156,7 @@ class ContextLayer(GpuPrefillCache):
         """Start writing the values of the chunks that enter the Context; see GpuPrefillCache."""
         self.have_pool(buffer.values)
         assert self.pool is not None
-        blocks, write_out = step.blocks(self.layout), self.cohort.store.write_out(buffer.values.device)
+        blocks, write_out = step.blocks(self.layout), self.group.store.write_out(buffer.values.device)
         part = self.context.length, blocks.length
         is_measured = self.context.length and self.settings.refactor_above < 1
         sums_of = self.factors.energies if is_measured else None
@@ -190,9 +190,13 @@ class ContextLayer(GpuPrefillCache):
         if not key_chunks.is_cuda:
             return choice.outliers() if bool(is_another) else before
         if step.is_decode:
-            step.watched.append(Watched(is_another.float(), lambda number: self._change_outliers(choice, number)))
+            step.checked_numbers.append(
+                CheckedNumber(is_another.float(), lambda number: self._change_outliers(choice, number))
+            )
             return before
-        step.watched.append(Watched(is_another.float(), lambda number: self._keep_outliers(before, number)))
+        step.checked_numbers.append(
+            CheckedNumber(is_another.float(), lambda number: self._keep_outliers(before, number))
+        )
         return choice.outliers()
 
     def _change_outliers(self, choice: OutlierChoice, is_another: float) -> None:
@@ -237,7 +241,7 @@ class ContextLayer(GpuPrefillCache):
     def _between(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the Context's positions [start, stop), whole chunks; the keys of outliers are exact."""
         assert self.pool is not None
-        keys, rows = self._keys_between(start, stop), range(len(self.cohort.sequences))
+        keys, rows = self._keys_between(start, stop), range(len(self.group.sequences))
         values = torch.stack([self.pool.read(self.block_ids(row), start, stop)[1] for row in rows])
         return keys, on_device(values.to(keys.dtype), keys.device)
 

@@ -15,7 +15,7 @@ from gpu_ops.host_copies import on_device
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.engine.deferred_readback import Arriving, Watched
+from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
@@ -73,7 +73,7 @@ class LowRankLayer(ContextLayer):
     @property
     def counted(self) -> LowRankStatistics:
         """The counts, including those on a GPU, for which this waits."""
-        by_step = self.missed.taken(len(self.cohort.sequences))
+        by_step = self.missed.taken(len(self.group.sequences))
         if by_step:
             beyond = sum(bytes_of_missed(self, missed, rows) for missed, rows in by_step)
             self.read = self.read._replace(total=self.read.total + beyond)
@@ -134,8 +134,8 @@ class LowRankLayer(ContextLayer):
         self.have_pool(values)
         assert self.pool is not None
         # In the store, which forks share, because memory can be page-locked only once.
-        if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
-            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
+        if self.layer_idx not in self.group.store.mapped and runs_triton(values):
+            self.group.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
         self._watch(step, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
@@ -158,7 +158,7 @@ class LowRankLayer(ContextLayer):
             return
         new_keys, new_values = (part.entries[:, :, :count] for part in (self.recent_keys, self.recent_values))
         if new_values.is_cuda:
-            step.arriving.append(Arriving(new_values, lambda values: self._put(step, values, start)))
+            step.host_copies.append(HostCopy(new_values, lambda values: self._put(step, values, start)))
         else:
             self._put(step, new_values, start)
         self._take_in(step, new_keys, new_values)
@@ -175,7 +175,7 @@ class LowRankLayer(ContextLayer):
                 self.require_storable(float(largest))
             else:
                 # Checked after all layers; the tokens count as stored only then.
-                step.watched.append(Watched(largest, self.require_storable))
+                step.checked_numbers.append(CheckedNumber(largest, self.require_storable))
 
     # -- reading tokens
 
@@ -189,7 +189,7 @@ class LowRankLayer(ContextLayer):
         Returns [batch, kv_heads, n, chunk_size, v_dim].
         """
         assert self.pool is not None
-        rows = range(len(self.cohort.sequences))
+        rows = range(len(self.group.sequences))
         table = torch.from_numpy(np.stack([self.block_ids(row) for row in rows]).astype(np.int64))
         blocks = table[torch.arange(len(table))[:, None, None], chunks]
         kv_heads = chunks.shape[1]

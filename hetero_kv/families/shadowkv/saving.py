@@ -47,9 +47,9 @@ def saved(layer: LowRankLayer) -> SavedPart:
 
 def restore(layer: LowRankLayer, part: SavedPart, place: Place) -> tuple[int, Outliers | None, LowRankStatistics]:
     """Restore a layer; see FamilyLayer. Returns the Context's length, its outliers, and the counts."""
-    length, chunk_size = layer.cohort.length, layer.chunk_size
+    length, chunk_size = layer.group.length, layer.chunk_size
     end = part.integer("context", 0, length // chunk_size * chunk_size)
-    if end % chunk_size or end != layer.cohort.sequences[0].tables[layer.layout].length:
+    if end % chunk_size or end != layer.group.sequences[0].tables[layer.layout].length:
         raise part.wrong(f"context is {end}, and its values are others")
     dim, device = place.keys.shape[3], place.keys.device
     layer.factors.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))

@@ -28,8 +28,8 @@ from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.token_retrieval import choosers
-from hetero_kv.families.token_retrieval.choosers import Answer, Asked, TokenSettings
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Choice
+from hetero_kv.families.token_retrieval.choosers import ContextAttention, TokenQuery, TokenSettings
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, ChosenTokens
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
@@ -96,13 +96,13 @@ class TokenRetrievalAttention(ExactPrefill):
     def _new_observation(self, step: Step) -> Observation | None:
         return Observation(self.observed_queries) if self.observed_queries else None
 
-    def _close_blocks(self, layer: TokenRetrievalLayer, step: Step) -> None:
+    def _finalize_blocks(self, layer: TokenRetrievalLayer, step: Step) -> None:
         observation = layer.state.observation
         if observation is None or observation.q is None:
-            layer.close(step)
+            layer.finalize(step)
             return
         layer.state = replace(layer.state, observation=None)
-        layer.close(step, *on_host(observation.q.float()))
+        layer.finalize(step, *on_host(observation.q.float()))
 
     # -- look-ahead
 
@@ -118,25 +118,25 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def chooses_in(self, step: Step) -> bool:
         """Whether a step of one token per row must choose Context tokens, as known before the token is stored."""
-        layer = step.cohort.layers[self.layer_idx]
+        layer = step.group.layers[self.layer_idx]
         if not step.is_decode or not step.keeps or layer.pool is None or self.chooser is None:
             return False
         blocks = step.blocks(layer.layout)
-        tokens = (blocks.closed - min(layer.layout.sink_blocks, blocks.closed)) * layer.layout.block_size
+        tokens = (blocks.finalized - min(layer.layout.sink_blocks, blocks.finalized)) * layer.layout.block_size
         return tokens > 0 and not self.chooser.covers(tokens)
 
-    def chosen_for(self, step: Step, call: bridge.AttentionCall) -> Choice:
+    def chosen_for(self, step: Step, call: bridge.AttentionCall) -> ChosenTokens:
         """The chooser's choice for a coming step with guessed queries; finalizes the blocks that the step completes.
 
         Blocks of the choice that are in a file are requested from the system.
         """
-        layer: TokenRetrievalLayer = step.cohort.layers[self.layer_idx]
+        layer: TokenRetrievalLayer = step.group.layers[self.layer_idx]
         blocks = step.blocks(layer.layout)
-        if blocks.newly_closed[0] != blocks.newly_closed[1]:
-            layer.close(step)
-        return self._fetched(self._asked(layer, blocks, call))
+        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+            layer.finalize(step)
+        return self._fetched(self._token_query(layer, blocks, call))
 
-    def _fetched(self, query: Asked) -> Choice:
+    def _fetched(self, query: TokenQuery) -> ChosenTokens:
         assert self.chooser is not None
         choice, pool = self.chooser.choose(query), query.pool
         if pool.read_ahead is not None and pool.reads_ahead():
@@ -150,7 +150,7 @@ class TokenRetrievalAttention(ExactPrefill):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
-        attended = self._attended if layer.window is None else self._attended_beside_window
+        attended = self._attended if layer.window is None else self._attended_with_window
         out, lse, mass = attended(layer, step, blocks, call)
         if self.engine.measure_recall:
             assert layer.pool is not None
@@ -160,16 +160,16 @@ class TokenRetrievalAttention(ExactPrefill):
             out, _ = apply_sink(out, lse, call.sink)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def _asked(
+    def _token_query(
         self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray | None = None
-    ) -> Asked:
+    ) -> TokenQuery:
         """A decode query with `q`, if the queries are already on the CPU, else with those of the call."""
         pool, table = layer.pool, blocks.table
         assert pool is not None
         queries = kernel_array(call.q, torch.float32) if q is None else q
         q = queries.reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
-        first, end = min(layer.layout.sink_blocks, blocks.closed), blocks.closed
-        return Asked(
+        first, end = min(layer.layout.sink_blocks, blocks.finalized), blocks.finalized
+        return TokenQuery(
             q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
             self.threads,
         )  # fmt: skip
@@ -183,17 +183,17 @@ class TokenRetrievalAttention(ExactPrefill):
         attended tokens, each counted once.
         """
         layer.store_token(step, call.k, call.v)
-        ahead, query = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call)
+        ahead, query = self._taken_ahead(layer, step, blocks), self._token_query(layer, blocks, call)
         chooses = self._chooses(query)
-        out, lse = _of_heads(call, *query.attend_blocks(query.elsewhere if chooses else query.table))
+        out, lse = _of_heads(call, *query.attend_blocks(query.other_blocks if chooses else query.table))
         if not chooses:
             layer.count(step.length, query.end - query.first, query.tokens, 0.0)
             return out, lse, lse
-        answer = self._answer(layer, step, query._replace(beside=lse.view(query.q.shape[:3]), ahead=ahead))
+        answer = self._answer(layer, step, query._replace(outside_lse=lse.view(query.q.shape[:3]), ahead=ahead))
         chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
         return *merge_attention(out, lse, chosen_out, chosen_lse), torch.logaddexp(lse, chosen_mass)
 
-    def _attended_beside_window(
+    def _attended_with_window(
         self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `_attended`, with attention sink and recent window on a device.
@@ -201,42 +201,42 @@ class TokenRetrievalAttention(ExactPrefill):
         `mass` is on the CPU, and NaN where neither recall nor the chooser needs it. The host waits for one copy from
         the device and makes one copy back, as in `WindowedDecode`.
         """
-        needs_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside)
-        passage = layer.passage(call, blocks.closed * layer.layout.block_size, needs_window)
+        needs_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_outside_lse)
+        passage = layer.passage(call, blocks.finalized * layer.layout.block_size, needs_window)
         staging = layer.staging
         assert staging is not None
         *sent, in_window = passage.arrived()
         q, k, v = map(torch.from_numpy, sent)
-        beside = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
+        outside_lse = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
         layer.store_token(step, k, v)
         if self.following is not None:
             # The next layer's guessed queries were sent earlier on the same stream, so they have arrived too.
             self.following.arrived(step)
-        ahead, query = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q.numpy())
+        ahead, query = self._taken_ahead(layer, step, blocks), self._token_query(layer, blocks, call, q.numpy())
         if self._chooses(query):
-            answer = self._answer(layer, step, query._replace(beside=beside, ahead=ahead))
+            answer = self._answer(layer, step, query._replace(outside_lse=outside_lse, ahead=ahead))
             chosen_out, chosen_lse, chosen_mass = answer.out, answer.lse, answer.mass
         else:
             layer.count(step.length, query.end - query.first, query.tokens, 0.0)
             if not query.tokens:
-                return *passage.alone(), beside
+                return *passage.alone(), outside_lse
             chosen_out, chosen_lse = query.attend_blocks(query.context)
             chosen_mass = chosen_lse
         for target, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
             target[...] = part.numpy().reshape(target.shape)
-        return *passage.merged(), torch.logaddexp(beside, chosen_mass)
+        return *passage.merged(), torch.logaddexp(outside_lse, chosen_mass)
 
-    def _chooses(self, query: Asked) -> bool:
+    def _chooses(self, query: TokenQuery) -> bool:
         return self.chooser is not None and query.tokens > 0 and not self.chooser.covers(query.tokens)
 
-    def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> Choice | None:
+    def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> ChosenTokens | None:
         """The choice made before the layer was called, or None; finalizes the blocks that the step completes if so."""
         ahead = None if self.ahead is None else self.ahead.taken(step)
-        if ahead is None and blocks.newly_closed[0] != blocks.newly_closed[1]:
-            layer.close(step)
+        if ahead is None and blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+            layer.finalize(step)
         return ahead
 
-    def _answer(self, layer: TokenRetrievalLayer, step: Step, query: Asked) -> Answer:
+    def _answer(self, layer: TokenRetrievalLayer, step: Step, query: TokenQuery) -> ContextAttention:
         """The chooser's answer; counts its tokens and bytes."""
         chooser = self.chooser
         assert chooser is not None
@@ -254,7 +254,7 @@ class TokenRetrievalAttention(ExactPrefill):
         dims = kv_heads, settings.block_size, k_dim, v_dim
         pool = BlockPool(
             3, *dims, settings.key_storage, 0, value_storage=settings.value_storage, offset_keys=settings.offset_keys,
-            beside=None if self.chooser is None else self.chooser.arrays(shape),
+            auxiliary=None if self.chooser is None else self.chooser.arrays(shape),
         )  # fmt: skip
         table, lengths = np.arange(3, dtype=np.int32)[None], np.full(3, settings.block_size, np.int32)
         q, counts = np.ones((1, kv_heads, group, k_dim), np.float32), np.full((1, 1), 3, np.int32)
@@ -262,11 +262,11 @@ class TokenRetrievalAttention(ExactPrefill):
             q[:, None], pool.key_array, pool.value_array, table[None], counts, lengths, 1.0, softcap,
             key_offsets=pool.offset_array,
         )  # fmt: skip
-        known = NOTHING_KNOWN if self.chooser is None else self.chooser.close(pool, table, 1, 2, NOTHING_KNOWN)
-        query = Asked(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
-        _, lse = query.attend_blocks(query.elsewhere)
+        known = NOTHING_KNOWN if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_KNOWN)
+        query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
+        _, lse = query.attend_blocks(query.other_blocks)
         if self.chooser is not None:
-            self.chooser.attend(query._replace(beside=lse))
+            self.chooser.attend(query._replace(outside_lse=lse))
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- description
@@ -284,8 +284,8 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         arrays = {} if self.chooser is None else self.chooser.arrays(shape)
-        beside = sum(array.nbytes for array in arrays.values())
-        return PagedFootprint.of(shape, self.settings, accumulates=False, beside=beside)
+        auxiliary_bytes = sum(array.nbytes for array in arrays.values())
+        return PagedFootprint.of(shape, self.settings, accumulates=False, auxiliary_bytes=auxiliary_bytes)
 
     def attended_tokens(self, length: int) -> float:
         layout = TokenLayout.of_settings(self.settings)

@@ -48,7 +48,7 @@ class TokenState(RetrievalState):
 
     known: Known = field(default_factory=dict)
     learned: int = 0
-    asked_at: int = 0
+    query_length: int = 0
     tokens: Tally = NO_NUMBERS
 
     def selected(self, rows: list[int]) -> TokenState:
@@ -66,7 +66,7 @@ class TokenRetrievalLayer(RetrievalLayer):
 
     def __init__(self, settings: TokenSettings, chooser: Chooser | None) -> None:
         self.chooser = chooser
-        layout = TokenLayout.of_settings(settings, closes_alone=chooser is not None and chooser.learns)
+        layout = TokenLayout.of_settings(settings, finalizes_per_sequence=chooser is not None and chooser.learns)
         assert isinstance(layout, TokenLayout)
         super().__init__(replace(layout, segment_tokens=0 if chooser is None else chooser.segment_tokens), settings)
 
@@ -77,28 +77,28 @@ class TokenRetrievalLayer(RetrievalLayer):
     def accumulates(self) -> bool:
         return False
 
-    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
+    def auxiliary_arrays(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, AuxiliaryArray]:
         return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
 
-    def close(self, step: Step, queries: torch.Tensor | None = None) -> None:
+    def finalize(self, step: Step, queries: torch.Tensor | None = None) -> None:
         """Derive the chooser's arrays of the blocks that enter the Context; `queries` as in `Chooser.learned`."""
         blocks, pool, sink = step.blocks(self.layout), self.pool, self.layout.sink_blocks
-        first, end = max(blocks.newly_closed[0], sink), blocks.newly_closed[1]
+        first, end = max(blocks.newly_finalized[0], sink), blocks.newly_finalized[1]
         if self.chooser is None or first >= end:
             return
         assert pool is not None
-        known, asked_at = self.state.known, self.state.asked_at
+        known, query_length = self.state.known, self.state.query_length
         if not known and queries is not None:
             known = self.chooser.learned(pool, blocks.table, first, end, queries)
-            asked_at = step.length if known else 0
-        known = self.chooser.close(pool, blocks.table, first, end, known)
+            query_length = step.length if known else 0
+        known = self.chooser.finalize(pool, blocks.table, first, end, known)
         if known is not self.state.known:
-            self.state = replace(self.state, known=known, learned=end, asked_at=asked_at)
+            self.state = replace(self.state, known=known, learned=end, query_length=query_length)
 
-    def count(self, length: int, context: int, tokens: float, beside: float) -> None:
+    def count(self, length: int, context: int, tokens: float, choice_bytes: float) -> None:
         """Count what a step reads of a sequence of `length` tokens, whose Context has `context` blocks.
 
-        tokens: Context tokens that a kv head attended to. beside: bytes read to choose them.
+        tokens: Context tokens that a kv head attended to. choice_bytes: bytes read to choose them.
         """
         if self.reading is None:
             assert self.pool is not None
@@ -107,7 +107,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         around = reading.of_step(length, context, SelectionStatistics(0))
         # The offset of a block is read again for each scattered token of another block.
         offsets = min(tokens, float(context)) * reading.offset
-        self.read = self.read.plus(around + tokens * reading.token + offsets + beside)
+        self.read = self.read.plus(around + tokens * reading.token + offsets + choice_bytes)
         if self.chooser is not None:
             self.state = replace(self.state, tokens=self.state.tokens.plus(tokens))
 
@@ -117,11 +117,11 @@ class TokenRetrievalLayer(RetrievalLayer):
         if self.chooser is None or not state.known:
             return
         full = length // layout.block_size
-        kept = self.chooser.kept_until(state.known, state.learned, full, layout.closed(length))
-        if kept == 0 or length < state.asked_at:
+        kept = self.chooser.kept_until(state.known, state.learned, full, layout.finalized(length))
+        if kept == 0 or length < state.query_length:
             self._forget()
         elif kept < full:
-            self.cohort.closed[layout] = min(kept, self.cohort.closed[layout])
+            self.group.finalized[layout] = min(kept, self.group.finalized[layout])
             self.state = replace(state, learned=min(kept, state.learned))
 
     def expect(self, tokens: int) -> bool:
@@ -140,14 +140,14 @@ class TokenRetrievalLayer(RetrievalLayer):
     def _forget(self) -> None:
         """Void what was learned, and with it the derived arrays of all blocks."""
         if self.state.known:
-            self.cohort.closed[self.layout] = 0
-            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0, asked_at=0)
+            self.group.finalized[self.layout] = 0
+            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0, query_length=0)
 
     def saved(self) -> SavedPart:
         part = super().saved()
         part.numbers |= {"learned": self.state.learned, "tokens": list(self.state.tokens)}
-        if self.state.asked_at:
-            part.numbers["asked_at"] = self.state.asked_at
+        if self.state.query_length:
+            part.numbers["asked_at"] = self.state.query_length
         part.put(**{f"known_{name}": tensor for name, tensor in self.state.known.items()})
         return part
 
@@ -157,13 +157,15 @@ class TokenRetrievalLayer(RetrievalLayer):
         shape, known = KVShape(kv_heads, k_dim, place.values.shape[-1]), {}
         shapes = {} if self.chooser is None else self.chooser.known_shapes(shape)
         # Not limited to finalized blocks: a cropped sequence keeps what it learned from blocks now in its window.
-        learned = part.integer("learned", 0, self.cohort.length // self.layout.block_size)
+        learned = part.integer("learned", 0, self.group.length // self.layout.block_size)
         if learned:
             for name, (of_row, dtype) in shapes.items():
                 known[name] = part.tensor(f"known_{name}", (rows, *of_row), dtype, torch.device("cpu"))
         old = {each.name: getattr(self.state, each.name) for each in fields(RetrievalState)}
-        asked_at = part.optional_integer("asked_at", 0, self.cohort.length) or 0
-        self.state = TokenState(**old, known=known, learned=learned, asked_at=asked_at, tokens=part.tally("tokens"))
+        query_length = part.optional_integer("asked_at", 0, self.group.length) or 0
+        self.state = TokenState(
+            **old, known=known, learned=learned, query_length=query_length, tokens=part.tally("tokens")
+        )
 
     @property
     def statistics(self) -> dict[str, float | int | None]:

@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.foreign import has_global_hooks, is_heard_itself
+from hetero_kv.adapter.foreign import has_global_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.traced_qkv import call_of
 from hetero_kv.engine.step import Step
-from hetero_kv.families.token_retrieval.choosers.chooser import Choice
+from hetero_kv.families.token_retrieval.choosers.chooser import ChosenTokens
 
 if TYPE_CHECKING:
     from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
@@ -36,13 +36,13 @@ class LookAhead:
     def __init__(self, operator: TokenRetrievalAttention, before: TokenRetrievalAttention) -> None:
         self._operator, self._before = operator, before
         self._sent: WeakKeyDictionary[Step, bridge.AttentionCall] = WeakKeyDictionary()
-        self._chosen: WeakKeyDictionary[Step, Choice] = WeakKeyDictionary()
+        self._chosen: WeakKeyDictionary[Step, ChosenTokens] = WeakKeyDictionary()
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose from the arguments of the previous attention module, for steps that have a choice."""
         operator = self._operator
         steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
-        if not steps or not self._computes_where(args, kwargs) or self._is_heard():
+        if not steps or not self._computes_where(args, kwargs) or self._has_hooks():
             return
         call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
@@ -52,11 +52,11 @@ class LookAhead:
             if not call.q.is_cuda:
                 self.arrived(step)
 
-    def _is_heard(self) -> bool:
+    def _has_hooks(self) -> bool:
         """Whether somebody would hear the layer called once more than it is, or its module left half-way."""
         modules = (self._operator.wrapped, self._operator.input_norm)
         return has_global_hooks() or any(
-            is_heard_itself(part) for module in modules if module is not None for part in module.modules()
+            has_own_hooks(part) for module in modules if module is not None for part in module.modules()
         )
 
     def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -85,7 +85,7 @@ class LookAhead:
         if call is not None:
             self._chosen[step] = self._operator.chosen_for(step, call)
 
-    def taken(self, step: Step) -> Choice | None:
+    def taken(self, step: Step) -> ChosenTokens | None:
         """Returns a step's choice and forgets it; None if there was none."""
         return self._chosen.pop(step, None)
 

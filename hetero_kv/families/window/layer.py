@@ -139,7 +139,7 @@ class WindowLayer(FamilyLayer):
         return part
 
     def restore(self, part: SavedPart, place: Place) -> None:
-        length = part.integer("seen", self.cohort.length, self.cohort.length)
+        length = part.integer("seen", self.group.length, self.group.length)
         cached, read = min(length, self.window - 1), part.tally("read")
         keys, values = part.like("keys", place.keys, cached), part.like("values", place.values, cached)
         self.rollback((keys, values, 0, cached, length, read))

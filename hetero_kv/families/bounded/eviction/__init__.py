@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.registry import get, names, register
 from hetero_kv.families.bounded.eviction.settings import (
     BoundedSettings,
@@ -16,9 +16,9 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "Attended",
     "BoundedSettings",
     "EvictionPolicy",
+    "ObservedAttention",
     "StridedSettings",
     "WholePromptSettings",
     "get",

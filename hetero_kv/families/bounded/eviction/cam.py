@@ -8,7 +8,7 @@ import torch
 
 from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best, others, seen_by
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
@@ -42,7 +42,7 @@ class CaM(EvictionPolicy[CaMSettings]):
     n-th of the newest. Each moves back by one place per token, so all take their turn.
     """
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         received = attended.column_sums().sum(dim=2)
         return entries.accumulated(received=received, queries=seen_by(received, attended.tokens))
 

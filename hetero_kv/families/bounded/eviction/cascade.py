@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
 from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
@@ -60,7 +60,7 @@ class Cascade(EvictionPolicy[CascadeSettings]):
     strided = True
     reindexed = True
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         seen: _Seen = entries.carried.get("seen", _Seen())
         entries = entries.carrying(seen=_Seen(seen.tokens + attended.tokens))
         if self.settings.sub_caches == 1:

@@ -11,7 +11,7 @@ import torch
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.allocation import shared_out
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best, others
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
@@ -58,7 +58,7 @@ class D2O(EvictionPolicy[D2OSettings]):
 
     allocates = True
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         return entries.accumulated(received=attended.column_sums().mean(dim=2))
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:

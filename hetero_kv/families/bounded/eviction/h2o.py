@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
@@ -24,7 +24,7 @@ class H2OSettings(WholePromptSettings):
 class H2O(EvictionPolicy[H2OSettings]):
     """Ranks entries by the attention received from all queries so far, summed over the group's heads (algorithm 1)."""
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         return entries.accumulated(received=attended.column_sums().sum(dim=2))
 
     def evict(self, entries: Entries, budget: int) -> Entries:

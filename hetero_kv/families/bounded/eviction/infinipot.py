@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
@@ -105,7 +105,7 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
     def catalyst_text(self) -> str:
         return self.settings.catalyst_text
 
-    def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
+    def observe_catalyst(self, entries: Entries, attended: ObservedAttention) -> Entries:
         """Accumulate the representative score, eq. 2."""
         received = attended.column_sums()[..., : entries.num_entries].mean(dim=2)
         begins = attended.keys.shape[2] - attended.tokens == entries.num_entries

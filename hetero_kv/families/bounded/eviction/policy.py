@@ -54,7 +54,7 @@ S = TypeVar("S", bound=BoundedSettings)
 
 
 @dataclass(frozen=True)
-class Attended:
+class ObservedAttention:
     """What a chunk's queries attended to in one layer.
 
     Attributes:
@@ -191,7 +191,7 @@ class EvictionPolicy(ABC, Generic[S]):
         """Returns the entries before the first stride of a prompt that follows them."""
         return entries
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         """Returns the entries updated by `attended`. `entries` and `attended.keys` are in the same order."""
         return entries
 
@@ -210,7 +210,7 @@ class EvictionPolicy(ABC, Generic[S]):
         """The text that runs after the entries before an eviction; None for no catalyst."""
         return None
 
-    def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
+    def observe_catalyst(self, entries: Entries, attended: ObservedAttention) -> Entries:
         """Returns the entries updated by what the catalyst attended to.
 
         `attended.keys` are those of the entries, then of the catalyst's tokens so far. Called once per catalyst chunk.

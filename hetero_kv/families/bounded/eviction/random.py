@@ -7,7 +7,7 @@ from typing import Literal
 
 from gpu_ops.draws import drawn
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
@@ -33,7 +33,7 @@ class RandomChoice(EvictionPolicy[RandomSettings]):
         super().__init__(settings, layer_idx, num_layers)
         self.strided = settings.prefill == "strided"
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         return entries.scored(draw=drawn(entries.positions, self.settings.seed, self.layer_idx))
 
     def evict(self, entries: Entries, budget: int) -> Entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best, seen_by
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
@@ -32,7 +32,7 @@ class RoCo(EvictionPolicy[RoCoSettings]):
     """Ranks entries by the mean attention of the queries that saw them; those of highest standard deviation are
     protected. The heads of a group count as additional queries."""
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         sums, squares = attended.column_sums(), attended.column_sums(squared=True)
         received = sums.sum(dim=2)
         queries = seen_by(received, attended.tokens, sums.shape[2])

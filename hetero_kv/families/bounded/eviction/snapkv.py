@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
@@ -35,7 +35,7 @@ class SnapKVSettings(WholePromptSettings):
     kernel: int = setting(5, "average pooling of the votes along entries, odd; 1: none", unit="entries", minimum=1)
 
     def observed(self, question: int | None) -> int:
-        """Number of a prompt's last queries that vote; `question` as in `Attended`."""
+        """Number of a prompt's last queries that vote; `question` as in `ObservedAttention`."""
         if self.observation != "question":
             return self.observation
         return self.window if question is None else min(question, LONGEST_QUESTION)
@@ -62,7 +62,7 @@ class WindowVote(EvictionPolicy[V]):
     it was among the newest `window`, which are kept: an equal number of queries has voted on each.
     """
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         window = self.settings.window
         if not attended.is_decoded:
             carried = entries.carried.get("window")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
@@ -24,7 +24,7 @@ class Tova(EvictionPolicy[TovaSettings]):
 
     strided = True
 
-    def observe(self, entries: Entries, attended: Attended) -> Entries:
+    def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
         shared = attended.column_sums(last=1).mean(dim=(1, 2))
         return entries.scored(last=shared[:, None].expand(-1, attended.keys.shape[1], -1))
 

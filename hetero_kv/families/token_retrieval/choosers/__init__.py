@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser
+from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.registry import get, names, register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
 
@@ -11,9 +11,9 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "Answer",
-    "Asked",
     "Chooser",
+    "ContextAttention",
+    "TokenQuery",
     "TokenSettings",
     "chooser_setting",
     "get",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cpu_ops.top_k import top_k_blocks
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Attended, Chooser
+from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, TokenAttention, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.settings import BudgetedSettings
 
 B = TypeVar("B", bound=BudgetedSettings)
@@ -20,12 +20,12 @@ class Coarse(NamedTuple):
 
     Attributes:
         scores: of the Context's tokens, [rows, kv_heads, group, tokens] float32, scaled and capped for the softmax.
-        beside: log-sum-exp of the scores of all other tokens, [rows, kv_heads, group].
+        outside_lse: log-sum-exp of the scores of all other tokens, [rows, kv_heads, group].
         read: bytes read to compute them, per row.
     """
 
     scores: torch.Tensor
-    beside: torch.Tensor
+    outside_lse: torch.Tensor
     read: float
 
 
@@ -35,25 +35,30 @@ class BestTokens(Chooser[B], Generic[B]):
     choosing = frozenset(("token_budget",))
 
     @abstractmethod
-    def coarse(self, query: Asked) -> Coarse:
+    def coarse(self, query: TokenQuery) -> Coarse:
         """Returns approximate scores of the Context's tokens."""
 
-    def attend(self, query: Asked) -> Answer:
+    def attend(self, query: TokenQuery) -> ContextAttention:
         coarse, count = self.coarse(query), self.settings.budget(query.tokens)
-        total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.beside)
+        total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.outside_lse)
         shares = torch.exp(coarse.scores - total[..., None])
         rows, kv_heads, _, tokens = shares.shape
         ranked = shares.mean(dim=2).view(rows * kv_heads, tokens).numpy()
         positions, counts = top_k_blocks(ranked, np.full(rows * kv_heads, tokens, np.int32), count)
         places = positions.reshape(rows, kv_heads, count)
         attended = query.attend(places, counts.reshape(rows, kv_heads))
-        answer = Answer(*attended, count, coarse.read)
+        answer = ContextAttention(*attended, count, coarse.read)
         index = torch.from_numpy(places).long()[:, :, None].expand(-1, -1, shares.shape[2], -1)
         return self.completed(query, coarse, shares.gather(3, index).sum(dim=3), attended, answer)
 
     def completed(
-        self, query: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
-    ) -> Answer:
+        self,
+        query: TokenQuery,
+        coarse: Coarse,
+        chosen: torch.Tensor,
+        attended: TokenAttention,
+        answer: ContextAttention,
+    ) -> ContextAttention:
         """Returns the answer with an estimate for the tokens that were not chosen. The default adds none.
 
         chosen: the chosen tokens' share of the softmax over approximate scores, [rows, kv_heads, group].

@@ -25,7 +25,7 @@ NOTHING_KNOWN: Known = {}
 LEARNED_ANEW = 4
 
 
-class Attended(NamedTuple):
+class TokenAttention(NamedTuple):
     """Attention to lists of tokens, one list per kv head or query head.
 
     Attributes:
@@ -39,7 +39,7 @@ class Attended(NamedTuple):
     mass: torch.Tensor
 
 
-class Answer(NamedTuple):
+class ContextAttention(NamedTuple):
     """A chooser's attention to the Context in one step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
     share: float | None = None
 
 
-class Choice(NamedTuple):
+class ChosenTokens(NamedTuple):
     """Chosen tokens of the Context.
 
     Attributes:
@@ -74,7 +74,7 @@ class Choice(NamedTuple):
     read: float
 
 
-class Asked(NamedTuple):
+class TokenQuery(NamedTuple):
     """The query of a decoded token in every row, and what is needed to answer it.
 
     Attributes:
@@ -82,7 +82,7 @@ class Asked(NamedTuple):
         table: [rows, blocks] int32, block ids of each row; blocks [first, end) are the Context.
         lengths: [num_blocks] int32, tokens in each block.
         scale, softcap: scaling and capping of scores; softcap 0 for none.
-        beside: log-sum-exp of the scores of all tokens outside the Context, [rows, kv_heads, group] float32.
+        outside_lse: log-sum-exp of the scores of all tokens outside the Context, [rows, kv_heads, group] float32.
         known: what the chooser learned when blocks were finalized.
         ahead: the choice made before the query was known, if the chooser looks ahead.
     """
@@ -95,10 +95,10 @@ class Asked(NamedTuple):
     lengths: np.ndarray
     scale: float
     softcap: float
-    beside: torch.Tensor
+    outside_lse: torch.Tensor
     known: Known
     threads: int
-    ahead: Choice | None = None
+    ahead: ChosenTokens | None = None
 
     @property
     def context(self) -> np.ndarray:
@@ -106,7 +106,7 @@ class Asked(NamedTuple):
         return np.ascontiguousarray(self.table[:, self.first : self.end])
 
     @property
-    def elsewhere(self) -> np.ndarray:
+    def other_blocks(self) -> np.ndarray:
         """The ids of the other blocks, [rows, blocks] int32."""
         return np.concatenate([self.table[:, : self.first], self.table[:, self.end :]], axis=1)
 
@@ -121,7 +121,7 @@ class Asked(NamedTuple):
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
     def attend_blocks(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to all tokens of the blocks `ids` [rows, blocks]: out and lse, as in `Attended`."""
+        """Attention to all tokens of the blocks `ids` [rows, blocks]: out and lse, as in `TokenAttention`."""
         lists = np.ascontiguousarray(ids[:, None])
         counts = np.full(lists.shape[:2], lists.shape[2], np.int32)
         pool = self.pool
@@ -131,7 +131,9 @@ class Asked(NamedTuple):
         )  # fmt: skip
         return torch.from_numpy(out), torch.from_numpy(lse)
 
-    def attend(self, positions: np.ndarray, counts: np.ndarray, log_weights: torch.Tensor | None = None) -> Attended:
+    def attend(
+        self, positions: np.ndarray, counts: np.ndarray, log_weights: torch.Tensor | None = None
+    ) -> TokenAttention:
         """Attention to the Context's tokens at `positions` [rows, lists, n] int32, `counts` [rows, lists] of each list.
 
         There is one list per kv head or one per query head, in order. log_weights: [rows, lists, n], the logarithm of
@@ -151,7 +153,7 @@ class Asked(NamedTuple):
         weights = torch.exp(weighted - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
         out = token_values(weights.contiguous().numpy(), pool.value_array, *chosen, self.threads)
         heads = rows, kv_heads, group
-        return Attended(torch.from_numpy(out).view(*heads, -1), lse.view(heads), mass.view(heads))
+        return TokenAttention(torch.from_numpy(out).view(*heads, -1), lse.view(heads), mass.view(heads))
 
 
 class Chooser(ABC, Generic[S]):
@@ -161,12 +163,12 @@ class Chooser(ABC, Generic[S]):
     (`arrays`) and in `Known`, which the layer passes in.
     """
 
-    #: Whether `close` learns something about the sequence and derives block arrays from it.
+    #: Whether `finalize` learns something about the sequence and derives block arrays from it.
     learns: ClassVar[bool] = False
-    #: Whether it chooses from a guessed query (`choose`) before `attend`, which receives the choice as `Asked.ahead`.
+    #: Whether `choose` selects tokens for a predicted query; `attend` then receives the choice as `TokenQuery.ahead`.
     looks_ahead: ClassVar[bool] = False
-    #: Whether `attend` reads `Asked.beside`. If not, it is NaN on a GPU, which attends to the window at the same time.
-    reads_beside: ClassVar[bool] = True
+    #: Whether `attend` reads `TokenQuery.outside_lse`. If not, it is NaN on a GPU.
+    reads_outside_lse: ClassVar[bool] = True
 
     def __init__(self, settings: S, layer_idx: int) -> None:
         self.settings = settings
@@ -180,7 +182,7 @@ class Chooser(ABC, Generic[S]):
         """The arrays that it keeps per block and kv head, by name."""
 
     @abstractmethod
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         """Derive the arrays of blocks [first, end) of every row, which are full and enter the Context.
 
         tables: [rows, blocks] int32, block ids of each row. Returns what is known afterwards.
@@ -188,7 +190,7 @@ class Chooser(ABC, Generic[S]):
 
     @property
     def segment_tokens(self) -> int:
-        """Number of tokens that `close` processes together; 0 if it derives each block separately."""
+        """Number of tokens that `finalize` processes together; 0 if it derives each block separately."""
         return 0
 
     @property
@@ -197,18 +199,18 @@ class Chooser(ABC, Generic[S]):
         return 0
 
     def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
-        """What is known after a prompt, before `close` is first called with the same blocks.
+        """What is known after a prompt, before `finalize` is first called with the same blocks.
 
         queries: the prompt's last ones, [rows, heads, n, k_dim] float32.
         """
         return NOTHING_KNOWN
 
-    def choose(self, query: Asked) -> Choice:
+    def choose(self, query: TokenQuery) -> ChosenTokens:
         """Choose tokens for a query that may be a guess; the newest token's key may not be stored yet."""
         raise NotImplementedError("a chooser that looks ahead chooses")
 
     @abstractmethod
-    def attend(self, query: Asked) -> Answer:
+    def attend(self, query: TokenQuery) -> ContextAttention:
         """Attention of one query per head to the Context, which is not empty."""
 
     @abstractmethod

@@ -11,7 +11,14 @@ import torch
 from cpu_ops.sparse_gather import token_scores
 from cpu_ops.top_k import top_k_blocks
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Choice, Chooser, Known, every_index
+from hetero_kv.families.token_retrieval.choosers.chooser import (
+    Chooser,
+    ChosenTokens,
+    ContextAttention,
+    Known,
+    TokenQuery,
+    every_index,
+)
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
@@ -65,7 +72,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
     """Section 4. Skewing and components are computed from the Context's first keys, and again after longer prompts."""
 
     learns = looks_ahead = True
-    reads_beside = False
+    reads_outside_lse = False
     choosing = frozenset(("token_budget", "alpha"))
 
     @property
@@ -83,7 +90,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         by_kv_head = queries.unflatten(1, (pool.keys.shape[1], -1)).flatten(2, 3)
         return self._skewed(pool, tables, first, end, by_kv_head)
 
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
             # A Context that grows during an answer has no prompt's queries: its keys replace them.
             keys = torch.stack([pool.decoded_keys(torch.from_numpy(ids[first:end].astype(np.int64))) for ids in tables])
@@ -105,7 +112,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
             bases.append(skewing.gather(2, best[:, None].expand(-1, skewing.shape[1], -1)))
         return {"basis": torch.stack(bases)}
 
-    def choose(self, query: Asked) -> Choice:
+    def choose(self, query: TokenQuery) -> ChosenTokens:
         basis = query.known["basis"]
         partial = torch.from_numpy(query.q) @ basis
         scores, read = scores_by_components(query, "partial_keys", partial)
@@ -124,11 +131,11 @@ class InfiniGen(Chooser[InfiniGenSettings]):
             all_tokens = np.full(ranked.shape[1], query.tokens, np.int32)
             positions[row, :, :count] = top_k_blocks(ranked[row].numpy(), all_tokens, count)[0]
         counts = np.repeat(np.array(each, np.int32)[:, None], ranked.shape[1], axis=1)
-        return Choice(positions, counts, read + read_around)
+        return ChosenTokens(positions, counts, read + read_around)
 
-    def _scores_around(self, query: Asked, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def _scores_around(self, query: TokenQuery, q: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Scores of all tokens outside the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
-        ids, (rows, kv_heads) = query.elsewhere, q.shape[:2]
+        ids, (rows, kv_heads) = query.other_blocks, q.shape[:2]
         tokens = int(query.lengths[ids[0]].sum()) - 1
         positions = every_index(rows, kv_heads, tokens)
         counts, pool = np.full((rows, kv_heads), tokens, np.int32), query.pool
@@ -136,10 +143,10 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         products = token_scores(q.contiguous().numpy(), pool.key_array, *lists, pool.offset_array, query.threads)
         return query.capped(torch.from_numpy(products)), tokens * pool.keys[0].nbytes / pool.block_size
 
-    def attend(self, query: Asked) -> Answer:
+    def attend(self, query: TokenQuery) -> ContextAttention:
         choice = self.choose(query) if query.ahead is None else query.ahead
         attended = query.attend(choice.positions, choice.counts)
-        return Answer(*attended, float(choice.counts.mean()), choice.read)
+        return ContextAttention(*attended, float(choice.counts.mean()), choice.read)
 
     def attended_tokens(self, tokens: int) -> float:
         return self.settings.budget(tokens)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cpu_ops.component_scores import component_scores
-from hetero_kv.families.token_retrieval.choosers.chooser import Asked, encoded, every_index
+from hetero_kv.families.token_retrieval.choosers.chooser import TokenQuery, encoded, every_index
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
@@ -31,16 +31,16 @@ def keep_components(
     """Store the components of keys in `bases` [rows, kv_heads, k_dim, n], for blocks [first, end) of every row."""
     for table, basis in zip(tables, bases, strict=True):
         for ids, keys in keys_in_parts(pool, table, first, end):
-            pool.beside[name][ids] = encoded(storage, (keys @ basis).transpose(2, 3).contiguous())
+            pool.auxiliary[name][ids] = encoded(storage, (keys @ basis).transpose(2, 3).contiguous())
 
 
-def scores_by_components(query: Asked, name: str, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+def scores_by_components(query: TokenQuery, name: str, q: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Scores of the Context's tokens for q [rows, kv_heads, group, n], in the basis of the stored components.
 
     Returns [rows, kv_heads, group, tokens], scaled and capped for the softmax, and the bytes read per row.
     """
     rows, kv_heads, _, n = q.shape
-    columns = query.pool.beside_arrays[name]
+    columns = query.pool.auxiliary_kernel_arrays[name]
     every = every_index(rows, kv_heads, n)
     products = component_scores(q.contiguous().numpy(), every, columns, query.context, query.threads)
     return query.capped(torch.from_numpy(products)), query.tokens * kv_heads * n * columns.itemsize

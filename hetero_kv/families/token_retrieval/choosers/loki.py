@@ -10,7 +10,7 @@ import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
-from hetero_kv.families.token_retrieval.choosers.chooser import Asked, Known
+from hetero_kv.families.token_retrieval.choosers.chooser import Known, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
@@ -56,7 +56,7 @@ class Loki(BestTokens[LokiSettings]):
     """Algorithm 1. The components are those of the Context's first keys, recomputed after longer prompts."""
 
     learns = True
-    reads_beside = False
+    reads_outside_lse = False
 
     def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         storage = self.settings.key_storage.for_representatives
@@ -65,7 +65,7 @@ class Loki(BestTokens[LokiSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
 
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
             bases = [principal_components(keys_in_parts(pool, table, first, end)) for table in tables]
             known = {"basis": torch.stack(bases)[..., : self._components(bases[0].shape[2])].contiguous()}
@@ -73,7 +73,7 @@ class Loki(BestTokens[LokiSettings]):
         keep_components(pool, "key_components", storage, tables, first, end, known["basis"])
         return known
 
-    def coarse(self, query: Asked) -> Coarse:
+    def coarse(self, query: TokenQuery) -> Coarse:
         q = torch.from_numpy(query.q) @ query.known["basis"]
         scores, read = scores_by_components(query, "key_components", q)
         # Scores from a part of the components lack what all keys have in common. They are comparable only among

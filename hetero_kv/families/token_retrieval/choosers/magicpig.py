@@ -12,7 +12,7 @@ import torch
 from cpu_ops.code_collisions import collisions
 from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, Known, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
@@ -54,7 +54,7 @@ class MagicPIG(Chooser[MagicPIGSettings]):
     """
 
     learns = True
-    reads_beside = False
+    reads_outside_lse = False
 
     def __init__(self, settings: MagicPIGSettings, layer_idx: int) -> None:
         super().__init__(settings, layer_idx)
@@ -68,14 +68,14 @@ class MagicPIG(Chooser[MagicPIGSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"centre": ((shape.kv_heads, shape.k_dim), torch.float32)}
 
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
             known = {"centre": torch.stack([_centre(pool, table, first, end) for table in tables])}
         for table, centre in zip(tables, known["centre"], strict=True):
             for ids, keys in keys_in_parts(pool, table, first, end, _AT_ONCE):
                 centred = keys - centre[:, None]
-                pool.beside["key_codes_by_table"][ids] = self.codes(centred).transpose(2, 3).contiguous()
-                pool.beside["centred_norms"][ids] = centred.norm(dim=3)
+                pool.auxiliary["key_codes_by_table"][ids] = self.codes(centred).transpose(2, 3).contiguous()
+                pool.auxiliary["centred_norms"][ids] = centred.norm(dim=3)
         return known
 
     def codes(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -88,10 +88,10 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         sides = (vectors @ self._planes[dim] > 0).unflatten(-1, (self.settings.hash_tables, bits))
         return (sides * 2 ** torch.arange(bits)).sum(dim=-1).to(torch.int32).to(torch.int16)
 
-    def attend(self, query: Asked) -> Answer:
+    def attend(self, query: TokenQuery) -> ContextAttention:
         q = torch.from_numpy(query.q)
         rows, kv_heads, group = q.shape[:3]
-        codes, table = query.pool.beside_arrays["key_codes_by_table"].view(np.uint16), query.context
+        codes, table = query.pool.auxiliary_kernel_arrays["key_codes_by_table"].view(np.uint16), query.context
         hashed = self.codes(q).numpy().view(np.uint16)
         hits = collisions(hashed, codes, table, LEAST_COLLISIONS, query.threads).reshape(rows, kv_heads * group, -1)
         counts = hits.sum(axis=2, dtype=np.int32)
@@ -105,9 +105,9 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         # A token sampled by several query heads of a kv head is read once for each.
         repeated = float(counts.sum() / rows - tokens * kv_heads)
         key_and_value = (query.pool.keys[0].nbytes + query.pool.values[0].nbytes) // (kv_heads * query.pool.block_size)
-        return Answer(*attended, tokens, read + repeated * key_and_value)
+        return ContextAttention(*attended, tokens, read + repeated * key_and_value)
 
-    def _chances(self, query: Asked, q: torch.Tensor, positions: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    def _chances(self, query: TokenQuery, q: torch.Tensor, positions: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """The probability with which each token's query head samples it, [rows, heads, n]."""
         rows, kv_heads, group, k_dim = q.shape
         pool, table, heads = query.pool, query.context, kv_heads * group
@@ -119,7 +119,7 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         at = torch.from_numpy(positions).long()
         ids = torch.from_numpy(table).long().gather(1, at.div(pool.block_size, rounding_mode="floor").flatten(1))
         of_head = torch.arange(heads).div(group, rounding_mode="floor")[None, :, None]
-        norms = pool.beside["centred_norms"][ids.view_as(at), of_head, at % pool.block_size]
+        norms = pool.auxiliary["centred_norms"][ids.view_as(at), of_head, at % pool.block_size]
         cosine = (products - off) / (by_head.norm(dim=3) * norms).clamp_min(torch.finfo(torch.float32).tiny)
         # A key equal to the centre up to rounding has no direction; its codes collide as at a right angle.
         sizes = query.known["centre"].norm(dim=2).repeat_interleave(group, dim=1)[..., None]

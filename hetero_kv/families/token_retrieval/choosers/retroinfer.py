@@ -11,11 +11,11 @@ import torch
 from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import (
-    Answer,
-    Asked,
-    Attended,
     Chooser,
+    ContextAttention,
     Known,
+    TokenAttention,
+    TokenQuery,
     encoded,
     every_index,
     merged,
@@ -101,7 +101,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         # A cluster has tokens from all blocks of its segment, so only whole segments within the Context stay valid.
         return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= context_end), default=0)
 
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         size = max(1, self.settings.segment_tokens // self.settings.block_size)
         ends = [*range(first + size, end, size), end]
         for table in tables:
@@ -124,17 +124,17 @@ class RetroInfer(Chooser[RetroInferSettings]):
         )
         cluster_keys, cluster_values = by_block
         storage = self.settings.key_storage.for_representatives
-        pool.beside["cluster_keys"][index] = encoded(storage, cluster_keys.transpose(2, 3).contiguous())
-        pool.beside["cluster_values"][index] = cluster_values
-        pool.beside["cluster_sizes"][index] = sizes.unflatten(1, (len(ids), each)).transpose(0, 1)
+        pool.auxiliary["cluster_keys"][index] = encoded(storage, cluster_keys.transpose(2, 3).contiguous())
+        pool.auxiliary["cluster_values"][index] = cluster_values
+        pool.auxiliary["cluster_sizes"][index] = sizes.unflatten(1, (len(ids), each)).transpose(0, 1)
         numbered = (nearest + start * each).to(torch.int32)
-        pool.beside["clusters"][index] = numbered.unflatten(1, (len(ids), -1)).transpose(0, 1)
+        pool.auxiliary["clusters"][index] = numbered.unflatten(1, (len(ids), -1)).transpose(0, 1)
 
-    def attend(self, query: Asked) -> Answer:
+    def attend(self, query: TokenQuery) -> ContextAttention:
         rows, kv_heads, _, k_dim = query.q.shape
         sizes = _of_context(query, "cluster_sizes").flatten(2)
         every = every_index(rows, kv_heads, k_dim)
-        columns = query.pool.beside_arrays["cluster_keys"]
+        columns = query.pool.auxiliary_kernel_arrays["cluster_keys"]
         products = component_scores(query.q, every, columns, query.context, query.threads)
         # Weighted by the cluster's size; empty clusters get weight 0.
         scores = query.capped(torch.from_numpy(products)) + sizes.log()[:, :, None]
@@ -144,13 +144,13 @@ class RetroInfer(Chooser[RetroInferSettings]):
         estimated = best[:, :, exact : exact + self._estimated(total, exact)]
         attended, tokens = self._attend_exactly(query, best[:, :, :exact], total)
         out, lse = self._attend_to_means(query, scores, sizes, estimated)
-        share = torch.sigmoid(torch.logaddexp(attended.mass, query.beside) - lse)
-        of_cluster, of_token = k_dim * columns.itemsize + sizes.itemsize, query.pool.beside["clusters"].itemsize
+        share = torch.sigmoid(torch.logaddexp(attended.mass, query.outside_lse) - lse)
+        of_cluster, of_token = k_dim * columns.itemsize + sizes.itemsize, query.pool.auxiliary["clusters"].itemsize
         read = total * of_cluster + query.tokens * of_token + estimated.shape[2] * out.shape[3] * out.itemsize
         both = merged((attended.out, attended.lse), (out, lse))
-        return Answer(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
+        return ContextAttention(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
 
-    def _attend_exactly(self, query: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
+    def _attend_exactly(self, query: TokenQuery, chosen: torch.Tensor, total: int) -> tuple[TokenAttention, float]:
         """Attention to the tokens of `chosen` [rows, kv_heads, n] of `total` clusters, and the mean number per head."""
         numbers = _of_context(query, "clusters").flatten(2).long() - query.first * self._of_block
         is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
@@ -162,7 +162,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return query.attend(positions, counts), float(counts.mean())
 
     def _attend_to_means(
-        self, query: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
+        self, query: TokenQuery, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to the `chosen` [rows, kv_heads, n] clusters, as if their tokens had mean keys and values.
 
@@ -173,7 +173,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         each, context = self._of_block, torch.from_numpy(query.context.astype(np.int64))
         ids = context.gather(1, chosen.div(each, rounding_mode="floor").flatten(1)).view_as(chosen)
         heads = torch.arange(chosen.shape[1])[None, :, None]
-        sums = query.pool.beside["cluster_values"][ids, heads, chosen % each]
+        sums = query.pool.auxiliary["cluster_values"][ids, heads, chosen % each]
         taken = scores.gather(3, chosen[:, :, None].expand(-1, -1, scores.shape[2], -1))
         lse = torch.logsumexp(taken, dim=3)
         weights = torch.exp(taken - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
@@ -223,6 +223,6 @@ def _sums(vectors: torch.Tensor, which: torch.Tensor, count: int) -> torch.Tenso
     return sums.scatter_add_(1, which[..., None].expand_as(vectors), vectors)
 
 
-def _of_context(query: Asked, name: str) -> torch.Tensor:
+def _of_context(query: TokenQuery, name: str) -> torch.Tensor:
     """An array of the Context's blocks, by name: [rows, kv_heads, blocks, ...]."""
-    return query.pool.beside[name][torch.from_numpy(query.context.astype(np.int64))].transpose(1, 2)
+    return query.pool.auxiliary[name][torch.from_numpy(query.context.astype(np.int64))].transpose(1, 2)

@@ -11,7 +11,14 @@ import torch
 from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Attended, Known, encoded, merged
+from hetero_kv.families.token_retrieval.choosers.chooser import (
+    ContextAttention,
+    Known,
+    TokenAttention,
+    TokenQuery,
+    encoded,
+    merged,
+)
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import (
     BudgetedSettings,
@@ -63,18 +70,18 @@ class SparQ(BestTokens[SparQSettings]):
         columns = AuxiliaryArray((shape.k_dim,), self.settings.block_size, storage)
         return {"key_columns": columns, "value_means": AuxiliaryArray((), shape.v_dim, FP32)}
 
-    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         storage = self.settings.key_storage.for_representatives
         for table in tables:
             for start in range(first, end, _AT_ONCE):
                 ids = torch.from_numpy(table[start : min(start + _AT_ONCE, end)].astype(np.int64))
                 columns = pool.decoded_keys(ids).float().transpose(2, 3)
-                pool.beside["key_columns"][ids] = encoded(storage, columns.contiguous())
-                pool.beside["value_means"][ids] = pool.value_storage.decode(pool.values[ids]).float().mean(dim=2)
+                pool.auxiliary["key_columns"][ids] = encoded(storage, columns.contiguous())
+                pool.auxiliary["value_means"][ids] = pool.value_storage.decode(pool.values[ids]).float().mean(dim=2)
         return known
 
-    def coarse(self, query: Asked) -> Coarse:
-        q, columns = torch.from_numpy(query.q), query.pool.beside_arrays["key_columns"]
+    def coarse(self, query: TokenQuery) -> Coarse:
+        q, columns = torch.from_numpy(query.q), query.pool.auxiliary_kernel_arrays["key_columns"]
         r = part_of(self.settings.query_components, q.shape[3])
         # The query heads of a kv head use the same components, because they read the same keys.
         chosen = q.abs().sum(dim=2).topk(r, dim=2).indices.sort(dim=2).values
@@ -87,23 +94,28 @@ class SparQ(BestTokens[SparQSettings]):
         table, components = query.context, chosen.int().contiguous().numpy()
         products = component_scores(kept.contiguous().numpy(), components, columns, table, query.threads)
         masked = torch.zeros_like(q).scatter_(3, index, kept)
-        _, beside = query._replace(q=masked.numpy()).attend_blocks(query.elsewhere)
+        _, outside_lse = query._replace(q=masked.numpy()).attend_blocks(query.other_blocks)
         # For tokens outside the Context whole keys are read.
-        whole = query.elsewhere.shape[1] * query.pool.keys[0].nbytes
+        whole = query.other_blocks.shape[1] * query.pool.keys[0].nbytes
         read = query.tokens * q.shape[1] * r * columns.itemsize + whole
-        return Coarse(query.capped(torch.from_numpy(products)), beside, read)
+        return Coarse(query.capped(torch.from_numpy(products)), outside_lse, read)
 
     def completed(
-        self, query: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
-    ) -> Answer:
-        total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.beside)
-        share = (chosen + torch.exp(coarse.beside - total)).clamp(max=1.0)
+        self,
+        query: TokenQuery,
+        coarse: Coarse,
+        chosen: torch.Tensor,
+        attended: TokenAttention,
+        answer: ContextAttention,
+    ) -> ContextAttention:
+        total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.outside_lse)
+        share = (chosen + torch.exp(coarse.outside_lse - total)).clamp(max=1.0)
         answer = answer._replace(share=float(share.mean()))
         if not self.settings.mean_value:
             return answer
-        means = query.pool.beside["value_means"]
+        means = query.pool.auxiliary["value_means"]
         value = torch.stack([means[torch.from_numpy(ids.astype(np.int64))].mean(dim=0) for ids in query.context])
         # If the attended tokens have share s, the rest has (1 - s) / s times their mass.
-        rest = torch.logaddexp(attended.lse, query.beside) + torch.log1p(-share) - torch.log(share)
+        rest = torch.logaddexp(attended.lse, query.outside_lse) + torch.log1p(-share) - torch.log(share)
         out, lse = merged((attended.out, attended.lse), (value[:, :, None].expand_as(attended.out), rest))
         return answer._replace(out=out, lse=lse, read=answer.read + (query.end - query.first) * means[0].nbytes)

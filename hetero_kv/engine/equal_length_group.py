@@ -1,4 +1,4 @@
-"""A cohort: sequences of equal length that pass through the model together, with their layers."""
+"""A group: sequences of equal length that pass through the model together, with their layers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Shared = dict[Any, dict[Any, Any]]
 
 
 @dataclass(frozen=True)
-class CohortSnapshot:
+class GroupSnapshot:
     """The state that `EqualLengthGroup.rollback` restores; its size is independent of the sequences' length."""
 
     length: int
     prompt_length: int
     stored: dict[Layout, int]
-    closed: dict[Layout, int]
+    finalized: dict[Layout, int]
     shared: Shared
     layers: tuple[Any, ...]
 
 
 class EqualLengthGroup:
-    """Rows of a batch with the same length. A batch with several lengths has several cohorts.
+    """Rows of a batch with the same length. A batch with several lengths has several groups.
 
     Attributes:
         layers: one cache layer per layer of the model: a family's layer, or transformers' own.
@@ -54,7 +54,7 @@ class EqualLengthGroup:
         self.store = store
         self.sequences: list[Sequence] = []
         self.length = self.prompt_length = 0
-        self.closed: dict[Layout, int] = {}
+        self.finalized: dict[Layout, int] = {}
         self.shared: Shared = {}
         self.step: Step | None = None
         self.device_tables: dict[Layout, DeviceTable] = {}
@@ -73,14 +73,14 @@ class EqualLengthGroup:
     def open(self, rows: int) -> None:
         """Create `rows` empty sequences; the store already has blocks for them."""
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
-        self.closed = dict.fromkeys(self.layouts, 0)
+        self.finalized = dict.fromkeys(self.layouts, 0)
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
         """The layers' statistics by name, one value per layer; None for a layer without that statistic."""
-        said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
-        names = dict.fromkeys(name for each in said for name in each)
-        return {name: [each.get(name) for each in said] for name in names}
+        per_layer = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
+        names = dict.fromkeys(name for each in per_layer for name in each)
+        return {name: [each.get(name) for each in per_layer] for name in names}
 
     # -- a step
 
@@ -91,15 +91,15 @@ class EqualLengthGroup:
         """
         return {layer.layout for layer in self.family_layers if layer.expect(tokens) and layer.layout is not None}
 
-    def close_anew(self, layouts: Iterable[Layout]) -> None:
+    def unfinalize(self, layouts: Iterable[Layout]) -> None:
         """Make the next step finalize all blocks of these layouts again."""
-        self.closed |= dict.fromkeys(layouts, 0)
+        self.finalized |= dict.fromkeys(layouts, 0)
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
         """Reserve the blocks of a step, in every layer. The caller ends the step, or rolls back.
 
         Args:
-            rows: the rows of the batch that are this cohort's.
+            rows: the rows of the batch that are this group's.
 
         Raises MemoryError when too few blocks are free, leaving everything unchanged; `room.require_room` predicts it.
         """
@@ -117,7 +117,7 @@ class EqualLengthGroup:
         self.length = step.length
         if step.part.is_last:
             for layout in self.layouts:
-                self.closed[layout] = max(self.closed[layout], layout.closed(step.length))
+                self.finalized[layout] = max(self.finalized[layout], layout.finalized(step.length))
             if not step.is_decode:
                 self.prompt_length = step.length
 
@@ -131,8 +131,8 @@ class EqualLengthGroup:
                 )
                 for sequence in self.sequences:
                     sequence.tables[layout].reserve(stored)
-                if layout.closes_alone and step.part.is_last:
-                    first, end = self.closed[layout], layout.closed(step.length)
+                if layout.finalizes_per_sequence and step.part.is_last:
+                    first, end = self.finalized[layout], layout.finalized(step.length)
                     for sequence in self.sequences:
                         sequence.tables[layout].own(first, end)
         except BaseException:
@@ -157,7 +157,7 @@ class EqualLengthGroup:
         for sequence in self.sequences:
             sequence.crop(length)
         for layout in self.layouts:
-            self.closed[layout] = min(self.closed[layout], length // layout.block_size)
+            self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)
         if length < self.length:
             # It may refer to dropped tokens.
             self.shared = {}
@@ -176,25 +176,27 @@ class EqualLengthGroup:
                 "which do not keep every token; fork() it before what may have to be forgotten"
             )
 
-    def snapshot(self) -> CohortSnapshot:
+    def snapshot(self) -> GroupSnapshot:
         """The present state, for `rollback`."""
         stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
         layers = [
             layer.snapshot() if isinstance(layer, FamilyLayer) else hf_cache_layers.snapshot(layer)
             for layer in self.layers
         ]
-        return CohortSnapshot(
-            self.length, self.prompt_length, stored, dict(self.closed), _copy(self.shared), tuple(layers)
+        return GroupSnapshot(
+            self.length, self.prompt_length, stored, dict(self.finalized), _copy(self.shared), tuple(layers)
         )
 
-    def rollback(self, snapshot: CohortSnapshot) -> None:
+    def rollback(self, snapshot: GroupSnapshot) -> None:
         """Return to `snapshot`: drop newer tokens and the queries' observations."""
         for sequence in self.sequences:
             for layout, table in sequence.tables.items():
                 table.truncate(snapshot.stored.get(layout, 0))
             sequence.length = snapshot.length
         self.length, self.prompt_length = snapshot.length, snapshot.prompt_length
-        self.closed = {layout: min(closed, snapshot.closed.get(layout, 0)) for layout, closed in self.closed.items()}
+        self.finalized = {
+            layout: min(finalized, snapshot.finalized.get(layout, 0)) for layout, finalized in self.finalized.items()
+        }
         self.shared = _copy(snapshot.shared)
         self.step = None
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
@@ -205,18 +207,18 @@ class EqualLengthGroup:
                 hf_cache_layers.rollback(layer, state)
 
     def fork(self, memo: dict[int, Any]) -> EqualLengthGroup:
-        """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one per cache."""
+        """A second group with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one per cache."""
         return self._clone([sequence.fork() for sequence in self.sequences], memo)
 
-    def taken(self, rows: range) -> EqualLengthGroup:
-        """A cohort of some of the rows that takes over their sequences; `self` then serves rollbacks only."""
+    def split_off(self, rows: range) -> EqualLengthGroup:
+        """A group of some of the rows that takes over their sequences; `self` then serves rollbacks only."""
         clone = self._clone([self.sequences[row] for row in rows], {})
         if rows != range(len(self.sequences)):
             clone._select(list(rows))
         return clone
 
     def selected(self, rows: Rows[int]) -> EqualLengthGroup:
-        """A cohort whose row i is the present row `rows[i]`, sharing blocks; `self` must not be used afterwards."""
+        """A group whose row i is the present row `rows[i]`, sharing blocks; `self` must not be used afterwards."""
         clone = self._clone([self.sequences[row].fork() for row in rows], {})
         clone._select(rows)
         return clone
@@ -227,7 +229,7 @@ class EqualLengthGroup:
             for layer in self.layers
         ]
         clone = EqualLengthGroup(layers, self.store)
-        clone.sequences, clone.closed = sequences, dict(self.closed)
+        clone.sequences, clone.finalized = sequences, dict(self.finalized)
         clone.length, clone.prompt_length = self.length, self.prompt_length
         clone.shared = _copy(self.shared)
         return clone

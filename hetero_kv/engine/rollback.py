@@ -14,7 +14,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.interrupts import completed
 
 
-def way_back(cache: Cache) -> Callable[[], None]:
+def rollback_point(cache: Cache) -> Callable[[], None]:
     """A repeatable function that returns every layer to its present state.
 
     For a HeteroCache, and for transformers' dynamic caches.
@@ -31,13 +31,13 @@ def way_back(cache: Cache) -> Callable[[], None]:
 
 
 @contextmanager
-def undo_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -> Iterator[None]:
+def rollback_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -> Iterator[None]:
     """Within this context an exception, Ctrl-C included, rolls every layer back to its state before.
 
     Args:
-        go_back: the cache's `way_back`; None makes one.
+        go_back: the cache's `rollback_point`; None makes one.
     """
-    go_back = go_back or way_back(cache)
+    go_back = go_back or rollback_point(cache)
     try:
         yield
     except BaseException:
@@ -51,7 +51,7 @@ class AllOrNothing:
     An interrupt while the thread leaves is undone too.
 
     Attributes:
-        go_back: the cache's `way_back`, once inside.
+        go_back: the cache's `rollback_point`, once inside.
 
     Raises CacheInUseError, on entering, while another thread uses the cache.
     """
@@ -66,7 +66,7 @@ class AllOrNothing:
         in_use.__enter__()
         self._depth = in_use.depth
         try:
-            self.go_back = way_back(self._cache)
+            self.go_back = rollback_point(self._cache)
         except BaseException:
             in_use.leave_if_at(self._depth)
             raise
