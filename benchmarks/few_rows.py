@@ -20,9 +20,9 @@ from rich.table import Table
 
 from benchmarks.timing import interleaved_samples, seconds
 from benchmarks.weight_bandwidth import COLUMNS, Weights
-from cpu_ops.quantised_linear import multiply
+from cpu_ops.quantized_linear import multiply
 from hetero_kv.threads import set_threads
-from hetero_kv.weights.quantised_weight import QuantisedWeight, kernel_threads_of_torch, most_rows_of_codes
+from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch, most_rows_of_codes
 
 DEFAULT_ROWS = "1,2,3,4,8,16,32,48,64,96,128"
 _GB = 0.2
@@ -31,7 +31,7 @@ _GB = 0.2
 def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     """A line for each number of rows, of one type."""
     weights = Weights(name, _GB * 1e9)
-    several = [QuantisedWeight(matrix) for matrices in (next(weights.calls) for _ in range(4)) for matrix in matrices]
+    several = [QuantizedWeight(matrix) for matrices in (next(weights.calls) for _ in range(4)) for matrix in matrices]
     of_codes, of_numbers = cycle(several), cycle(several)
     generator = torch.Generator().manual_seed(0)
     lines = []
@@ -49,7 +49,7 @@ def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> lis
     return lines
 
 
-def _by_codes(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
+def _by_codes(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     numbers = x.float().contiguous().numpy()
     return torch.from_numpy(multiply(numbers, (weight.matrix,), kernel_threads_of_torch())[0]).to(x.dtype)
 

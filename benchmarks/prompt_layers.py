@@ -3,8 +3,8 @@
     python -m benchmarks.prompt_layers --haystack $ESSAYS [--model NAME] [--recipe adaptive]
                                        [--lengths 64,256,1024,4096,16384] [--repeats 5] [--threads N]
 
-The short way (`hetero_kv/adapter/prompt_layer.py`) is what prompts take where a layer has Llama's form. Weights are
-kept as their file has them, as in a chat. Medians of the clock.
+The short way (`hetero_kv/adapter/fused_prefill_layer.py`) is what prompts take where a layer has Llama's form. Weights
+are kept as their file has them, as in a chat. Medians of the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, inject
-from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL

@@ -6,7 +6,7 @@
 The question's forward gives the first token of the answer. Beside it, in the same rounds: a decoded token, and the
 same question with the context copied into a prefill buffer first, as longer prompts have it. Medians; the cache is
 taken back to the context after each. Then the parts of the question's forward, from as many more of it with timers:
-attention to the context, products with quantised weights, and what is left (medians, which need not add up).
+attention to the context, products with quantized weights, and what is left (medians, which need not add up).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.threads import set_threads
-from hetero_kv.weights import quantised_weight
+from hetero_kv.weights import quantized_weight
 
 GOAL = 4
 """Decoded tokens' time in which the answer is to begin."""
@@ -84,7 +84,7 @@ def _parts(action: Callable[[], float]) -> dict[str, float]:
 
     with (
         patch.object(short_turn, "attend_blocks_causal", timed("attention", short_turn.attend_blocks_causal)),
-        patch.object(quantised_weight, "multiply", timed("products", quantised_weight.multiply)),
+        patch.object(quantized_weight, "multiply", timed("products", quantized_weight.multiply)),
     ):
         whole = action()
     return {**taken, "rest": whole - sum(taken.values())}

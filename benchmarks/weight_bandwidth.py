@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.goals import verdicts_table
 from benchmarks.timing import interleaved_samples, seconds
-from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.quantized_linear import PackedMatrix, multiply
 from cpu_ops.weight_formats import format_named
 
 ROWS, COLUMNS = 896, 4864

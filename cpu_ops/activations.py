@@ -1,4 +1,4 @@
-"""Quantises activations to int8 with one float32 scale per 32 columns, the input of products with quantised weights."""
+"""Quantizes activations to int8 with one float32 scale per 32 columns, the input of products with quantized weights."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _I8, _I32, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 @intrinsic
-def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums, sums_at):
-    """Quantise 32 numbers of x to int8 codes; write their scale and the sums of the first and of the last 16 codes."""
+def _quantize_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums, sums_at):
+    """Quantize 32 numbers of x to int8 codes; write their scale and the sums of the first and of the last 16 codes."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         def pointer(index: int) -> ir.Value:
@@ -56,8 +56,8 @@ def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums
 
 
 @njit(nogil=True)
-def quantise_rows(x, codes, scales, sums):
-    """Quantise x [rows, columns] float32, columns a multiple of 32, for `cpu_ops.weight_dots`.
+def quantize_rows(x, codes, scales, sums):
+    """Quantize x [rows, columns] float32, columns a multiple of 32, for `cpu_ops.weight_dots`.
 
     Writes codes [rows, columns] int8, scales [rows, columns / 32] float32 (the largest magnitude of each 32 columns
     divided by 127) and sums [rows, columns / 16] int32 (of each 16 codes). A group of zeros has the scale 0. A group
@@ -67,4 +67,4 @@ def quantise_rows(x, codes, scales, sums):
     for row in range(x.shape[0]):
         for group in range(groups):
             at = row * groups + group
-            _quantise_group(x, at * GROUP, codes, at * GROUP, scales, at, sums, at * 2)
+            _quantize_group(x, at * GROUP, codes, at * GROUP, scales, at, sums, at * 2)

@@ -8,7 +8,7 @@ from numba import njit, types
 
 from cpu_ops.chosen_blocks import SOFTMAX, forbid_others, reduced_scores
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
@@ -37,7 +37,7 @@ def arguments(_: str) -> tuple[Any, ...]:
     return real4, real4, types.boolean, real3, real3, int3, *flags, int3
 
 
-@inner
+@device_function
 def _choose(
     scores,
     masses,

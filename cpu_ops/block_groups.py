@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import log_sum_exp
 
 
-@inner
+@device_function
 def group_ids(context, size, groups):
     """Returns the ids of the last block of each group of `size` blocks, where its representative is stored.
 
@@ -22,7 +22,7 @@ def group_ids(context, size, groups):
     return ids
 
 
-@inner
+@device_function
 def groups_of(positions, size, groups, opened):
     """Write the groups that contain any of positions [rows, lists, n] to opened [rows, lists, most].
 
@@ -43,7 +43,7 @@ def groups_of(positions, size, groups, opened):
                     place += 1
 
 
-@inner
+@device_function
 def opened_entries(opened, size, groups, blocks):
     """Returns the positions of the blocks of opened groups and of those in no group.
 
@@ -67,7 +67,7 @@ def opened_entries(opened, size, groups, blocks):
     return entries
 
 
-@inner
+@device_function
 def entry_ids(context, entries, kv_heads):
     """Returns the index of each entry in arrays with one row per block and kv head: [rows * kv_heads, entries] int32.
 
@@ -84,7 +84,7 @@ def entry_ids(context, entries, kv_heads):
     return ids
 
 
-@inner
+@device_function
 def forget_missing(scores, entries):
     """Set scores [rows, kv_heads, group, entries or 0] of padding entries to -inf."""
     lists, count = entries.shape[1], scores.shape[3]
@@ -97,7 +97,7 @@ def forget_missing(scores, entries):
                         scores[row, head, query, place] = -np.inf
 
 
-@inner
+@device_function
 def places_of(positions, entries):
     """Returns the indices of positions [rows, lists, n] in the ascending entries [rows, lists, entries], or -1."""
     found = np.full(positions.shape, -1, np.int32)
@@ -115,7 +115,7 @@ def places_of(positions, entries):
     return found
 
 
-@inner
+@device_function
 def positions_at(places, entries, positions):
     """Write the entries at `places` to positions [rows, lists, n]; a place of -1 gives -1."""
     for row in range(places.shape[0]):
@@ -125,7 +125,7 @@ def positions_at(places, entries, positions):
                 positions[row, each, index] = entries[row, each, place] if place >= 0 else -1
 
 
-@inner
+@device_function
 def for_every_head(places, kv_heads):
     """Returns places [rows, lists, n] repeated for each kv head: [rows * kv_heads, 1, n]."""
     rows, lists, count = places.shape
@@ -138,7 +138,7 @@ def for_every_head(places, kv_heads):
     return found
 
 
-@inner
+@device_function
 def masses_of(log_masses):
     """Returns the log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
     rows, kv_heads, group, count = log_masses.shape
@@ -150,7 +150,7 @@ def masses_of(log_masses):
     return found
 
 
-@inner
+@device_function
 def number_of(positions):
     """Returns how many of positions [rows, lists, n] are not padding, that is, at least 0."""
     found = 0

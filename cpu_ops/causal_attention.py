@@ -30,7 +30,7 @@ _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
 _ROWS = 4
 """Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
-_UNSEEN = np.float32(-3e38)
+_MASKED = np.float32(-3e38)
 """Score of a token after the query. It is finite, so that a query which sees nothing in a tile has a finite maximum."""
 
 
@@ -201,7 +201,7 @@ def _region(
                     if position + filled > base + column // group + 1:
                         for n in range(column, stop):
                             for t in range(max(0, base + n // group + 1 - position), filled):
-                                scores[t, n - column] = _UNSEEN
+                                scores[t, n - column] = _MASKED
                     for each in range(vectors):
                         at = column + each * lanes
                         if rows_most(lanes, lanes, scores, each * lanes, tile_columns, filled, most, at, fresh, at):

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, row_exp2
 from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import select
@@ -33,7 +33,7 @@ def best_blocks(scores, count, candidates, shared, reduce):
     return positions
 
 
-@inner
+@device_function
 def in_context(positions, candidates):
     """Replace indices into candidates [rows, lists, n] by the candidates' positions."""
     for row in range(positions.shape[0]):
@@ -42,7 +42,7 @@ def in_context(positions, candidates):
                 positions[row, each, place] = candidates[row, each, positions[row, each, place]]
 
 
-@inner
+@device_function
 def reduced_scores(scores, shared, reduce):
     """Reduces scores [rows, kv_heads, group, blocks] float32 of query heads to one score per block and list.
 
@@ -81,7 +81,7 @@ def reduced_scores(scores, shared, reduce):
     return reduced
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _to_softmax(scores):
     """Replace scores [blocks] by their softmax; -inf becomes 0, also where all scores are -inf."""
     row = scores.reshape(1, scores.size)
@@ -96,7 +96,7 @@ def _to_softmax(scores):
         scores[block] /= total
 
 
-@inner
+@device_function
 def forbid_others(reduced, allowed):
     """Set every score [rows * lists, blocks] to -inf whose position is not in allowed [rows, lists, n].
 

@@ -11,7 +11,7 @@ from numba import njit, types
 
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
 from cpu_ops.kernel_address import address_of
@@ -84,7 +84,7 @@ def choosing_region() -> int:
     return address_of(choose)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _shares(scores, places, masses, outside_lse, unchoosable_lse, largest, totals):
     """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and that of `outside_lse`.
 
@@ -112,7 +112,7 @@ def _shares(scores, places, masses, outside_lse, unchoosable_lse, largest, total
     return keys, shares, before
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def _to_shares(scores, total, weight, shares, most, largest):
     """Replace scores [n] by their shares of `total`; add them, weighted, to `shares`; update `most` if `largest`."""
     for token in range(scores.size):
@@ -124,7 +124,7 @@ def _to_shares(scores, total, weight, shares, most, largest):
             most[token] = max(most[token], scores[token])
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _choose(keys, shares, needed, has_target, least, most, chosen):
     """Write the indices of the tokens with the largest keys [n] to chosen [n], ascending; returns their number.
 
@@ -169,7 +169,7 @@ def _choose(keys, shares, needed, has_target, least, most, chosen):
     return count
 
 
-@inner
+@device_function
 def _taken_of(chosen, taken, n):
     """Count the tokens of each block among `chosen`, ascending indices below n, in taken [blocks], which holds zeros.
 
@@ -184,7 +184,7 @@ def _taken_of(chosen, taken, n):
     return is_left
 
 
-@inner
+@device_function
 def _to_pool(chosen, taken, blocks, n, counts):
     """Turn `chosen`, indices below n, into indices in the pool, and write `counts` (see the region's arguments).
 
@@ -203,7 +203,7 @@ def _to_pool(chosen, taken, blocks, n, counts):
             blocks[entry] = -1
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _leave(shares, totals, places, taken, is_left, weights, masses):
     """Set weights and masses [group, blocks] at `places` to those of the tokens that remain in each block.
 
@@ -224,7 +224,7 @@ def _leave(shares, totals, places, taken, is_left, weights, masses):
             masses[g, place] = totals[g] + log2(left) * LN_2 if left > _SMALLEST else np.float32(-np.inf)
 
 
-@inner
+@device_function
 def pool_blocks(positions, context):
     """Returns the pool ids of the blocks at positions [rows, lists, n] of context [rows, blocks] int32, or -1."""
     found = np.full(positions.shape, -1, np.int32)
@@ -236,7 +236,7 @@ def pool_blocks(positions, context):
     return found
 
 
-@inner
+@device_function
 def keep_chosen(positions, blocks):
     """Set positions to -1 where blocks, of the same shape, are negative."""
     for row in range(positions.shape[0]):

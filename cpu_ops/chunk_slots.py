@@ -11,7 +11,7 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.eight_lanes import QUERY_TILE, accumulate_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
@@ -112,7 +112,7 @@ def _plan(
     return kernel, address_of(_region(kind.name, storage.name, k_dim)), kind.kernel_dtype, storage.kernel_dtype
 
 
-@inner
+@device_function
 def _divided(chosen, ids, chunks, free):
     """Returns the number of hits, and each miss's list and chunk; writes the slot for each miss to `free`.
 
@@ -149,7 +149,7 @@ def _divided(chosen, ids, chunks, free):
     return lists * count - misses, of_list, missing
 
 
-@inner
+@device_function
 def _put(rows, target, is_float32, is_float16):
     """Write rows [n, dim] float32 to `target` in its storage type."""
     for t in range(rows.shape[0]):

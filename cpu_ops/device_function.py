@@ -7,7 +7,7 @@ from numba import njit
 from numba.core.registry import CPUDispatcher
 
 
-def inner(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def device_function(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function with `numba.njit` that only kernels call, never Python.
 
     Numba generates two wrappers for every compiled function, for Python and for C, and each unpacks all array
@@ -16,13 +16,13 @@ def inner(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     The returned function raises TypeError if Python calls it.
     """
     if function is None:
-        return lambda decorated: inner(decorated, **options)
+        return lambda decorated: device_function(decorated, **options)
     compiled = njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
-    compiled.__class__ = _Inner
+    compiled.__class__ = _DeviceFunction
     return compiled
 
 
-class _Inner(CPUDispatcher):
+class _DeviceFunction(CPUDispatcher):
     """Refuses calls from Python, for which there is no wrapper."""
 
     def __call__(self, *_: Any, **__: Any) -> None:

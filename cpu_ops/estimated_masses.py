@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2
 from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import LOWEST, SIGN, number_above, order
@@ -83,7 +83,7 @@ def softmax_and_shares(log_masses, outside_lse, unchoosable_lse, shared, largest
     return reduced, shares, before
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def _add(powers, of_list, of_everything, largest, reduced, shares):
     """Add a query head's powers, scaled by `of_everything`, to shares; scaled by `of_list`, to `reduced`.
 
@@ -133,7 +133,7 @@ def fewest_blocks(scores, shares, before, target, least, most):
     return counts
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def share_from(keys, shares, lowest):
     """Returns the sum of the shares [n] float32 of blocks whose sort keys [n] uint32 are at least `lowest`."""
     found = np.float32(0)
@@ -142,7 +142,7 @@ def share_from(keys, shares, lowest):
     return found
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _sum_of_powers(scores, most):
     """Returns Σ exp(score - most) over scores [n] float32."""
     total = np.float32(0)
@@ -151,14 +151,14 @@ def _sum_of_powers(scores, most):
     return total
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def log_sum_exp(scores):
     """Returns log Σ exp(score) over scores [n] float32; -inf for n = 0."""
     most = row_max(scores.reshape(1, scores.size), 0, scores.size)
     return most if most == -np.inf else most + np.log(_sum_of_powers(scores, most))
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def logaddexp(first, second):
     """Returns log(exp(first) + exp(second)) of float32 numbers; -inf if both are."""
     most, least = max(first, second), min(first, second)

@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -108,7 +108,7 @@ def tanh(x):
     return result if x >= 0 else -result
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def row_exp2(scores, g, count, shift):
     """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""
     total = np.float32(0)
@@ -119,7 +119,7 @@ def row_exp2(scores, g, count, shift):
     return total
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def row_softcap(scores, g, count, cap):
     """Replace scores[g, :count] by cap * tanh(score)."""
     for t in range(count):

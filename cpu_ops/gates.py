@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, exp2, tanh
 
 SILU, GELU_TANH = 0, 1
 """The kinds of `activated`."""
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def activated(gate, kind):
     """Returns the activation of a float32."""
     if kind == GELU_TANH:

@@ -13,7 +13,7 @@ from numba import njit
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
@@ -45,9 +45,9 @@ def region_for(
     return address_of(_region(isa(), dot_instruction(), kind.name, q[2], q[3], block_size))
 
 
-@inner(error_model="numpy")
-def _quantise(queries, factor, numbers, factors, zeros):
-    """Quantise queries [group, k_dim] to int8 numbers [group, padded channels].
+@device_function(error_model="numpy")
+def _quantize(queries, factor, numbers, factors, zeros):
+    """Quantize queries [group, k_dim] to int8 numbers [group, padded channels].
 
     Writes factors [group], which scale the integer products, and zeros [group], their initial values, which correct for
     the code `ZERO` of 0.
@@ -90,8 +90,8 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         places = table.shape[1] if everything else positions.shape[2]
         factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
         scaled_q, scores = scratch(group, k_dim), scratch(rows, block_size)
-        quantised = np.zeros((group, steps * CHANNELS), np.int8)
-        words = quantised.view(np.int32)
+        quantized = np.zeros((group, steps * CHANNELS), np.int8)
+        words = quantized.view(np.int32)
         factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
         of_means, most, totals = scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes)
         listed, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
@@ -109,7 +109,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
             for g in range(group):
                 for d in range(k_dim):
                     scaled_q[g, d] = q[row, head, g, d] * factor
-            _quantise(q[row, head], factor, quantised, factors, zeros)
+            _quantize(q[row, head], factor, quantized, factors, zeros)
             count: Any = 0
             for place in range(start, stop):
                 position = place if everything else np.int64(positions[row, own, place])
@@ -183,7 +183,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
     return score
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _copy_scores(scores, token_scores, first, queries, places, count, block_size):
     """Copy the scores of `queries` queries from `first` on, block by block, to the places of their tokens.
 
@@ -197,7 +197,7 @@ def _copy_scores(scores, token_scores, first, queries, places, count, block_size
                 token_scores[first + lane, to + t] = flat[start + t] * LN_2
 
 
-@inner
+@device_function
 def _number_of(positions, each, kv_heads, places):
     """Returns the number of candidates in `each` lists."""
     if positions.shape[2] == 0:

@@ -2,7 +2,7 @@
 
 A copy stores each key's difference to its block's mean, scaled by the token's largest magnitude. Sixteen tokens form a
 tile. A vector of codes holds eight channels of all tokens of a tile, token by token: four channels in the low halves of
-bytes and four in the high halves. The tokens' scales follow a block's codes. Queries are quantised to int8.
+bytes and four in the high halves. The tokens' scales follow a block's codes. Queries are quantized to int8.
 """
 
 from collections.abc import Callable

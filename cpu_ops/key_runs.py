@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.threads import kernel_threads
@@ -131,7 +131,7 @@ def _ranges_of(numbers, always):
     return ranges[:count].copy()
 
 
-@inner
+@device_function
 def _added(runs, begin, count, first, stop):
     """Add [first, stop) to the runs [begin, count), none of which begins later; returns the new `count`."""
     if stop <= first:
@@ -143,13 +143,13 @@ def _added(runs, begin, count, first, stop):
     return count + 1
 
 
-@inner
+@device_function
 def _first_of(key_blocks, place):
     """Returns the first token of the key block at `place`; after the last block, a number above all tokens."""
     return np.int64(key_blocks[place]) * QUERY_BLOCK if place < key_blocks.size else np.int64(1) << 62
 
 
-@inner
+@device_function
 def _block_runs(lines, bands, key_blocks, own, stop, runs, begin):
     """Write the runs of a block of queries, whose own tokens are [own, stop), from `begin` on; returns their end."""
     count, line, place = begin, 0, 0

@@ -7,7 +7,7 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.eight_lanes import query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
@@ -71,7 +71,7 @@ def _plan(
     return _kernel(storage.kernel_dtype.name), regions, storage.kernel_dtype
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _log2_total(scores, row, count, most):
     """Returns log2 of the sum of 2 ** score over scores[row, :count]; most: the largest of these."""
     total = np.float32(0)

@@ -3,17 +3,17 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.gathered_rows import row_address
 
-UNSEEN = np.float32(-3e30)
+MASKED = np.float32(-3e30)
 """Score of a token after the query. It stays finite under any scale, so that nothing becomes infinite."""
 LEAST = np.float32(-1e30)
-"""Initial maximum: below every score and above `UNSEEN`, so that unseen tokens get weight 0 before any is seen."""
+"""Initial maximum: below every score and above `MASKED`, so that unseen tokens get weight 0 before any is seen."""
 _ROOM = np.float32(8)
 
 
-@inner
+@device_function
 def places_of(past, new, row, head):
     """Returns the first address and the pitch in bytes of the past vectors and of the new ones of one row and head.
 
@@ -32,7 +32,7 @@ def address_in(places, past_count, token):
     return before + token * pitch if token < past_count else own + token * own_pitch
 
 
-@inner
+@device_function
 def next_listed(runs, run, token, stop, listed):
     """Write the next tokens of the runs before `stop` to `listed`, beginning with `token` of `run`, until it is full.
 
@@ -52,15 +52,15 @@ def next_listed(runs, run, token, stop, listed):
     return run, token, filled
 
 
-@inner
+@device_function
 def hide(listed, filled, position, scores):
     """Mask scores [tokens, queries] of tokens after a query; the first query is at `position`."""
     for t in range(filled):
         for i in range(min(scores.shape[1], listed[t] - position)):
-            scores[t, i] = UNSEEN
+            scores[t, i] = MASKED
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def outgrown(most, at, fresh, factor):
     """Whether a score of `fresh` exceeds that of `most`, from `at` on, by so much that sums must be rescaled to it.
 

@@ -12,27 +12,27 @@ from numba import njit, types
 
 from cpu_ops.amx_tiles import begin_tiles, end_tiles
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.qk_tile import (
-    ASKED_COLUMNS,
-    AskedShape,
-    asked_numbers,
+    QUERY_COLUMNS,
+    QKTileShape,
     capped,
     free_block_weights,
     hide_behind,
     keys_of_block,
     score_block,
+    tile_queries,
 )
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
 
-ASKED = 4
+SAMPLED_QUERIES = 4
 """Sampled queries of a block: evenly spaced, including the last one."""
 
 
@@ -42,7 +42,7 @@ def matched_blocks(
 ) -> np.ndarray:  # fmt: skip
     """Returns the attention of each key block's keys outside the runs, as maximum over a block's sampled queries.
 
-    q: [heads, n, k_dim], a chunk's queries of heads that share keys. past_k, k: as for `asked_keys.asked_numbers`.
+    q: [heads, n, k_dim], a chunk's queries of heads that share keys. past_k, k: as for `qk_tile.tile_queries`.
     runs: [count, 2] int32 and starts: [heads * blocks + 1] int64, the keys that the heads' blocks of `QUERY_BLOCK`
     queries attend to, as for `run_attention.attend_runs`. scale and softcap (0: none) as there. threads: number of
     threads (None: Numba's setting).
@@ -51,7 +51,7 @@ def matched_blocks(
     have `QUERY_BLOCK` tokens. Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
     multiply.
     """
-    numbers = asked_numbers(q, past_k, k, scale)
+    numbers = tile_queries(q, past_k, k, scale)
     (heads, n, k_dim), is_bits = q.shape, q.dtype == np.uint16
     total = past_k.shape[0] + n
     if len(k) != n:
@@ -64,7 +64,7 @@ def matched_blocks(
     # Heads come last, because queries of one tile write to neighbouring numbers.
     shares = np.zeros((-(-total // QUERY_BLOCK), blocks, heads), np.float32)
     lists = np.ascontiguousarray(runs, np.int32), np.ascontiguousarray(starts, np.int64)
-    region = address_of(_region(AskedShape.of(is_bits, k_dim), softcap > 0))
+    region = address_of(_region(QKTileShape.of(is_bits, k_dim), softcap > 0))
     with kernel_threads(threads) as used:
         arguments = (*numbers, *lists, float(scale), float(softcap), shares)
         call_region("match blocks", _variant(is_bits), region, arguments, used)
@@ -90,7 +90,7 @@ def best_blocks(shares: np.ndarray, count: int, threads: int | None = None) -> n
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
     """Compile the kernels of one shape, or load them from Numba's on-disk cache, before the first prompt needs them."""
-    _region(AskedShape.of(in_bfloat16, k_dim), softcapped)
+    _region(QKTileShape.of(in_bfloat16, k_dim), softcapped)
     _best_region()
 
 
@@ -146,7 +146,7 @@ def _best_region() -> int:
     return address_of(choose)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _mark(runs, first, stop, bit, named):
     """Set a bit of named [tokens] for the tokens in the runs from `first` to `stop`."""
     for run in range(first, stop):
@@ -156,13 +156,13 @@ def _mark(runs, first, stop, bit, named):
 
 
 @cache
-def _region(shape: AskedShape, softcapped: bool) -> Any:
+def _region(shape: QKTileShape, softcapped: bool) -> Any:
     """Compile a thread's share, every `threads`-th tile of columns, for one shape.
 
     Numba's disk cache keys it by the constants below.
     """
     kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
-    columns, samples, tokens = ASKED_COLUMNS, ASKED, QUERY_BLOCK
+    columns, samples, tokens = QUERY_COLUMNS, SAMPLED_QUERIES, QUERY_BLOCK
     by_tiles, whole_rows = kind == "tiles", words == depth
     variant, code_version = _variant(kind != "floats"), CODE_VERSION
 

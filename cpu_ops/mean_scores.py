@@ -12,7 +12,7 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import tanh
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
@@ -48,7 +48,7 @@ def region_for(q: tuple[int, ...], representatives: tuple[int, ...], dtype: np.d
     return address_of(_region(isa(), storage.name, q[2], representatives[2], q[3]))
 
 
-@inner(error_model="numpy", fastmath={"contract", "nsz"})
+@device_function(error_model="numpy", fastmath={"contract", "nsz"})
 def spread_mass(mean, deviation, log_n):
     """Returns the expected log-sum-exp of n normally distributed scores with mean m and deviation σ, in float32.
 
@@ -59,7 +59,7 @@ def spread_mass(mean, deviation, log_n):
     return mean + (log_n + np.float32(0.5) * deviation * deviation if deviation < most else deviation * most)
 
 
-@inner(error_model="numpy", fastmath={"contract", "nsz"})
+@device_function(error_model="numpy", fastmath={"contract", "nsz"})
 def _spread(means, above, masses, scale, softcap, log_n):
     """Turn a query head's products with means and squared deviations into weights, likely and masses, in place.
 

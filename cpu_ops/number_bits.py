@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 
 
 @intrinsic
@@ -60,7 +60,7 @@ def _rounded_for(array, value):
     return lambda array, value: float_to_bfloat16(value)
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def round_row(numbers, target):
     """Write float32 numbers to target as the bits of bfloat16."""
     for d in range(numbers.size):

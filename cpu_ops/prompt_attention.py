@@ -16,7 +16,7 @@ from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import float_to_bfloat16
@@ -194,7 +194,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     return attend
 
 
-@inner
+@device_function
 def _gather(q, row, head, group, first, count, words):
     """Copy the queries [first, first + count) of a kv head as words; query index = token * group + head in group."""
     for at in range(count):
@@ -204,7 +204,7 @@ def _gather(q, row, head, group, first, count, words):
     words[count:] = 0
 
 
-@inner
+@device_function
 def _lay_out_keys(past_k, k, row, head, start, count, words):
     """Write keys [start, start + count) of past and chunk as columns of words; the other columns are zeroed."""
     past = past_k.shape[2]
@@ -216,7 +216,7 @@ def _lay_out_keys(past_k, k, row, head, start, count, words):
     words[:, count:] = 0
 
 
-@inner
+@device_function
 def _lay_out_values(past_v, v, row, head, start, count, words):
     """Write values [start, start + count) of past and chunk, a pair of tokens per word, followed by zeros."""
     past = past_v.shape[2]

@@ -14,10 +14,10 @@ from numba import njit
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, places_of
+from cpu_ops.listed_keys import LEAST, MASKED, address_in, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
@@ -30,7 +30,7 @@ _KEYS = 96
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _hide(scores, place, group, first, window):
     """Mask the scores [tokens, columns] that queries do not see; a column's query index is `place` + column.
 
@@ -40,9 +40,9 @@ def _hide(scores, place, group, first, window):
     for column in range(scores.shape[1]):
         last = (place + column) // group - first
         for t in range(max(0, min(last + 1 - window, scores.shape[0]))):
-            scores[t, column] = UNSEEN
+            scores[t, column] = MASKED
         for t in range(max(0, last + 1), scores.shape[0]):
-            scores[t, column] = UNSEEN
+            scores[t, column] = MASKED
 
 
 @cache

@@ -1,6 +1,6 @@
 """QKᵀ of a small query tile against all earlier keys, for kernels that measure which keys receive attention.
 
-A tile holds `ASKED_COLUMNS` queries, one per vector lane. Keys are read in place. The product uses AMX tiles or
+A tile holds `QUERY_COLUMNS` queries, one per vector lane. Keys are read in place. The product uses AMX tiles or
 AVX512_BF16 dot products for bfloat16, and float32 arithmetic otherwise.
 """
 
@@ -17,23 +17,23 @@ from numba.extending import intrinsic
 from cpu_ops.amx_tiles import BLOCK, TILE, emit_multiply_by_tiles, multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, emit_score_tile_bf16
 from cpu_ops.cpu_features import ISAS, isa
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, row_softcap
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN
+from cpu_ops.listed_keys import MASKED
 from cpu_ops.matrix_tiles import emit_multiply_tile
 from cpu_ops.run_attention import runs_in_bfloat16
 from cpu_ops.scratch import neighbours_on_lines
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
-ASKED_COLUMNS = COLUMNS
+QUERY_COLUMNS = COLUMNS
 """Queries of a tile: keys are read once for all of them."""
 _ROWS = 4
 """Keys of a register tile."""
 
 
 @dataclass(frozen=True)
-class AskedShape:
+class QKTileShape:
     """The compile-time constants of the product of keys and queries.
 
     Attributes:
@@ -50,7 +50,7 @@ class AskedShape:
     vectors: int
 
     @classmethod
-    def of(cls, in_bfloat16: bool, k_dim: int) -> AskedShape:
+    def of(cls, in_bfloat16: bool, k_dim: int) -> QKTileShape:
         """Returns the constants for this CPU and keys of `k_dim` numbers."""
         here = ISAS[isa()]
         words = k_dim // 2 if in_bfloat16 else k_dim
@@ -60,7 +60,7 @@ class AskedShape:
         return cls(kind, words, words, lanes, 4 if here.registers == 32 else 2)
 
 
-def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float) -> list[np.ndarray]:
+def tile_queries(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float) -> list[np.ndarray]:
     """Returns [q, past_k, k] in the layout of the kernels.
 
     Keys are contiguous, queries are contiguous in the last dimension, and bfloat16 bits are viewed as 32-bit words.
@@ -84,7 +84,7 @@ def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float
     return [each.view(np.uint32) for each in numbers] if is_bits else numbers
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def keys_of_block(past_k, k, start, whole_rows, gathered):
     """Returns the array and the offset at which the keys of the `QUERY_BLOCK` tokens from `start` on are contiguous.
 
@@ -103,15 +103,15 @@ def keys_of_block(past_k, k, start, whole_rows, gathered):
     return gathered, 0
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def hide_behind(scores, start, seen):
     """Mask scores [tokens, columns] of the tokens from `start` on: column c sees only tokens before `seen[c]`."""
     for column in range(seen.size):
         for t in range(max(seen[column] - start, 0), scores.shape[0]):
-            scores[t, column] = UNSEEN
+            scores[t, column] = MASKED
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def capped(scores, scale, softcap):
     """Turn products into scores, softcap * tanh(product * scale / softcap), for exponentials of base two."""
     factor = np.float32(scale / softcap)
@@ -123,10 +123,10 @@ def capped(scores, scale, softcap):
 
 @intrinsic(prefer_literal=True)
 def score_block(typingctx, kind, lanes, vectors, depth, keys, k_at, q, q_at, scores):
-    """Write the unscaled products of a block's keys and the queries to scores [`QUERY_BLOCK`, `ASKED_COLUMNS`].
+    """Write the unscaled products of a block's keys and the queries to scores [`QUERY_BLOCK`, `QUERY_COLUMNS`].
 
-    kind, lanes, vectors, depth: literals, as in `AskedShape`. keys: rows of `depth`, beginning at `k_at`. q: rows of
-    `ASKED_COLUMNS`, beginning at `q_at`, with one query per column.
+    kind, lanes, vectors, depth: literals, as in `QKTileShape`. keys: rows of `depth`, beginning at `k_at`. q: rows of
+    `QUERY_COLUMNS`, beginning at `q_at`, with one query per column.
     """
     how, width, across, size = (each.literal_value for each in (kind, lanes, vectors, depth))
 
@@ -137,18 +137,18 @@ def score_block(typingctx, kind, lanes, vectors, depth, keys, k_at, q, q_at, sco
         rows, step = (BLOCK, BLOCK) if how == "tiles" else (_ROWS, across * width)
         with cgutils.for_range_slice(builder, integer(0), integer(QUERY_BLOCK), integer(rows)) as (row, _):
             key = offset(builder, left, builder.mul(row, integer(size)))
-            place = offset(builder, target, builder.mul(row, integer(ASKED_COLUMNS)))
-            for column in range(0, ASKED_COLUMNS, step):
+            place = offset(builder, target, builder.mul(row, integer(QUERY_COLUMNS)))
+            for column in range(0, QUERY_COLUMNS, step):
                 query, score = offset(builder, right, column), offset(builder, place, column)
                 if how == "tiles":
-                    pitch = integer(size), integer(size), query, integer(ASKED_COLUMNS), score, integer(ASKED_COLUMNS)
+                    pitch = integer(size), integer(size), query, integer(QUERY_COLUMNS), score, integer(QUERY_COLUMNS)
                     emit_multiply_by_tiles(builder, False, key, *pitch)
                 elif how == "dots":
-                    emit_score_tile_bf16(builder, rows, size, ASKED_COLUMNS, key, query, score)
+                    emit_score_tile_bf16(builder, rows, size, QUERY_COLUMNS, key, query, score)
                 else:
                     emit_multiply_tile(
                         Vectors(builder, width), rows, across, False, key, integer(size), integer(1), integer(size),
-                        query, integer(ASKED_COLUMNS), score, integer(ASKED_COLUMNS),
+                        query, integer(QUERY_COLUMNS), score, integer(QUERY_COLUMNS),
                     )  # fmt: skip
         return context.get_dummy_value()
 
@@ -176,7 +176,7 @@ def block_weights(typingctx, lanes, scores, column, factor, most, totals):
         shift = builder.fneg(builder.fmul(v.load(m_pointer), times))
         (total,) = v.slots([v.load(t_pointer)])
         with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
-            place = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            place = offset(builder, s_pointer, builder.mul(loop.index, integer(QUERY_COLUMNS)))
             builder.store(builder.fadd(builder.load(total), emit_weights(v, place, times, shift)), total)
         v.store(builder.load(total), t_pointer)
         return context.get_dummy_value()
@@ -210,7 +210,7 @@ def free_block_weights(typingctx, lanes, scores, column, factor, most, totals, n
         total, sums = v.slots([v.load(t_pointer), v.zero])
         builder.store(v.zero, sums)
         with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
-            place = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            place = offset(builder, s_pointer, builder.mul(loop.index, integer(QUERY_COLUMNS)))
             weight = emit_weights(v, place, times, shift)
             builder.store(builder.fadd(builder.load(total), weight), total)
             mark = v.everywhere(builder.load(offset(builder, n_pointer, loop.index)))

@@ -8,7 +8,7 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.kernel_address import address_of, called_as
@@ -100,7 +100,7 @@ def kernel_for(numbers: str) -> Any:
     return add_rest
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _merge(out, lses, at, other, other_lse):
     """Merge attention `other` [v_dim] with log-sum-exp `other_lse` into out [v_dim] with log-sum-exp lses[at]."""
     if other_lse == -np.inf:
@@ -112,7 +112,7 @@ def _merge(out, lses, at, other, other_lse):
     lses[at] = both
 
 
-@inner
+@device_function
 def _keep(sums, lse, mass, sums_place, lse_place, mass_place):
     """Copy sums [group, v_dim], lse and mass [group] to their places, element by element as `step_parts.copy_into`."""
     for g in range(sums.shape[0]):

@@ -19,7 +19,7 @@ from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
-from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
+from cpu_ops.listed_keys import MASKED, address_in, hide, next_listed, places_of
 from cpu_ops.matrix_tiles import multiply_tile
 from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -175,7 +175,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                 for d in range(depth):
                     word = q[row, head, first + i, d]
                     turned_q[d, i] = word if in_bfloat16 else word * scaling
-            most[:], totals[:], sums[:] = UNSEEN, 0, 0
+            most[:], totals[:], sums[:] = MASKED, 0, 0
             run, token = starts[item], np.int64(0)
             while run < starts[item + 1]:
                 run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
@@ -210,7 +210,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                 if listed[filled - 1] > past + first:
                     hide(listed, filled, past + first, scores)
                 if in_bfloat16 and filled % 2:
-                    scores[filled] = UNSEEN
+                    scores[filled] = MASKED
                 for i in range(0, columns, lanes):
                     if rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i):
                         for j in range(i, i + lanes):

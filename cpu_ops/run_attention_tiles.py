@@ -16,12 +16,12 @@ from numba import njit, types
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN, address_in, hide, places_of
+from cpu_ops.listed_keys import MASKED, address_in, hide, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import on_lines, scratch
@@ -80,7 +80,7 @@ def _arguments(_: str) -> tuple[Any, ...]:
     return keys, keys, values, keys, values, runs, starts, real, real, at, at, turned, types.boolean, out, lse
 
 
-@inner
+@device_function
 def _split(runs, first, stop, past, is_whole, whole, apart):
     """Split the tokens of the runs from `first` to `stop` into whole blocks of `BLOCK` tokens and single tokens.
 
@@ -164,7 +164,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     turn_words(query_words, i * depth + d, depth, turned_q, d * columns + i, columns)
             key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
             own_turned = turned_at + (row * kv_heads + kv_head - first_head) * whole_blocks * list_line
-            most[:], totals[:], sums[:] = UNSEEN, 0, 0
+            most[:], totals[:], sums[:] = MASKED, 0, 0
             wholes, aparts = _split(runs, starts[item], starts[item + 1], past, whole_blocks > 0, whole, apart)
             lists = wholes + -(-aparts // side)
             for first_list in range(0, lists, most_lists):
@@ -206,7 +206,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     hide(listed, filled, past + first, scores)
                 if first_list + here == lists:
                     # The last list repeats its last token as padding, which is masked.
-                    scores[filled - (lists - wholes) * side + aparts : filled] = UNSEEN
+                    scores[filled - (lists - wholes) * side + aparts : filled] = MASKED
                 grown = False
                 for i in range(0, columns, lanes):
                     grown |= rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i)

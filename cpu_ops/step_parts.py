@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, tanh
 from cpu_ops.number_bits import number
 
 
-@inner
+@device_function
 def numbers_given(array):
     """Returns a step's q, k or v [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
     rows, heads, _, dim = array.shape
@@ -20,7 +20,7 @@ def numbers_given(array):
     return found
 
 
-@inner
+@device_function
 def copy_into(source, place):
     """Copy a three-dimensional array to `place`, of the same shape.
 
@@ -32,25 +32,25 @@ def copy_into(source, place):
                 place[first, second, third] = source[first, second, third]
 
 
-@inner
+@device_function
 def by_head(pool):
     """Returns a view of [num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim]."""
     return pool.reshape(pool.shape[0] * pool.shape[1], 1, pool.shape[2], pool.shape[3])
 
 
-@inner
+@device_function
 def head_rows(scores):
     """Returns a view of [rows, kv_heads, group, n] as [rows * kv_heads, 1, group, n]."""
     return scores.reshape(scores.shape[0] * scores.shape[1], 1, scores.shape[2], scores.shape[3])
 
 
-@inner
+@device_function
 def head_row(sums):
     """Returns a view of [rows, kv_heads, group] as [rows * kv_heads, 1, group]."""
     return sums.reshape(sums.shape[0] * sums.shape[1], 1, sums.shape[2])
 
 
-@inner
+@device_function
 def scale_and_cap(scores, scale, softcap):
     """Scale and soft-cap scores in place: softcap * tanh(scale * score / softcap), or scale * score if softcap is 0."""
     flat = scores.reshape(scores.size)
@@ -59,7 +59,7 @@ def scale_and_cap(scores, scale, softcap):
         flat[each] = softcap * tanh(score / softcap) if softcap > 0 else score
 
 
-@inner
+@device_function
 def attended_lists(table, context, positions, first, end):
     """Returns ids of the blocks of `table` outside [first, end), then of `context` at positions, and their numbers.
 
@@ -82,7 +82,7 @@ def attended_lists(table, context, positions, first, end):
     return ids, counts
 
 
-@inner
+@device_function
 def sums_of_powers(first, second):
     """Returns log(exp(first) + exp(second)) of two arrays [rows, kv_heads, group]."""
     found = np.empty_like(first)
@@ -93,7 +93,7 @@ def sums_of_powers(first, second):
     return found
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def merge_into(out, lse, other, other_lse):
     """Merge attention `other` into `out`, both [rows, kv_heads, group, v_dim], by their log-sum-exps; updates lse."""
     rows, kv_heads, group, v_dim = out.shape

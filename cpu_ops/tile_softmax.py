@@ -8,12 +8,12 @@ because calling a function for these took a sixth longer.
 import numpy as np
 
 from cpu_ops.amx_tiles import TILE, turn_words
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.listed_keys import outgrown
 
 
-@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def cap_products(scores, count, factor, softcap):
     """Turn products of the first `count` tokens into softcap * tanh(product * factor), for exponentials of base two."""
     for t in range(count):
@@ -22,7 +22,7 @@ def cap_products(scores, count, factor, softcap):
         row_softcap(scores, t, scores.shape[1], np.float32(softcap) * LOG2_E)
 
 
-@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_dim):
     """If a score of fresh has outgrown most[at:], rescale totals[at:] and sums[below : below + v_dim] to fresh.
 
@@ -40,7 +40,7 @@ def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_di
             sums[d, i] *= rescale[i]
 
 
-@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@device_function(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def divide_sums(totals, at, rescale, sums, below, v_dim, turned):
     """Divide sums[below : below + v_dim] by totals[at:] and write them, transposed, to turned, one row per query.
 

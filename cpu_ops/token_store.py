@@ -9,7 +9,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.kernel_address import called_as
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
@@ -28,38 +28,38 @@ def _half_bits(typingctx, value):
     return types.uint16(types.float32), codegen
 
 
-@inner
+@device_function
 def as_float32(value):
     """Returns a float32 unchanged."""
     return value
 
 
-@inner
+@device_function
 def as_float16(value):
     """Returns the bits of a float32 as binary16."""
     return _half_bits(value)
 
 
-@inner
+@device_function
 def as_bfloat16(value):
     """Returns the bits of a float32 as bfloat16; ties go to even."""
     return float_to_bfloat16(value)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _inverse(scale):
     """Returns 1 / scale, from the scale before it is rounded, as GGML does; 0 if that exceeds float32."""
     inverse = np.float32(1) / scale
     return np.float32(0) if np.isinf(inverse) else inverse
 
 
-@inner
+@device_function
 def _put_half(value, target, at):
     bits = _half_bits(value)
     target[at], target[at + 1] = np.uint8(bits & 255), np.uint8(bits >> 8)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _as_q8_0(vector, target):
     """Encode a vector [dim] float32 as GGML's Q8_0 in target [dim / 32 * 34] uint8."""
     for group in range(vector.size // _GROUP):
@@ -79,7 +79,7 @@ def _as_q8_0(vector, target):
             target[at + 2 + i] = np.uint8(np.int64(whole if scaled >= 0 else -whole) & 255)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _as_q4_0(vector, target):
     """Encode a vector [dim] float32 as GGML's Q4_0 in target [dim / 32 * 18] uint8."""
     for group in range(vector.size // _GROUP):
@@ -111,7 +111,7 @@ def _writer(storage: str) -> Any:
         return _GROUP_ENCODERS[storage]
     encode = _ENCODERS[storage]
 
-    @inner
+    @device_function
     def write(vector, target):
         for d in range(vector.size):
             target[d] = encode(vector[d])

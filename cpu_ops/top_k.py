@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 
 
 def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +31,7 @@ SIGN, LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
 """The sign bit of a float, and the sort key of -inf and NaN."""
 
 
-@inner
+@device_function
 def order(scores, keys):
     """Write sort keys [n] uint32, ordered as the scores [n] float32; NaN is equal to -inf, and -0 to 0."""
     bits = scores.view(np.uint32)
@@ -44,7 +44,7 @@ def order(scores, keys):
             keys[i] = ~bits[i] if bits[i] & SIGN else bits[i] | SIGN
 
 
-@inner
+@device_function
 def number_above(keys, lowest):
     """Returns how many of keys [n] uint32 are above `lowest`."""
     found = np.int32(0)
@@ -53,7 +53,7 @@ def number_above(keys, lowest):
     return found
 
 
-@inner
+@device_function
 def _kth_largest(keys, k):
     """Returns the k-th largest of keys [n] uint32, searched bit by bit from the highest; each pass is vectorised."""
     found = np.uint32(0)

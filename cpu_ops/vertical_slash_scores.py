@@ -17,15 +17,15 @@ from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.qk_tile import (
-    ASKED_COLUMNS,
-    AskedShape,
-    asked_numbers,
+    QUERY_COLUMNS,
+    QKTileShape,
     block_weights,
     capped,
     emit_weights,
     hide_behind,
     keys_of_block,
     score_block,
+    tile_queries,
 )
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
@@ -37,29 +37,29 @@ _SPAN = 1024
 _INT1 = types.Array(types.int64, 1, "C")
 
 
-def line_sums(
+def vertical_slash_scores(
     q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float, softcap: float = 0.0, threads: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the attention of a sequence's last queries, summed over the queries, per token and per distance.
 
-    q: [heads, queries, k_dim], the last queries, at most `ASKED_COLUMNS`, of heads that share keys. past_k, k: as for
-    `asked_keys.asked_numbers`. The last query belongs to the last token. scale and softcap (0: none) as for
+    q: [heads, queries, k_dim], the last queries, at most `QUERY_COLUMNS`, of heads that share keys. past_k, k: as for
+    `qk_tile.tile_queries`. The last query belongs to the last token. scale and softcap (0: none) as for
     `run_attention.attend_runs`. threads: number of threads (None: Numba's setting).
 
     Returns two arrays [heads, past + n] float32, to a relative error of about 1e-5. Raises ValueError or TypeError for
     arrays that do not fit together or that the CPU cannot multiply.
     """
-    numbers = asked_numbers(q, past_k, k, scale)
+    numbers = tile_queries(q, past_k, k, scale)
     (heads, queries, k_dim), n, is_bits = q.shape, k.shape[0], q.dtype == np.uint16
-    if not queries <= min(n, ASKED_COLUMNS):
-        raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {ASKED_COLUMNS} at most")
+    if not queries <= min(n, QUERY_COLUMNS):
+        raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {QUERY_COLUMNS} at most")
     total = past_k.shape[0] + n
     spans = -(-total // _SPAN)
     # Per span, in base two: the largest scores, and the sums of weights relative to them. Index 0 later has the totals.
-    most, totals = np.empty((2, spans, heads, ASKED_COLUMNS), np.float32)
+    most, totals = np.empty((2, spans, heads, QUERY_COLUMNS), np.float32)
     by_token = np.empty((heads, spans * _SPAN), np.float32)
-    by_place = np.empty((spans, heads, _SPAN + ASKED_COLUMNS), np.float32)
-    region = address_of(_region(AskedShape.of(is_bits, k_dim), softcap > 0))
+    by_place = np.empty((spans, heads, _SPAN + QUERY_COLUMNS), np.float32)
+    region = address_of(_region(QKTileShape.of(is_bits, k_dim), softcap > 0))
     with kernel_threads(threads) as used:
         for is_first in (True, False):
             arguments = (*numbers, float(scale), float(softcap), is_first, most, totals, by_token, by_place)
@@ -74,7 +74,7 @@ def line_sums(
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region(AskedShape.of(in_bfloat16, k_dim), softcapped)
+    _region(QKTileShape.of(in_bfloat16, k_dim), softcapped)
 
 
 def _variant(in_bfloat16: bool) -> str:
@@ -99,11 +99,11 @@ def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, a
     """Sum a block's weights, 2 ** (factor * score - the column's shift), per token and per place (diagonal).
 
     Writes sums[s_at + t], the sum of token t's weights over columns, and places[p_at + t], the sum over columns c of
-    the weight of token t - c. `ahead` [`ASKED_COLUMNS`] carries partial sums of places across blocks: it contributes
+    the weight of token t - c. `ahead` [`QUERY_COLUMNS`] carries partial sums of places across blocks: it contributes
     the tokens before this block, and receives the sums for places after it. Scores are overwritten.
     """
     width = lanes.literal_value
-    parts = ASKED_COLUMNS // width
+    parts = QUERY_COLUMNS // width
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
@@ -116,7 +116,7 @@ def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, a
         shift = [builder.fneg(v.load(offset(builder, h_pointer, part * width))) for part in range(parts)]
         slots = v.slots([v.load(offset(builder, a_pointer, part * width)) for part in range(parts)])
         with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
-            row = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            row = offset(builder, s_pointer, builder.mul(loop.index, integer(QUERY_COLUMNS)))
             weights = [emit_weights(v, offset(builder, row, part * width), times, shift[part]) for part in range(parts)]
             moved = [builder.fadd(builder.load(slot), weight) for slot, weight in zip(slots, weights, strict=True)]
             builder.store(builder.extract_element(moved[0], integer(0)), offset(builder, p_pointer, loop.index))
@@ -127,8 +127,8 @@ def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, a
                 token = builder.fadd(token, weight)
             v.store(token, row)
         with cgutils.for_range_slice(builder, integer(0), integer(QUERY_BLOCK), integer(width)) as (first, _):
-            row = offset(builder, s_pointer, builder.mul(first, integer(ASKED_COLUMNS)))
-            tokens = [v.load(offset(builder, row, ASKED_COLUMNS * each)) for each in range(width)]
+            row = offset(builder, s_pointer, builder.mul(first, integer(QUERY_COLUMNS)))
+            tokens = [v.load(offset(builder, row, QUERY_COLUMNS * each)) for each in range(width)]
             v.store(v.lane_sums(tokens), offset(builder, t_pointer, first))
         for part, slot in enumerate(slots):
             v.store(builder.load(slot), offset(builder, a_pointer, part * width))
@@ -139,13 +139,13 @@ def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, a
 
 
 @cache
-def _region(shape: AskedShape, softcapped: bool) -> Any:
+def _region(shape: QKTileShape, softcapped: bool) -> Any:
     """Compile a thread's share, spans thread, thread + threads, ..., for one shape.
 
     Numba's disk cache keys it by the constants below.
     """
     kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
-    columns, tokens, span_tokens = ASKED_COLUMNS, QUERY_BLOCK, _SPAN
+    columns, tokens, span_tokens = QUERY_COLUMNS, QUERY_BLOCK, _SPAN
     by_tiles, whole_rows = kind == "tiles", words == depth
     variant, code_version = _variant(kind != "floats"), CODE_VERSION
 

@@ -1,4 +1,4 @@
-"""Reads the blocks of GGML's quantised formats and packs them in tiles (`cpu_ops.weight_formats`).
+"""Reads the blocks of GGML's quantized formats and packs them in tiles (`cpu_ops.weight_formats`).
 
 A reader takes the bytes of one block of a row. It writes the unsigned codes of the block's columns (Q8_0: the bytes of
 the signed codes) and, for two-level formats, the integer scales and minimums. It returns the bits of the block's
@@ -162,7 +162,7 @@ def _q6_k(block, codes, scales, minimums):
 
 
 def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None) -> np.ndarray:
-    """Pack a quantised matrix in tiles.
+    """Pack a quantized matrix in tiles.
 
     blocks: [rows, bytes of a row] uint8, GGML's blocks of format `name` as in a file. columns: of the matrix. threads:
     number of threads (None: Numba's setting).

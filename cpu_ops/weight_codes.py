@@ -38,7 +38,7 @@ def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -
     return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
 
 
-def ask_ahead(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
+def prefetch_bytes(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
     """Prefetch the `nbytes` bytes that are `_AHEAD` bytes after `pointer` (to bytes); the address may be invalid."""
     for line in range(0, nbytes, 64):
         prefetch_line(builder, builder.gep(pointer, [ir.Constant(_I64, _AHEAD + line)]))

@@ -1,4 +1,4 @@
-"""Dot products of a tile of packed weights with quantised activations, emitted as LLVM vector code.
+"""Dot products of a tile of packed weights with quantized activations, emitted as LLVM vector code.
 
 Each group of 32 columns contributes `scale * activation_scale * (sum of code * activation - zero * sum of
 activations)`. The sums are int32, by the widest int8 dot product of the CPU. The activations' sums account for zero
@@ -19,12 +19,12 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.weight_codes import (
     DOTS_SIGNATURE,
-    ask_ahead,
     call_intrinsic,
     group_scales,
     joined,
     load,
     pieces_of,
+    prefetch_bytes,
     splat,
     unpacked_codes,
 )
@@ -150,7 +150,7 @@ def emit_tile(
             place = builder.add(builder.mul(group_loop.index, int_(layout.group_bytes)), int_(layout.head_bytes))
             group = builder.gep(block, [place])
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
-            ask_ahead(builder, group, layout.group_bytes)
+            prefetch_bytes(builder, group, layout.group_bytes)
             scales, minimums = group_scales(builder, layout, block, group)
             codes = unpacked_codes(builder, layout, group, how, offset)
             for row in range(rows):

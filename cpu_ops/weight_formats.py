@@ -1,4 +1,4 @@
-"""The memory layout of packed weights: GGML's quantised blocks, rearranged for products with wide vectors and few rows.
+"""The memory layout of packed weights: GGML's quantized blocks, rearranged for products with wide vectors and few rows.
 
 A tile is sixteen rows of a matrix. Within a tile, the codes of 32 columns form a group of eight vectors of 64 bytes:
 vector j has columns 4j to 4j + 3 of all sixteen rows. One int8 dot product instruction thus adds four columns for every
@@ -31,7 +31,7 @@ _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One format of quantised weights.
+    """One format of quantized weights.
 
     name: GGML's. block_bytes: bytes of one block of a row in a file. low_bits: bits of a code in the low plane, 2, 4 or
     8 (then signed). high_bits: bits in the high plane, 0 to 2. zero: subtracted from codes. groups: groups of 32

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.weight_codes import DOTS_SIGNATURE, ask_ahead, call_intrinsic, load, splat
+from cpu_ops.weight_codes import DOTS_SIGNATURE, call_intrinsic, load, prefetch_bytes, splat
 from cpu_ops.weight_formats import GROUP, TILE
 
 _I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -50,7 +50,7 @@ def emit_number_tile(
     with cgutils.for_range(builder, builder.udiv(columns, ir.Constant(_I64, chains))) as loop:
         place = builder.gep(first, [builder.mul(loop.index, ir.Constant(_I64, chains * _COLUMN_BYTES))])
         column = builder.add(x, builder.mul(loop.index, ir.Constant(_I64, 4 * chains)))
-        ask_ahead(builder, place, chains * _COLUMN_BYTES)
+        prefetch_bytes(builder, place, chains * _COLUMN_BYTES)
         loaded = [column_of(builder, place, number, chain * _COLUMN_BYTES) for chain in range(chains)]
         for row in range(rows):
             at = builder.add(column, builder.mul(row_bytes, ir.Constant(_I64, row)))

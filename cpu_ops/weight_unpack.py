@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.quantised_linear import PackedMatrix
+from cpu_ops.quantized_linear import PackedMatrix
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_codes import group_scales, unpacked_codes
 from cpu_ops.weight_dots import dot_instruction

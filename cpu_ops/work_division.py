@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, exp2
 
 BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
@@ -12,7 +12,7 @@ _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 
 _PART = types.Array(types.float32, 2, "A")
 
 
-@inner
+@device_function
 def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     """Returns the first token of each (row, kv head) list, counted over all lists; a first entry < 0 is an error."""
     rows, lists_per_row, max_blocks = block_ids.shape
@@ -74,7 +74,7 @@ def keep_part(
                 edge_sums[edge, g, d] = sums[g, d]
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
     """Merge partial results of shared lists into out and lse.
 

@@ -39,14 +39,14 @@ class AttentionBackend:
     """The attention kernels that a user allows on a GPU, and those used so far.
 
     Args:
-        asked: one of `BACKENDS`.
+        name: one of `BACKENDS`.
 
     Attributes:
         used: kernels chosen so far.
     """
 
-    def __init__(self, asked: str = "auto") -> None:
-        self.asked = asked
+    def __init__(self, name: str = "auto") -> None:
+        self.name = name
         self.used: set[AttentionKernel] = set()
 
 
@@ -79,7 +79,7 @@ def missing(backend: str) -> str | None:
 def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
     """The kernel for tensors [..., dim] on CUDA; `is_plain`: no soft-capping, and no window that hides a key."""
     backend = _present.get(_DEFAULT)
-    kernel = _kernel_for(backend.asked, q, k, v, is_plain)
+    kernel = _kernel_for(backend.name, q, k, v, is_plain)
     backend.used.add(kernel)
     return kernel
 
@@ -87,7 +87,7 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool
 def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `gpu_ops.window_step` supports a decoded token's query, key and value [batch, heads, 1, dim]."""
     backend = _present.get(_DEFAULT)
-    if backend.asked not in ("auto", "triton") or not window_step.serves(q, k, v):
+    if backend.name not in ("auto", "triton") or not window_step.serves(q, k, v):
         return False
     backend.used.add(AttentionKernel.TRITON)
     return True

@@ -60,7 +60,7 @@ def attention_by_line(
     """
     in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[2], q.shape[2])
     queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
-    return vertical_slash_scores.line_sums(
+    return vertical_slash_scores.vertical_slash_scores(
         queries, past_keys, keys, scale, softcap or 0.0, at_most(torch.get_num_threads())
     )
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 #: Beginning of torch's warnings of synchronizing operations.
 _WAITS = "called a synchronizing CUDA operation"
 # torch's one-time warning about the debug mode itself.
-_OF_ASKING = "Synchronization debug mode is a prototype"
+_PROTOTYPE_WARNING = "Synchronization debug mode is a prototype"
 #: Modules whose frames are skipped when the causing line is determined.
 PASSED_THROUGH = ("torch", "warnings", __name__)
 # torch's debug mode applies to the whole process.
@@ -25,7 +25,7 @@ _one_at_a_time = threading.RLock()
 
 
 class HostTraffic(TorchDispatchMode):
-    """The result of `noticed`.
+    """The result of `traffic_observed`.
 
     Attributes:
         first: the first wait or copy, and the line that caused it; None if there was none.
@@ -36,7 +36,7 @@ class HostTraffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.first: str | None = None
-        self._is_noticing = True
+        self._observes = True
         self._thread = threading.get_ident()
         self._showwarning = warnings.showwarning
 
@@ -44,9 +44,9 @@ class HostTraffic(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         # torch does not warn of asynchronous copies.
         if _crosses(function, args, out):
-            self._note("copies from or to the device")
+            self._record("copies from or to the device")
         elif kwargs and kwargs.get("pin_memory"):
-            self._note("page-locks memory")
+            self._record("page-locks memory")
         return out
 
     def show(self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
@@ -54,31 +54,31 @@ class HostTraffic(TorchDispatchMode):
         if not str(message).startswith(_WAITS):
             self._showwarning(message, category, filename, lineno, file, line)
         elif threading.get_ident() == self._thread:
-            self._note("waits for the device")
+            self._record("waits for the device")
 
-    def _note(self, what: str) -> None:
-        if self._is_noticing and self.first is None:
-            self.first = f"{what} ({_asking_line()})"
+    def _record(self, what: str) -> None:
+        if self._observes and self.first is None:
+            self.first = f"{what} ({_causing_line()})"
 
     @contextmanager
-    def unnoticed(self) -> Iterator[None]:
+    def unobserved(self) -> Iterator[None]:
         """A context in which waits and copies are not recorded."""
-        before, self._is_noticing = self._is_noticing, False
+        before, self._observes = self._observes, False
         try:
             yield
         finally:
-            self._is_noticing = before
+            self._observes = before
 
 
 @contextmanager
-def noticed() -> Iterator[HostTraffic]:
+def traffic_observed() -> Iterator[HostTraffic]:
     """A context in which CUDA work runs as usual, and the first wait or copy over the bus is recorded.
 
     Waits for a whole device, or for an event, are not recorded, because torch does not report them.
     """
     with _one_at_a_time, warnings.catch_warnings():
         traffic, before = HostTraffic(), torch.cuda.get_sync_debug_mode()
-        warnings.filterwarnings("ignore", message=_OF_ASKING)
+        warnings.filterwarnings("ignore", message=_PROTOTYPE_WARNING)
         warnings.filterwarnings("always", message=_WAITS)
         warnings.showwarning = traffic.show
         torch.cuda.set_sync_debug_mode("warn")
@@ -96,7 +96,7 @@ def _crosses(function: Any, args: Any, out: Any) -> bool:
     return function is torch.ops.aten._to_copy.default and args[0].device.type != out.device.type
 
 
-def _asking_line() -> str:
+def _causing_line() -> str:
     """file:line of the innermost frame outside torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(PASSED_THROUGH):

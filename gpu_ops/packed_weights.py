@@ -1,4 +1,4 @@
-"""Weights that stay quantised in GPU memory: multiplied directly with few rows, unpacked for many.
+"""Weights that stay quantized in GPU memory: multiplied directly with few rows, unpacked for many.
 
 Their layout is that of `cpu_ops.weight_formats`, which CPU kernels read too: sixteen rows of four columns are 64 bytes,
 so that neighbouring threads read neighbouring words in every format. Each function is one launch of a Triton kernel

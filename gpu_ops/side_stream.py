@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-_BESIDE = "beside"
+_SIDE = "side"
 
 
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
@@ -19,7 +19,7 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def on_side_stream(device: torch.device) -> Iterator[None]:
     """A context whose work runs parallel to work queued after it, until `joined`.
 
     On the CPU it runs immediately.
@@ -27,7 +27,7 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    side = stream_for(_BESIDE, device)
+    side = stream_for(_SIDE, device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
@@ -43,15 +43,15 @@ def joined_on_error(device: torch.device) -> Iterator[None]:
         yield
     except BaseException:
         if device.type == "cuda":
-            torch.cuda.current_stream(device).wait_stream(stream_for(_BESIDE, device))
+            torch.cuda.current_stream(device).wait_stream(stream_for(_SIDE, device))
         raise
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, produced in a `beside` context, made safe for work queued from now on."""
+    """`tensor`, produced in an `on_side_stream` context, made safe for work queued from now on."""
     if tensor.device.type == "cuda":
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_stream(stream_for(_BESIDE, tensor.device))
+        current.wait_stream(stream_for(_SIDE, tensor.device))
         # The allocator must not reuse its memory before the current stream has used it.
         tensor.record_stream(current)
     return tensor

@@ -29,14 +29,14 @@ class _Piece:
             copy.copy_(tensor, non_blocking=True)
         self._event.record(stream)
 
-    def end(self, is_wanted: bool = True) -> None:
-        """Wait for the copy, and pass it on if it `is_wanted`."""
+    def end(self, delivers: bool = True) -> None:
+        """Wait for the copy, and pass it on if `delivers`."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return
         self._event.synchronize()
         (_, copies), self._tensors = self._tensors, ((), ())
-        if is_wanted:
+        if delivers:
             arrived(copies)
 
 
@@ -73,5 +73,5 @@ class WriteOut:
 
     def drop(self) -> None:
         """Wait for all copies, and pass nothing on."""
-        self._next.end(is_wanted=False)
-        self._other.end(is_wanted=False)
+        self._next.end(delivers=False)
+        self._other.end(delivers=False)

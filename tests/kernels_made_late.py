@@ -92,7 +92,7 @@ def main(recipe: str, dtype: str) -> None:
         num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to(getattr(torch, dtype))
-    # Quantised, so that tokens take the native way, as a GGUF file's do.
+    # Quantized, so that tokens take the native way, as a GGUF file's do.
     inject(model, recipe, command_line={"max_seq_len": 1024, "chunk_size": 128, "weights": "q8_0", "threads_num": 1})
     model.hetero_kv_injection.compile_kernels()
     found = {"before": list(made)}

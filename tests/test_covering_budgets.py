@@ -11,7 +11,7 @@ from variants import with_slow
 
 from hetero_kv import eject, inject
 from hetero_kv.families.sparse_prefill import attention, flexprefill, known_patterns, minference
-from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
+from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
 from hetero_kv.families.token_retrieval import choosers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,8 +169,8 @@ def test_a_covering_budget_is_full_attention_between_layers_that_are_none(archit
     ],
 )
 def test_every_pattern_of_everything_is_full_attention(model, expected, pattern, monkeypatch):
-    only = [Tried(pattern, 0.0, 4096.0)]
-    monkeypatch.setattr(minference, "tried_patterns", lambda chunk, *_: [only] * chunk.q.shape[1])
+    only = [MeasuredPattern(pattern, 0.0, 4096.0)]
+    monkeypatch.setattr(minference, "measured_patterns", lambda chunk, *_: [only] * chunk.q.shape[1])
     assert off(model, expected, "minference", _SPARSE) < ROUNDING
 
 

@@ -1,4 +1,4 @@
-"""A model of random weights that are packed, made on the device: nothing is read, quantised or copied."""
+"""A model of random weights that are packed, made on the device: nothing is read, quantized or copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights in CPU tiles (`cpu_ops.weight_formats`), multiplied or unpacked on a GPU.
+"""Quantized weights in CPU tiles (`cpu_ops.weight_formats`), multiplied or unpacked on a GPU.
 
 A tile's 16 rows are interleaved: a vector of 64 bytes has one word per row, with four columns of that row, so
 consecutive vectors' words are contiguous. A unit is such a vector: byte b of its words is column 4·unit + b of the

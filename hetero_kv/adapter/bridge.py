@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
-from hetero_kv.adapter.recording import RECORDING
+from hetero_kv.adapter.graph_recording import RECORDING
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -59,7 +59,7 @@ class AttentionCall:
         return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
 
-class Serving(Protocol):
+class AttentionHandler(Protocol):
     """Computes the attention of a wrapped module."""
 
     def attend(self, cache: Any, call: AttentionCall) -> torch.Tensor:
@@ -67,31 +67,31 @@ class Serving(Protocol):
 
 
 @dataclass(slots=True)
-class Service:
+class ActiveHandler:
     """One forward of an attention module, and the operator that computes its attention.
 
     Attributes:
         calls: number of calls of the attention function so far.
     """
 
-    operator: Serving
+    operator: AttentionHandler
     cache: Any
     calls: int = 0
 
 
 #: The service of the present forward, which the attention function calls.
-SERVING: ContextVar[Service] = ContextVar("hetero_kv_serving")
+ACTIVE_HANDLER: ContextVar[ActiveHandler] = ContextVar("hetero_kv_serving")
 
 
 @contextmanager
-def served_by(operator: Serving) -> Iterator[Service]:
+def handled_by(operator: AttentionHandler) -> Iterator[ActiveHandler]:
     """Within this context `operator` computes the attention of any module that calls the attention function."""
-    service = Service(operator, None)
-    token = SERVING.set(service)
+    active = ActiveHandler(operator, None)
+    token = ACTIVE_HANDLER.set(active)
     try:
-        yield service
+        yield active
     finally:
-        SERVING.reset(token)
+        ACTIVE_HANDLER.reset(token)
 
 
 # Arguments that some models and `generate` pass along, and that do not change what attention computes.
@@ -166,13 +166,13 @@ def _attention_function(
         sliding_window,
         s_aux,
     )
-    service = SERVING.get()
-    service.calls += 1
+    active = ACTIVE_HANDLER.get()
+    active.calls += 1
     recording = RECORDING.get()
     if recording is None:
-        attended = service.operator.attend(service.cache, call)
+        attended = active.operator.attend(active.cache, call)
     else:
-        attended = recording.attended(service.operator, call)
+        attended = recording.attended(active.operator, call)
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from gpu_ops.captured import Segments
-from gpu_ops.host_traffic import noticed
+from gpu_ops.host_traffic import traffic_observed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
+from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError, Recording, Rehearsal
 from hetero_kv.adapter.model_call import ModelCall, Signature
-from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording, Rehearsal
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.errors import is_out_of_memory
@@ -93,7 +93,7 @@ class CapturedSteps:
         self._tokens: dict[_Key, _CapturedToken] = {}
         self._seen: dict[_Key, int] = {}
         # The reason, by kind of call that cannot be captured.
-        self._unfit: dict[_Key, str] = {}
+        self._uncapturable: dict[_Key, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, by a capture where possible."""
@@ -138,14 +138,14 @@ class CapturedSteps:
             self._require_capturable(inputs, fixed, cache)
         except NotCapturableError:
             return call.run()
-        with noticed() as traffic:
+        with traffic_observed() as traffic:
             token = RECORDING.set(Rehearsal(cache, traffic))
             try:
                 output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
             finally:
                 RECORDING.reset(token)
         if traffic.first is not None:
-            self._unfit[key] = f"on its way the model {traffic.first}"
+            self._uncapturable[key] = f"on its way the model {traffic.first}"
         return output
 
     def _captured(
@@ -162,8 +162,8 @@ class CapturedSteps:
             del self._tokens[next(iter(self._tokens))]
         try:
             self._require_capturable(inputs, fixed, cache)
-            if key in self._unfit:
-                raise NotCapturableError(self._unfit[key])
+            if key in self._uncapturable:
+                raise NotCapturableError(self._uncapturable[key])
             self._tokens[key] = self._recorded(inputs, fixed, cache)
         # torch reports a refused capture as a RuntimeError.
         except RuntimeError as error:
@@ -206,7 +206,7 @@ class CapturedSteps:
         recording = Recording(segments)
         token = RECORDING.set(recording)
         try:
-            with _length_untold(cache), segments.captured():
+            with _length_hidden(cache), segments.captured():
                 output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
         finally:
             RECORDING.reset(token)
@@ -241,7 +241,7 @@ def _require_plain(output: Any) -> None:
 
 
 @contextmanager
-def _length_untold(cache: HeteroCache) -> Iterator[None]:
+def _length_hidden(cache: HeteroCache) -> Iterator[None]:
     """Within this context, reading the cache's length is refused, except for a mask.
 
     The length would be captured, and is wrong at the next token.

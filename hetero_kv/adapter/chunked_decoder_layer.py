@@ -11,9 +11,9 @@ from torch import nn
 from hetero_kv.adapter import bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.foreign import is_plain
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.prompt_layer import FusedPrefillLayer, is_plain_but_for_projections
-from hetero_kv.adapter.token_layer import FusedDecodeLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
@@ -95,36 +95,38 @@ class ChunkedDecoderLayer(Operator):
         if self._native is _FOREIGN:
             self._native = _UNTRIED
         _refuse_unsliceable(self.path, args, kwargs)
-        passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
+        chunked_pass = chunking.chunked_pass(
+            hidden_states, kwargs, self.engine.chunk_size, chunking.is_reusable(hidden_states)
+        )
         is_on_cpu = hidden_states.device.type == "cpu"
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
         short = self._short_way() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
         is_last = self.layer_idx == len(cache.layers) - 1
         # Strided policies may read the logits of any token.
-        kept = chunking.WANTED.get() if is_last and cache.strided is None else 0
+        kept = chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0
         first_needed = total - max(kept, _ASKED_TOGETHER) if kept else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
-            for chunk, part, chunk_kwargs in passage.chunks():
+            for chunk, part, chunk_kwargs in chunked_pass.chunks():
                 if not replaced and not self.is_recurrent:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
                         attention, cache, part, chunk_kwargs.get("position_ids")
                     )
                 with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
-                    place = passage.place(chunk)
+                    place = chunked_pass.place(chunk)
                     if short is not None and place is not None and not args and short.fits(part, chunk_kwargs):
                         needed = chunk.stop - max(chunk.start, first_needed)
                         result = short(part, cache, chunk_kwargs, place, max(0, needed))
                     else:
                         result = self.wrapped(part, *args, **chunk_kwargs)
-                passage.put(chunk, result[0] if isinstance(result, tuple) else result)
+                chunked_pass.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
         if is_long and is_last:
             give_back_freed_memory()
-        output = passage.output()
-        chunking.mark_ours(output)
+        output = chunked_pass.output()
+        chunking.mark_reusable(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _native_way(self) -> FusedDecodeLayer | None:

@@ -31,8 +31,8 @@ class ChunkedModule(Operator):
         """The wrapped module's output for [batch, tokens, hidden]."""
         if hidden_states.shape[1] <= self.engine.chunk_size:
             return self.wrapped(hidden_states, *args, **kwargs)
-        is_free = chunking.claimed(hidden_states)
-        passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, is_free)
-        for chunk, part, chunk_kwargs in passage.chunks():
-            passage.put(chunk, self.wrapped(part, *args, **chunk_kwargs))
-        return passage.output()
+        is_free = chunking.claim_reusable(hidden_states)
+        chunked_pass = chunking.chunked_pass(hidden_states, kwargs, self.engine.chunk_size, is_free)
+        for chunk, part, chunk_kwargs in chunked_pass.chunks():
+            chunked_pass.put(chunk, self.wrapped(part, *args, **chunk_kwargs))
+        return chunked_pass.output()

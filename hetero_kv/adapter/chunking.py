@@ -24,27 +24,27 @@ def sliced(name: str, value: Any, chunk: slice, total: int) -> Any:
 
 
 #: Number of last tokens that the model's head reads of the present forward; 0 for all.
-WANTED: ContextVar[int] = ContextVar("WANTED", default=0)
+LOGITS_TO_KEEP: ContextVar[int] = ContextVar("LOGITS_TO_KEEP", default=0)
 
 
-def mark_ours(hidden_states: torch.Tensor) -> None:
+def mark_reusable(hidden_states: torch.Tensor) -> None:
     """Mark this buffer as made by an operator, so that the next operator may overwrite it."""
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]
 
 
-def claimed(hidden_states: torch.Tensor) -> bool:
-    """Whether `mark_ours` marked this tensor; clears the mark, so that the caller owns the buffer."""
-    ours = is_ours(hidden_states)
+def claim_reusable(hidden_states: torch.Tensor) -> bool:
+    """Whether `mark_reusable` marked this tensor; clears the mark, so that the caller owns the buffer."""
+    ours = is_reusable(hidden_states)
     hidden_states.hetero_kv_buffer = False  # type: ignore[attr-defined]
     return ours
 
 
-def is_ours(hidden_states: torch.Tensor) -> bool:
-    """Whether `mark_ours` marked this very tensor: buffers of others are never overwritten."""
+def is_reusable(hidden_states: torch.Tensor) -> bool:
+    """Whether `mark_reusable` marked this very tensor: buffers of others are never overwritten."""
     return getattr(hidden_states, "hetero_kv_buffer", False)
 
 
-class Passage(Protocol):
+class ChunkedPass(Protocol):
     """A prompt's way through one module, chunk by chunk."""
 
     @abstractmethod
@@ -64,19 +64,19 @@ class Passage(Protocol):
         """The module's output of all chunks."""
 
 
-class Walk(Protocol):
+class HiddenStateOffload(Protocol):
     """A prompt's way through all modules, with its hidden states stored elsewhere between them."""
 
     @abstractmethod
-    def passage(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> Passage:
+    def chunked_pass(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> ChunkedPass:
         """The way through the next module."""
 
 
 #: The walk of the present forward, if any.
-WALK: ContextVar[Walk | None] = ContextVar("WALK", default=None)
+OFFLOAD: ContextVar[HiddenStateOffload | None] = ContextVar("OFFLOAD", default=None)
 
 
-def passage(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> Passage:
+def chunked_pass(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> ChunkedPass:
     """A prompt's way through a module; the output overwrites the hidden states where that is allowed.
 
     Args:
@@ -84,10 +84,10 @@ def passage(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int
         kwargs: of the module; arguments along the sequence are cut into chunks.
         is_free: whether no one else reads the hidden states any more.
     """
-    walk = WALK.get()
-    if walk is not None:
-        return walk.passage(hidden_states, kwargs, chunk_size)
-    return _InPlace(hidden_states, kwargs, chunk_size, is_free)
+    offload = OFFLOAD.get()
+    if offload is not None:
+        return offload.chunked_pass(hidden_states, kwargs, chunk_size)
+    return _InPlacePass(hidden_states, kwargs, chunk_size, is_free)
 
 
 def cut(total: int, chunk_size: int) -> list[slice]:
@@ -95,7 +95,7 @@ def cut(total: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, total)) for start in range(0, total, chunk_size)]
 
 
-class _InPlace:
+class _InPlacePass:
     """The way through a module of hidden states on the compute device."""
 
     def __init__(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> None:

@@ -22,7 +22,7 @@ from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.cacheless import without_cache
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.captures import Captures
-from hetero_kv.adapter.hidden_states import logits_to_keep_scope, walking
+from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload_hidden_states
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strides import run_strided
@@ -83,7 +83,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     """
     inner = model.forward
     if not has_head:
-        inner = walking(model, _behind_the_cache(model), by.engine)
+        inner = offload_hidden_states(model, _behind_the_cache(model), by.engine)
     forward = inner if has_head else CapturedSteps(model, inner, by.captures)
     signature = Signature(inner)
     signature.forward = forward

@@ -32,7 +32,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 #: Attributes with numbers that a fast path reads from the modules of such a layer.
-READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantised")
+READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized")
 NONE = np.empty(0, np.float32)
 _FIRST_POSITION = 7
 
@@ -131,7 +131,7 @@ class Trial:
         # A copy with the same modules: other threads may use this layer meanwhile.
         copied = copy.copy(layer)
         copied._modules = layer._modules | {"self_attn": attention}
-        with bridge.served_by(trial) as service:
+        with bridge.handled_by(trial) as service:
             output = copied.forward(
                 hidden, position_embeddings=trial.embeddings, attention_mask=None, use_cache=True,
                 **as_cache(copied.forward, trial),
@@ -142,7 +142,7 @@ class Trial:
         return trial
 
     def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
-        """See `bridge.Serving`: random numbers."""
+        """See `bridge.AttentionHandler`: random numbers."""
         shape = *call.q.shape[:3], call.v.shape[3]
         self.call, self.attended = call, torch.randn(shape, generator=self.generator).to(call.q.dtype)
         return self.attended
@@ -154,7 +154,7 @@ class Trial:
         return keys, values
 
 
-class Way(Protocol):
+class FastPath(Protocol):
     """A fast path that computes the same as a decoder layer."""
 
     @property
@@ -167,22 +167,24 @@ class Way(Protocol):
         """The largest relative difference, of norms, from the layer's output for random input."""
 
 
-def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
+def agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
     """Whether a fast path computes what its layer computes, up to `tolerance`; a difference is logged at `level`.
 
     Args:
         name: of the fast path, in the log.
     """
     try:
-        difference = way.difference_from(layer)
+        difference = fast_path.difference_from(layer)
     except Exception as error:
         # The layer needs something that the trial lacks: it runs without the fast path.
-        _say_once(logging.WARNING, way.operator, f"{name} cannot be tried on random input ({type(error).__name__})")
-        _logger.debug("%s", way.operator.path, exc_info=error)
+        _say_once(
+            logging.WARNING, fast_path.operator, f"{name} cannot be tried on random input ({type(error).__name__})"
+        )
+        _logger.debug("%s", fast_path.operator.path, exc_info=error)
         return False
     if difference <= tolerance:
         return True
-    _say_once(level, way.operator, f"{name} differs from the layer", f" by {difference:.2g} of its size")
+    _say_once(level, fast_path.operator, f"{name} differs from the layer", f" by {difference:.2g} of its size")
     return False
 
 

@@ -27,7 +27,7 @@ class LoadedWeights(NamedTuple):
             id(weights.data): weights.name
             for module in model.modules()
             if isinstance(module, QuantizedModule)
-            for weights in module.held()
+            for weights in module.packed_weights()
         }
         matrices = {id(parameter) for parameter in model.parameters() if parameter.dim() > 1}
         sizes: dict[str, int] = {}

@@ -12,10 +12,10 @@ from torch import nn
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import passed_cache
+from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.footprint import LayerFootprint
+from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.recording import RECORDING, NotCapturableError
-from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
@@ -83,7 +83,7 @@ class Operator(nn.Module):
         """Raise UnsupportedModelError, naming `path` and the reason, unless the operator can replace `module`."""
 
     @classmethod
-    def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
+    def applies(cls, module: nn.Module, settings: Any) -> bool:
         """Whether the operator changes anything in the place of `module` under these settings."""
         return True
 
@@ -283,16 +283,16 @@ class AttentionOperator(Operator):
             if recording is None:
                 kwargs = self.arguments_for(args, kwargs)
             else:
-                kwargs = recording.noted_arguments(self, args, kwargs)
+                kwargs = recording.record_arguments(self, args, kwargs)
         cache = passed_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
-        service = bridge.Service(self, cache)
-        token = bridge.SERVING.set(service)
+        service = bridge.ActiveHandler(self, cache)
+        token = bridge.ACTIVE_HANDLER.set(service)
         try:
             output = self.wrapped(*args, **kwargs)
         finally:
-            bridge.SERVING.reset(token)
+            bridge.ACTIVE_HANDLER.reset(token)
         if service.calls != 1:
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.wrapped).__name__}) called its attention function {service.calls} times in "
@@ -323,7 +323,7 @@ class AttentionOperator(Operator):
         """
         return None
 
-    def attend_arrays(self, prepared: Any, arrays: TokenArrays, scale: float, softcap: float) -> None:
+    def attend_arrays(self, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float) -> None:
         """`decode_step` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
         raise NotImplementedError("an operator that prepares arrays attends to them")
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture, whose weights stay quantised: a token reads those of the experts that it is routed to."""
+"""The experts of a mixture, whose weights stay quantized: a token reads those of the experts that it is routed to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QuantizedExperts(QuantizedModule):
             file has them. Empty while the wrapped module has them as numbers.
     """
 
-    meaning = "a mixture's experts, whose weights stay quantised as their file holds them, or are quantised"
+    meaning = "a mixture's experts, whose weights stay quantized as their file holds them, or are quantized"
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -52,12 +52,12 @@ class QuantizedExperts(QuantizedModule):
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
 
     @classmethod
-    def is_wanted(cls, module: Any, settings: Any) -> bool:
+    def applies(cls, module: Any, settings: Any) -> bool:
         """See `QuantizedModule`; a list of experts that are modules of their own is none of these."""
         return (
             all(hasattr(module, name) for name in _FORM)
             and not getattr(module, "_is_expert_parallel", False)
-            and super().is_wanted(module, settings)
+            and super().applies(module, settings)
         )
 
     @classmethod
@@ -72,10 +72,10 @@ class QuantizedExperts(QuantizedModule):
         numbers = {leaf: getattr(self.wrapped, leaf).detach() for leaf in self.projections if not self.parts[leaf]}
         if any(tensor.is_meta for tensor in numbers.values()) or not numbers:
             return
-        wanted = [self.kept_as(None, self.shapes[leaf][2]) for leaf in numbers]
-        for leaf, name in zip(list(numbers), wanted, strict=True):
+        kept_types = [self.kept_as(None, self.shapes[leaf][2]) for leaf in numbers]
+        for leaf, name in zip(list(numbers), kept_types, strict=True):
             tensor = numbers.pop(leaf)
-            if name is None or None in wanted:
+            if name is None or None in kept_types:
                 self._give(leaf, self.converted(tensor, self.shapes[leaf][2]))
                 continue
             self.require_kernels(tensor.device)
@@ -90,10 +90,10 @@ class QuantizedExperts(QuantizedModule):
         return super().uninstall()
 
     def compile_own_kernels(self) -> None:
-        for weights in self.held():
+        for weights in self.packed_weights():
             weights.experts[0].compile_kernels(self.dtype)
 
-    def held(self) -> Iterator[ExpertWeights]:
+    def packed_weights(self) -> Iterator[ExpertWeights]:
         return (weights for leaf in self.projections for _, weights in self._parts(leaf))
 
     def packed_shapes(self, stored: Mapping[str, str]) -> Iterator[tuple[int, int]]:
@@ -135,19 +135,19 @@ class QuantizedExperts(QuantizedModule):
         """
         import gguf  # who calls this has read a file with it
 
-        wanted = self.kept_as(kind.name, shape[2])
-        if wanted is not None and wanted == kind.name:
-            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, wanted, shape[2]))
+        kept_type = self.kept_as(kind.name, shape[2])
+        if kept_type is not None and kept_type == kind.name:
+            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kept_type, shape[2]))
             return None
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        if wanted is not None:
-            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, wanted))
-            return self.kept_otherwise(kind.name, wanted, shape[2])
+        if kept_type is not None:
+            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, kept_type))
+            return self.kept_otherwise(kind.name, kept_type, shape[2])
         if getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
-        return self.kept_otherwise(kind.name, wanted, shape[2])
+        return self.kept_otherwise(kind.name, kept_type, shape[2])
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weight matrix stays quantised: operators over a single matrix."""
+"""Linear layers and embeddings whose weight matrix stays quantized: operators over a single matrix."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.nn import functional
 
 from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.quantized_module import QuantizedModule
-from hetero_kv.adapter.read_only_numbers import ReadOnlyNumbers
+from hetero_kv.adapter.read_only_weights import ReadOnlyWeight
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved
 from hetero_kv.weights.packed_weight import PackedWeight
-from hetero_kv.weights.quantised_weight import QuantisedWeight
+from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-# An attribute of a parameter: what was quantised from it, as long as that is in use.
-_QUANTISED_AS = "_hetero_kv_quantised"
+# An attribute of a parameter: what was quantized from it, as long as that is in use.
+_QUANTIZED_AS = "_hetero_kv_quantized"
 
 
 class QuantizedMatrix(QuantizedModule):
-    """A module with one weight matrix, which it keeps quantised where the settings say so.
+    """A module with one weight matrix, which it keeps quantized where the settings say so.
 
     Attributes:
         packed: the matrix's bytes, a buffer: where it lies, the matrix is computed.
@@ -41,7 +41,7 @@ class QuantizedMatrix(QuantizedModule):
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.dtype: torch.dtype = self.wrapped.weight.dtype
-        self._quantised: PackedWeight | None = None
+        self._quantized: PackedWeight | None = None
         self.register_buffer("packed", None, persistent=False)
 
     @classmethod
@@ -57,50 +57,50 @@ class QuantizedMatrix(QuantizedModule):
         return module.weight
 
     @property
-    def quantised(self) -> PackedWeight | None:
+    def quantized(self) -> PackedWeight | None:
         """The matrix, for the device that its bytes lie on now; None while the wrapped module has it, as numbers."""
-        if self._quantised is not None:
-            self._quantised = weight_at(self._quantised, cast(torch.Tensor, self.packed))
-        return self._quantised
+        if self._quantized is not None:
+            self._quantized = weight_at(self._quantized, cast(torch.Tensor, self.packed))
+        return self._quantized
 
-    def held(self) -> Iterator[PackedWeight]:
-        if self.quantised is not None:
-            yield self.quantised
+    def packed_weights(self) -> Iterator[PackedWeight]:
+        if self.quantized is not None:
+            yield self.quantized
 
     def install(self) -> None:
         super().install()
-        if self.quantised is not None:
-            self.keep(self.quantised)
+        if self.quantized is not None:
+            self.keep(self.quantized)
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
-            wanted = self.kept_as(None, parameter.shape[1])
-            # Of tied modules the first one has quantised what is both's.
-            noted: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTISED_AS, None)
+            kept_type = self.kept_as(None, parameter.shape[1])
+            # Of tied modules the first one has quantized what is both's.
+            noted: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTIZED_AS, None)
             tied = noted() if noted is not None else None
-            if tied is not None and tied.name == wanted:
+            if tied is not None and tied.name == kept_type:
                 self.keep(tied)
                 return
-            self._take_numbers(parameter.detach(), wanted)
-            if self.quantised is not None:
-                setattr(parameter, _QUANTISED_AS, weakref.ref(self.quantised))
+            self._take_numbers(parameter.detach(), kept_type)
+            if self.quantized is not None:
+                setattr(parameter, _QUANTIZED_AS, weakref.ref(self.quantized))
 
     def uninstall(self) -> nn.Module:
-        if self.quantised is not None:
-            self.wrapped.weight = self.quantised.parameter(self.dtype)
+        if self.quantized is not None:
+            self.wrapped.weight = self.quantized.parameter(self.dtype)
         elif self.wrapped.weight.dtype is not self.dtype:
             self._give(self.wrapped.weight.detach().to(self.dtype))
         return super().uninstall()
 
     def compile_own_kernels(self) -> None:
-        if self.quantised is not None:
-            self.quantised.compile_kernels(self.dtype)
+        if self.quantized is not None:
+            self.quantized.compile_kernels(self.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights as numbers, for a model that reads them itself; unpacked at every use, not to be changed."""
-        quantised = self.quantised
+        quantized = self.quantized
         return (
-            self.wrapped.weight if quantised is None else ReadOnlyNumbers.of(quantised.unpacked(self.dtype), self.path)
+            self.wrapped.weight if quantized is None else ReadOnlyWeight.of(quantized.unpacked(self.dtype), self.path)
         )
 
     def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> str | None:
@@ -113,25 +113,25 @@ class QuantizedMatrix(QuantizedModule):
         """
         import gguf  # who calls this has read a file with it
 
-        wanted = self.kept_as(kind.name, shape[1])
-        if wanted is not None and wanted == kind.name:
-            self.keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
+        kept_type = self.kept_as(kind.name, shape[1])
+        if kept_type is not None and kept_type == kind.name:
+            self.keep(QuantizedWeight.of_blocks(blocks, kept_type, shape[1]))
             return None
         # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        self._take_numbers(numbers, wanted)
-        return self.kept_otherwise(kind.name, wanted, shape[1])
+        self._take_numbers(numbers, kept_type)
+        return self.kept_otherwise(kind.name, kept_type, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
         """Take the weights from a file that holds numbers.
 
         Args:
             numbers: [rows, columns], of the file's type; they are not kept, for the file is mapped and may go.
-            dtype: of the model, in which weights are kept that are not quantised.
+            dtype: of the model, in which weights are kept that are not quantized.
         """
-        wanted = self.kept_as(None, numbers.shape[1])
-        self._take_numbers(numbers if wanted is not None else numbers.to(dtype, copy=True), wanted)
+        kept_type = self.kept_as(None, numbers.shape[1])
+        self._take_numbers(numbers if kept_type is not None else numbers.to(dtype, copy=True), kept_type)
 
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         rows, columns = self.wrapped.weight.shape
@@ -142,8 +142,8 @@ class QuantizedMatrix(QuantizedModule):
         return {id(self.wrapped.weight): size}
 
     def packed_shapes(self, stored: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-        if self.quantised is not None:
-            rows, columns = self.quantised.shape
+        if self.quantized is not None:
+            rows, columns = self.quantized.shape
             yield rows, columns
         elif (weight := self.wrapped.weight).is_meta:
             rows, columns = weight.shape
@@ -152,36 +152,36 @@ class QuantizedMatrix(QuantizedModule):
 
     def share(self, other: QuantizedMatrix) -> bool:
         """Take the weights of `other`, which are tied to these; False where it has none to share."""
-        if other.quantised is None:
+        if other.quantized is None:
             return False
-        self.keep(other.quantised)
+        self.keep(other.quantized)
         return True
 
-    def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
-        """Keep the weights as type `wanted`, or as numbers."""
-        if wanted is None:
+    def _take_numbers(self, numbers: torch.Tensor, kept_type: str | None) -> None:
+        """Keep the weights as type `kept_type`, or as numbers."""
+        if kept_type is None:
             self._give(self.converted(numbers, numbers.shape[1]))
             return
         self.require_kernels(numbers.device)
-        quantised = QuantisedWeight.of_numbers(numbers, wanted)
-        self.keep(weight_moved(quantised, lambda packed: packed.to(numbers.device)))
+        quantized = QuantizedWeight.of_numbers(numbers, kept_type)
+        self.keep(weight_moved(quantized, lambda packed: packed.to(numbers.device)))
 
-    def keep(self, quantised: PackedWeight) -> None:
+    def keep(self, quantized: PackedWeight) -> None:
         """Take a matrix that is packed, for the weights there were."""
-        self._quantised, self.packed = quantised, quantised.data
+        self._quantized, self.packed = quantized, quantized.data
         # A model asks its parameters for their device and dtype: an empty one answers.
-        self._give(torch.empty(0, dtype=self.dtype, device=quantised.data.device))
+        self._give(torch.empty(0, dtype=self.dtype, device=quantized.data.device))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedMatrix:
         """See torch.nn.Module: buffers that are tied would become two."""
-        quantised, self.packed = self.quantised, None
+        quantized, self.packed = self.quantized, None
         try:
             super()._apply(fn, recurse)
             self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-            if quantised is not None:
-                self._quantised = quantised = weight_moved(quantised, fn)
+            if quantized is not None:
+                self._quantized = quantized = weight_moved(quantized, fn)
         finally:
-            self.packed = None if quantised is None else quantised.data
+            self.packed = None if quantized is None else quantized.data
         return self
 
     def _give(self, numbers: torch.Tensor) -> None:
@@ -189,50 +189,50 @@ class QuantizedMatrix(QuantizedModule):
 
 
 class QuantizedLinear(QuantizedMatrix):
-    """A linear layer over quantised weights.
+    """A linear layer over quantized weights.
 
     Few rows (a decoded token, a batch, a short question) are multiplied with what is packed, on a CPU with activations
-    quantised to int8 in groups of 32; for longer prompts the weights are unpacked, piece by piece, and multiplied in
+    quantized to int8 in groups of 32; for longer prompts the weights are unpacked, piece by piece, and multiplied in
     the model's dtype.
     """
 
-    meaning = "a linear layer whose weights stay quantised as their file holds them, or are quantised"
+    meaning = "a linear layer whose weights stay quantized as their file holds them, or are quantized"
     replaces = nn.Linear
 
     @classmethod
-    def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
+    def applies(cls, module: nn.Module, settings: Any) -> bool:
         """See `QuantizedModule`; a subclass that computes something else keeps its weights as numbers."""
-        return type(module).forward is nn.Linear.forward and super().is_wanted(module, settings)
+        return type(module).forward is nn.Linear.forward and super().applies(module, settings)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype."""
-        quantised = self.quantised
+        quantized = self.quantized
         bias = self.wrapped.bias
-        if quantised is not None:
+        if quantized is not None:
             self.require_empty("weight")
-            return quantised.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
+            return quantized.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
         weight = self.wrapped.weight
         y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)
         return y if bias is None else y + bias
 
 
 class QuantizedEmbedding(QuantizedMatrix):
-    """An embedding over quantised weights: a token's row is unpacked when it is looked up."""
+    """An embedding over quantized weights: a token's row is unpacked when it is looked up."""
 
-    meaning = "an embedding whose weights stay quantised as their file holds them, or are quantised"
+    meaning = "an embedding whose weights stay quantized as their file holds them, or are quantized"
     replaces = nn.Embedding
 
     @classmethod
-    def is_wanted(cls, module: Any, settings: Any) -> bool:
+    def applies(cls, module: Any, settings: Any) -> bool:
         """See `QuantizedModule`; rows that looking them up rescales in place (`max_norm`) stay numbers."""
-        return module.max_norm is None and super().is_wanted(module, settings)
+        return module.max_norm is None and super().applies(module, settings)
 
     def computed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids of any shape -> [..., embedding_dim], in the model's dtype."""
-        if self.quantised is None:
+        if self.quantized is None:
             return self.own_forward(ids).to(self.dtype)
         self.require_empty("weight")
-        rows = self.quantised.rows(ids.reshape(-1), self.dtype)
+        rows = self.quantized.rows(ids.reshape(-1), self.dtype)
         if type(self.wrapped).forward is not nn.Embedding.forward:
             # A subclass does something with its rows (Gemma scales them): let it, these rows being all that it has.
             self._give(rows)

@@ -1,4 +1,4 @@
-"""Operators that keep a module's weights quantised, or at 16 bits: what a GGUF file holds stays as it is stored."""
+"""Operators that keep a module's weights quantized, or at 16 bits: what a GGUF file holds stays as it is stored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTISED, WeightSettings
+from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTIZED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.packed_weight import PackedWeight
-from hetero_kv.weights.quantised_weight import packable, stored_name
+from hetero_kv.weights.quantized_weight import packable, stored_name
 
 if TYPE_CHECKING:
     from hetero_kv.weights.expert_weights import ExpertWeights
@@ -26,7 +26,7 @@ _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 class QuantizedModule(Operator):
-    """A module whose weights are kept quantised where the settings say so.
+    """A module whose weights are kept quantized where the settings say so.
 
     While it is in the model, the wrapped module's forward is `computed` too: hooks that somebody puts on the wrapped
     module, as on every `torch.nn.Linear` of a model, are called, and so is a forward that is wrapped around it.
@@ -78,7 +78,7 @@ class QuantizedModule(Operator):
         return super().state_dict(*args, **kwargs)
 
     def _require_numbers(self, done: str) -> None:
-        if any(True for _ in self.held()):
+        if any(True for _ in self.packed_weights()):
             raise UnsupportedModelError(
                 f"the weights of {self.path} are packed, and cannot {done} as a state dict (save_pretrained, "
                 "push_to_hub, load_state_dict); call hetero_kv.eject(model) first, which unpacks them"
@@ -96,7 +96,7 @@ class QuantizedModule(Operator):
         return super().uninstall()
 
     @classmethod
-    def is_wanted(cls, module: Any, settings: Any) -> bool:
+    def applies(cls, module: Any, settings: Any) -> bool:
         """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
         if foreign_part(module) is not None:
             # Weights that are more than the module's parameter (a parametrization, hooks, offloading) stay as they are.
@@ -113,7 +113,7 @@ class QuantizedModule(Operator):
         """One of a module's weights that the operator keeps."""
 
     @abstractmethod
-    def held(self) -> Iterator[PackedWeight | ExpertWeights]:
+    def packed_weights(self) -> Iterator[PackedWeight | ExpertWeights]:
         """The weights that are packed now."""
 
     @abstractmethod
@@ -140,11 +140,11 @@ class QuantizedModule(Operator):
             stored: GGML's name of the type that the file holds; None where no file does.
             columns: of the matrix.
         """
-        wanted = QUANTISED.get(self.settings.weights)
+        kept_type = QUANTIZED.get(self.settings.weights)
         stored = stored_name(stored, columns) if stored is not None else None
         if stored is not None and self.waits_for_blocks():
-            wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
-        return wanted if wanted is not None and packable(wanted, columns) else None
+            kept_type = stored if packable(stored, columns) else QUANTIZED[Q8_0]
+        return kept_type if kept_type is not None and packable(kept_type, columns) else None
 
     def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
         """The type of weights that are kept as numbers, in a model of `dtype`; None for the one it has."""
@@ -152,18 +152,18 @@ class QuantizedModule(Operator):
 
     def converted(self, numbers: torch.Tensor, columns: int) -> torch.Tensor:
         """Weights that are kept as numbers, rows of `columns`, in their type; says so where codes were asked for."""
-        if asked := QUANTISED.get(self.settings.weights):
+        if asked := QUANTIZED.get(self.settings.weights):
             _logger.warning(
                 "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers", self.path, columns, asked
             )
         return numbers.to(self.number_type())
 
     def require_kernels(self, device: torch.device) -> None:
-        """Raise UnsupportedModelError where weights to be quantised lie on something else than a CPU or a CUDA GPU."""
+        """Raise UnsupportedModelError where weights to be quantized lie on something else than a CPU or a CUDA GPU."""
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedModelError(
                 f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {device}, where there "
-                "are no kernels for quantised weights; set weights to auto, or device to cpu"
+                "are no kernels for quantized weights; set weights to auto, or device to cpu"
             )
 
     def kept_otherwise(self, stored: str, kept: str | None, columns: int) -> str | None:

@@ -15,7 +15,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
-class NotedRotations(AttentionOperator):
+class RopeCapture(AttentionOperator):
     """An operator that gets the rotations of new tokens (`_record`) before it sees their keys.
 
     Attributes:

@@ -14,7 +14,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 
 
-class _Listener:
+class _KeyProbe:
     """Records the keys of a call of the attention function, and returns zeros."""
 
     keys: torch.Tensor | None = None
@@ -81,14 +81,14 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
     probe_kwargs = {name: first_token(name, value) for name, value in kwargs.items()}
 
     def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        listener = _Listener()
-        token = bridge.SERVING.set(bridge.Service(listener, None))
+        probe = _KeyProbe()
+        token = bridge.ACTIVE_HANDLER.set(bridge.ActiveHandler(probe, None))
         try:
             module(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
         finally:
-            bridge.SERVING.reset(token)
-        assert listener.keys is not None
-        return listener.keys
+            bridge.ACTIVE_HANDLER.reset(token)
+        assert probe.keys is not None
+        return probe.keys
 
     rotation = found_rotation(keys_under, cos[:1, :1])
     if rotation is None:

@@ -14,7 +14,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models.placing import weight_bytes
 
 
-def walked_layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The chunked layers that a module walks through, in order; empty for any other module."""
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
     return [layer for layers in lists for layer in layers if isinstance(layer, ChunkedDecoderLayer)]
@@ -30,7 +30,7 @@ def stream_weights(model: Any, device: torch.device) -> None:
 
     Raises UnsupportedModelError when some of the layers are no ChunkedDecoderLayers.
     """
-    layers = walked_layers(model)
+    layers = decoder_layers(model)
     if not layers or LayerStream.streams(layers[0]) or not any(lies_in_dram(each, device) for each in layers):
         return
     others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]
@@ -46,13 +46,13 @@ def _follow(layer: nn.Module) -> None:
     """Update packed weights to the device of their bytes."""
     for module in layer.modules():
         if isinstance(module, QuantizedModule):
-            for _ in module.held():
+            for _ in module.packed_weights():
                 pass
 
 
 def bytes_of_room(model: nn.Module, device: torch.device) -> int:
     """Bytes that the stream will take on `device`, if it is not set up yet; 0 for weights on the device."""
-    layers = [layer for module in model.modules() for layer in walked_layers(module)]
+    layers = [layer for module in model.modules() for layer in decoder_layers(module)]
     if not layers or LayerStream.streams(layers[0]) or not lies_in_dram(layers[0], device):
         return 0
     return LayerStream.device_bytes([weight_bytes((*layer.parameters(), *layer.buffers())) for layer in layers])

@@ -12,7 +12,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 
 
-class _Heard(Exception):
+class _AttentionReached(Exception):
     """Aborts the module at its attention call."""
 
     def __init__(self, call: bridge.AttentionCall) -> None:
@@ -20,13 +20,13 @@ class _Heard(Exception):
         self.call = call
 
 
-class _Listener:
+class _QKVTracer:
     def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
-        raise _Heard(call)
+        raise _AttentionReached(call)
 
 
 @torch.no_grad()
-def call_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bridge.AttentionCall:
+def traced_call(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bridge.AttentionCall:
     """The queries, keys and values that an attention module computes from a forward's arguments.
 
     Nothing is stored, attended or projected: an exception leaves the module at its attention call. Raises
@@ -34,9 +34,9 @@ def call_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """
     without_cache = [None if isinstance(value, HeteroCache) else value for value in args]
     others = {name: None if isinstance(value, HeteroCache) else value for name, value in kwargs.items()}
-    with bridge.served_by(_Listener()):
+    with bridge.handled_by(_QKVTracer()):
         try:
             module(*without_cache, **others)
-        except _Heard as heard:
-            return heard.call
+        except _AttentionReached as reached:
+            return reached.call
     raise UnsupportedModelError(f"{path} ({type(module).__name__}) did not call its attention function")

@@ -98,7 +98,7 @@ def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
     The rows of a module are adjacent, in the model's order.
 
     Args:
-        has_blocks: whether the weights to load are quantised blocks of a file; if not, operators that only keep such
+        has_blocks: whether the weights to load are quantized blocks of a file; if not, operators that only keep such
             blocks are not injected when the model loads, and have no rows.
     """
     by_module: dict[str, list[Row]] = {}

@@ -42,7 +42,7 @@ class Identity:
     Attributes:
         model: a readable name: type and sizes.
         config: fingerprint of the model's config.
-        weights: fingerprint of all bytes of its weights in their present format, so that quantised and unpacked weights
+        weights: fingerprint of all bytes of its weights in their present format, so that quantized and unpacked weights
             differ. Inactive adapters do not count.
         active: class name -> fingerprint of its modules' other state (`active_state`), with a description for classes
             that are neither torch's, transformers' nor this package's.

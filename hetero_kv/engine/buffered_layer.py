@@ -150,7 +150,7 @@ class BufferedLayer(FamilyLayer):
         assert self._prefilling is not None
         past, total = self._prefilling.past, self._prefilling.length
         if past and self.pool is not None and self.pool.read_ahead is not None:
-            self.pool.read_ahead.ask_all()
+            self.pool.read_ahead.request_all()
         new_keys, new_values = (like.new_empty(*like.shape[:2], total, like.shape[3]) for like in (keys, values))
         if past:
             self.load(new_keys[:, :, :past], new_values[:, :, :past])

@@ -33,7 +33,7 @@ def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
     for store, layout, sharing in _sharing([group for group, _ in stored]):
         more = [tokens_of[id(group)] for group in sharing]
         if _needed(layout, sharing, more) > _spare(store, layout, sharing):
-            raise used_up(store, layout, max(more), room(sharing) or 0)
+            raise blocks_exhausted(store, layout, max(more), room(sharing) or 0)
 
 
 def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
@@ -43,7 +43,7 @@ def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFu
     )
 
 
-def used_up(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
+def blocks_exhausted(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
     """The error for `tokens` tokens without free blocks, when only `left` fit."""
     allocator = store.allocators[layout]
     return CacheFullError(

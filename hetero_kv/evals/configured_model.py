@@ -334,7 +334,7 @@ class ConfiguredModel:
 
 
 def _require_same_weights(injection: Injection, spec: ConfigSpec) -> None:
-    """Raise ConfigError if rules quantise weights: methods share one model, and the rounding could not be undone."""
+    """Raise ConfigError if rules quantize weights: methods share one model, and the rounding could not be undone."""
     for operator in injection.operators.values():
         if isinstance(operator, QuantizedModule) and not operator.waits_for_blocks():
             raise ConfigError(

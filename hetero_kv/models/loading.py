@@ -48,7 +48,7 @@ class OpenedModel:
     load_weights: Callable[[], None]
 
     def load(self) -> LoadedModel:
-        """Load the weights into what stands there now: a module with a method `load_blocks` takes quantised blocks.
+        """Load the weights into what stands there now: a module with a method `load_blocks` takes quantized blocks.
 
         Raises:
             ModelError: the file does not hold this model's weights.

@@ -1,7 +1,7 @@
 """Loads the tensors of a model in Hugging Face format into a model that is built without weights, one by one.
 
-A module with a method `load_numbers` gets its weight from the file, and may quantise it, so that memory never holds
-the whole model unquantised. This requires that every parameter is a tensor of the same name and shape in safetensors
+A module with a method `load_numbers` gets its weight from the file, and may quantize it, so that memory never holds
+the whole model unquantized. This requires that every parameter is a tensor of the same name and shape in safetensors
 files. Transformers loads models whose tensors it converts, merges or keeps in float32.
 """
 
@@ -67,7 +67,7 @@ class TensorFiles:
         """Load the tensors into `model`, whose parameters are on the meta device; it may be injected already.
 
         Args:
-            dtype: the dtype of parameters that stay unquantised.
+            dtype: the dtype of parameters that stay unquantized.
             report: called with "reading weights", the bytes done and the total bytes.
 
         Raises ModelError if parameters are left without weights.

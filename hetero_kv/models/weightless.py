@@ -24,7 +24,7 @@ class WeightlessModel:
     """A transformers causal language model on the meta device, in eval mode: no parameter takes any memory.
 
     Attributes:
-        stored: parameter -> its quantised type in the file, by GGML's name; None if all weights load unquantised (a
+        stored: parameter -> its quantized type in the file, by GGML's name; None if all weights load unquantized (a
             model in Hugging Face format, or a GGUF file that only transformers can map).
     """
 

@@ -28,10 +28,10 @@ from hetero_kv.adapter.footprint import (
     register,
     terms,
 )
-from hetero_kv.adapter.hidden_states import lie_in_dram, obstacle, tables_stay_on_gpu
+from hetero_kv.adapter.hidden_state_offload import lie_in_dram, obstacle, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.recurrent import state_shapes
-from hetero_kv.adapter.streamed_weights import bytes_of_room, walked_layers
+from hetero_kv.adapter.streamed_weights import bytes_of_room, decoder_layers
 from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
 from hetero_kv.planning.weights import parted, room_to_unpack, weight_sizes
@@ -149,7 +149,7 @@ class Footprint:
         Args:
             dtype: the number type it will be loaded with; None for the one it has.
             on_gpu: whether it will compute on a GPU; None for where it is.
-            stored: parameter -> the quantised type that its file holds; None where it holds numbers.
+            stored: parameter -> the quantized type that its file holds; None where it holds numbers.
             gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
         """
         model: Any = injection.model
@@ -250,7 +250,7 @@ def _wants_tiles(config: Any) -> bool:
 
 def _obstacles(injection: Planned) -> bool:
     """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
-    walkers = [module for module in injection.model.modules() if walked_layers(module)]
+    walkers = [module for module in injection.model.modules() if decoder_layers(module)]
     return not walkers or any(obstacle(module) is not None for module in walkers)
 
 

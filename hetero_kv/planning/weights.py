@@ -9,16 +9,16 @@ from torch import nn
 
 from gpu_ops.layer_stream import LayerStream
 from hetero_kv.adapter.quantized_module import QuantizedModule
-from hetero_kv.adapter.streamed_weights import walked_layers
+from hetero_kv.adapter.streamed_weights import decoder_layers
 from hetero_kv.weights.device_weight import room_bytes
 
 
 def weight_sizes(module: nn.Module, dtype: torch.dtype | None, stored: Mapping[str, str]) -> dict[int, int]:
-    """Parameter's or buffer's id -> bytes; weights that operators keep quantised count in their quantised size.
+    """Parameter's or buffer's id -> bytes; weights that operators keep quantized count in their quantized size.
 
     Args:
-        dtype: the dtype of unquantised floating-point tensors; None for their present one.
-        stored: parameter -> the quantised type in its file.
+        dtype: the dtype of unquantized floating-point tensors; None for their present one.
+        stored: parameter -> the quantized type in its file.
     """
     sizes: dict[int, int] = {}
     for part in module.modules():
@@ -33,7 +33,7 @@ def weight_sizes(module: nn.Module, dtype: torch.dtype | None, stored: Mapping[s
 
 def parted(model: nn.Module, weights: int, dtype: torch.dtype | None, stored: Mapping[str, str]) -> tuple[int, int]:
     """(bytes on the GPU, bytes in DRAM) of a model with `weights` bytes whose layers' weights are in DRAM."""
-    layers = [layer for module in model.modules() for layer in walked_layers(module)]
+    layers = [layer for module in model.modules() for layer in decoder_layers(module)]
     sizes = [sum(weight_sizes(layer, dtype, stored).values()) for layer in layers]
     return (weights - sum(sizes) + LayerStream.device_bytes(sizes), sum(sizes)) if sizes else (weights, 0)
 

@@ -302,7 +302,7 @@ def inject(
     applicable = {
         path
         for path, (_, cls) in plan.items()
-        if cls.is_wanted(modules[path], settings[path].settings)
+        if cls.applies(modules[path], settings[path].settings)
         and not (offloaded and issubclass(cls, QuantizedModule) and cls.parameter_of(modules[path]).is_meta)
     }
     left = [path for path in plan.keys() - applicable if issubclass(plan[path][1], QuantizedModule)]

@@ -49,7 +49,7 @@ class ReadAhead:
         self._looks += 1
         return self._looks <= _QUIET_LOOKS
 
-    def ask(self, ids: np.ndarray) -> None:
+    def request(self, ids: np.ndarray) -> None:
         """Request each of the blocks `ids`, of any shape, once; returns without waiting."""
         missing = np.unique(ids)
         missing = missing[self._unasked[missing]]
@@ -60,8 +60,8 @@ class ReadAhead:
             for address, size in self._arrays:
                 will_need(address + int(run[0]) * size, len(run) * size)
 
-    def ask_all(self) -> None:
+    def request_all(self) -> None:
         """Request all blocks, and those of the following pool: these are read while this pool is attended to."""
         for pool in (self, self.following):
             if pool is not None and pool.is_worth_it():
-                pool.ask(np.flatnonzero(pool._in_file))
+                pool.request(np.flatnonzero(pool._in_file))

@@ -1,4 +1,4 @@
-"""A weight matrix that stays quantised in a GPU's memory."""
+"""A weight matrix that stays quantized in a GPU's memory."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cpu_ops.quantised_linear import PackedMatrix, multiply_runs
+from cpu_ops.quantized_linear import PackedMatrix, multiply_runs
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.packed_weights import multiply_chosen
 from hetero_kv.weights.moving import packed_weight
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
-from hetero_kv.weights.quantised_weight import QuantisedWeight, kernel_threads_of_torch
+from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch
 
 
 class ExpertWeights:
@@ -33,14 +33,14 @@ class ExpertWeights:
     @cached_property
     def matrices(self) -> list[PackedMatrix]:
         """The matrices for the CPU's kernels, if the weights are in DRAM."""
-        return [each.matrix for each in self.experts if isinstance(each, QuantisedWeight)]
+        return [each.matrix for each in self.experts if isinstance(each, QuantizedWeight)]
 
     def at(self, data: torch.Tensor) -> ExpertWeights:
         """The same matrices with their bytes in `data`."""
         return self if data is self.data else ExpertWeights(data, self.name, *self.shape)
 
     @classmethod
-    def _packed(cls, count: int, packed: Callable[[int], QuantisedWeight]) -> ExpertWeights:
+    def _packed(cls, count: int, packed: Callable[[int], QuantizedWeight]) -> ExpertWeights:
         """Pack `count` matrices one after the other; `packed(number)` packs one."""
         first = packed(0)
         data = torch.empty((count, len(first.data)), dtype=torch.uint8)
@@ -51,15 +51,15 @@ class ExpertWeights:
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> ExpertWeights:
         """Pack GGML's blocks [experts, rows, bytes of a row] uint8 of type `name`."""
-        return cls._packed(len(blocks), lambda number: QuantisedWeight.of_blocks(blocks[number], name, columns))
+        return cls._packed(len(blocks), lambda number: QuantizedWeight.of_blocks(blocks[number], name, columns))
 
     @classmethod
     def of_numbers(cls, weights: torch.Tensor, name: str) -> ExpertWeights:
-        """Quantise weights [experts, rows, columns] to GGML's type `name`; raises as `QuantisedWeight.of_numbers`.
+        """Quantize weights [experts, rows, columns] to GGML's type `name`; raises as `QuantizedWeight.of_numbers`.
 
         The packed bytes are on the weights' device.
         """
-        packed = cls._packed(len(weights), lambda number: QuantisedWeight.of_numbers(weights[number], name))
+        packed = cls._packed(len(weights), lambda number: QuantizedWeight.of_numbers(weights[number], name))
         return packed.at(packed.data.to(weights.device))
 
 
@@ -89,7 +89,7 @@ def multiply_experts(
         runs: (first row, end row, expert), which cover x in order.
 
     Returns [rows, part's rows] for each part, in x's dtype. On a CPU, if every run is short, one call multiplies packed
-    weights with quantised activations. Otherwise each run is a product of its own.
+    weights with quantized activations. Otherwise each run is a product of its own.
     """
     if x.device.type == "cpu" and max(end - first for first, end, _ in runs) <= FEW_ROWS:
         known = [part.matrices for part in parts]

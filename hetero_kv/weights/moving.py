@@ -9,12 +9,12 @@ import torch
 
 from hetero_kv.weights.device_weight import DeviceWeight
 from hetero_kv.weights.packed_weight import PackedWeight
-from hetero_kv.weights.quantised_weight import QuantisedWeight
+from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 
 def packed_weight(data: torch.Tensor, name: str, rows: int, columns: int) -> PackedWeight:
     """A packed matrix for the device of its bytes `data`."""
-    kind = QuantisedWeight.of_bytes if data.device.type == "cpu" else DeviceWeight
+    kind = QuantizedWeight.of_bytes if data.device.type == "cpu" else DeviceWeight
     return kind(data, name, rows, columns)
 
 

@@ -1,4 +1,4 @@
-"""The interface of a weight matrix that stays quantised in memory, on any device."""
+"""The interface of a weight matrix that stays quantized in memory, on any device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cpu_ops.weight_formats import FORMATS
 FEW_ROWS = 32
 """Rows of activations up to which every device multiplies with codes; more rows unpack the weights, piece by piece.
 
-CPUs use codes for more rows: `quantised_weight.most_rows_of_codes`."""
+CPUs use codes for more rows: `quantized_weight.most_rows_of_codes`."""
 
 
 class PackedWeight(ABC):
-    """A matrix [rows, columns] of quantised weights, or of 16-bit numbers, in tiles (`cpu_ops.weight_formats`).
+    """A matrix [rows, columns] of quantized weights, or of 16-bit numbers, in tiles (`cpu_ops.weight_formats`).
 
     Attributes:
         data: the packed bytes, a uint8 tensor.
@@ -33,7 +33,7 @@ class PackedWeight(ABC):
 
     @property
     def has_codes(self) -> bool:
-        """Whether the weights are quantised codes; 16-bit numbers are multiplied with unquantised activations."""
+        """Whether the weights are quantized codes; 16-bit numbers are multiplied with unquantized activations."""
         return not FORMATS[self.name].number
 
     @abstractmethod

@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 from benchmarks.prompt_layers import measured
 from hetero_kv import inject
-from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 
 
 def test_both_ways_are_measured(monkeypatch):

@@ -111,11 +111,11 @@ def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
     # Of a CPU there is nothing to choose.
     assert report["attention_backend"] is None
     assert report["cuda_graphs"] is None
-    quantised = chat.json("--prompt", QUESTION, "--weights", "q8_0")
+    quantized = chat.json("--prompt", QUESTION, "--weights", "q8_0")
     # The layers' rows of 48 numbers are no whole blocks.
-    assert quantised["weight_types"] == "Q8_0, float32"
-    assert quantised["weight_bytes"] < report["weight_bytes"]
-    (linear,) = (each for each in quantised["settings"]["operators"] if each["operator"] == "QuantizedLinear")
+    assert quantized["weight_types"] == "Q8_0, float32"
+    assert quantized["weight_bytes"] < report["weight_bytes"]
+    (linear,) = (each for each in quantized["settings"]["operators"] if each["operator"] == "QuantizedLinear")
     assert linear["layers"] == [0, 1, "lm_head"]
 
 

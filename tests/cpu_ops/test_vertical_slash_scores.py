@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cpu_ops.qk_tile
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.vertical_slash_scores import distances_within, line_sums
+from cpu_ops.vertical_slash_scores import distances_within, vertical_slash_scores
 from gpu_ops.chosen_keys import attention_by_line
 
 SCALE = 0.3
@@ -76,18 +76,18 @@ def test_one_token_may_have_all_attention():
 
 def test_queries_that_see_nothing_of_a_span_add_nothing_at_large_scales():
     q, past_k, k = problem(64, 994, 64, 16)
-    for sums in line_sums(q.numpy(), past_k.numpy(), k.numpy(), 4.0):
+    for sums in vertical_slash_scores(q.numpy(), past_k.numpy(), k.numpy(), 4.0):
         assert np.allclose(sums.sum(1), 64, rtol=1e-4)
 
 
 def test_any_number_of_threads_finds_the_same():
     given_arrays = [each.numpy() for each in problem(64, 3000, 150, 16)]
-    one, two = (line_sums(*given_arrays, SCALE, threads=threads) for threads in (1, 2))
+    one, two = (vertical_slash_scores(*given_arrays, SCALE, threads=threads) for threads in (1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def test_line_sums_of_one_query_on_one_token():
-    by_token, by_distance = line_sums(
+    by_token, by_distance = vertical_slash_scores(
         np.ones((1, 1, 8), np.float32), np.ones((0, 8), np.float32), np.ones((1, 8), np.float32), 1.0
     )
     assert np.allclose(by_token, 1, atol=1e-5)
@@ -96,7 +96,7 @@ def test_line_sums_of_one_query_on_one_token():
 
 def test_what_does_not_fit_is_refused():
     q, past, k = np.ones((2, 4, 16), np.float32), np.ones((9, 16), np.float32), np.ones((70, 16), np.float32)
-    line_sums(q, past, k, 1.0)
+    vertical_slash_scores(q, past, k, 1.0)
     for arrays in (
         (q, past[:, :8], k),
         (q, past, k[:, :8]),
@@ -106,12 +106,12 @@ def test_what_does_not_fit_is_refused():
         [np.zeros((*each.shape[:-1], 24), np.uint16) for each in (q, past, k)],
     ):
         with pytest.raises(ValueError, match=r"fit|are not the last ones|must be a multiple"):
-            line_sums(*arrays, 1.0)
+            vertical_slash_scores(*arrays, 1.0)
     with pytest.raises(ValueError, match="scale is 0"):
-        line_sums(q, past, k, 0.0)
+        vertical_slash_scores(q, past, k, 0.0)
     for arrays in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
         with pytest.raises(TypeError, match="must be float32, or bits"):
-            line_sums(*arrays, 1.0)
+            vertical_slash_scores(*arrays, 1.0)
 
 
 @settings(max_examples=60, deadline=None)

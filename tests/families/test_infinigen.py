@@ -135,7 +135,7 @@ def test_blocks_in_a_file_are_asked_for_before_the_layer_before_attends(model, m
     loaded = new_cache(model, load=tmp_path / "context", verify=False)
     pools = [layer.pool for layer in loaded.layers]
     of_pool = {id(pool.read_ahead): number for number, pool in enumerate(pools)}
-    watched(monkeypatch, ReadAhead, "ask", lambda self, ids: said.append(("ask", of_pool[id(self)], ids)))
+    watched(monkeypatch, ReadAhead, "request", lambda self, ids: said.append(("ask", of_pool[id(self)], ids)))
     watched(monkeypatch, TokenRetrievalAttention, "_attended", lambda self, *_: said.append(("attend", self.layer_idx)))
     alone(model, loaded, [prompt(1, 1)])
     # The second layer has none before it that it guesses from.

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.sparse_prefill import attention, known_patterns, minference
-from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
+from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
 
 
 def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog):
@@ -32,7 +32,7 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
     def searched(*_):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(minference, "tried_patterns", searched)
+    monkeypatch.setattr(minference, "measured_patterns", searched)
     second = logits(qwen2, "minference", ids, **settings)
     assert not torch.allclose(second, exact, atol=1e-2)
     # Another price chooses among what has been tried; another budget tries anew.
@@ -46,13 +46,13 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
 
 def searches(monkeypatch, queries, least):
     """What the search for patterns is given from now on, with so many queries, for prompts of 64 * least or more."""
-    seen, tried_patterns = [], minference.tried_patterns
+    seen, measured_patterns = [], minference.measured_patterns
     monkeypatch.setattr(minference, "TRIED_QUERIES", queries)
     monkeypatch.setattr(attention, "_SEARCHED_FROM", least)
     monkeypatch.setattr(
         minference,
-        "tried_patterns",
-        lambda chunk, exact, budget: seen.append((chunk, exact)) or tried_patterns(chunk, exact, budget),
+        "measured_patterns",
+        lambda chunk, exact, budget: seen.append((chunk, exact)) or measured_patterns(chunk, exact, budget),
     )
     return seen
 
@@ -112,7 +112,12 @@ def test_a_damaged_file_of_patterns_is_none(own_folder, content):
     own_folder.mkdir()
     known.path.write_text(content)
     assert known.of_layer("key", 2) is None
-    tried = [[Tried(Pattern("a_shape", 1, 2), 0.25, 70.5), Tried(Pattern("block_sparse", 0, 64), 0.0, 128.0)]] * 2
+    tried = [
+        [
+            MeasuredPattern(Pattern("a_shape", 1, 2), 0.25, 70.5),
+            MeasuredPattern(Pattern("block_sparse", 0, 64), 0.0, 128.0),
+        ]
+    ] * 2
     known.add("key", tried, 9)
     assert known.of_layer("key", 2) == tried
     assert known.path.parent == own_folder

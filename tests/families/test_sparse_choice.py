@@ -13,7 +13,7 @@ from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
-from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
+from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
 
 SCALE = 0.3
 BLOCK = 64
@@ -173,7 +173,9 @@ def test_the_divergence_is_none_where_means_tell_the_attention():
 
 def chosen_at(chunk, budget, price):
     """Each head's pattern."""
-    return [minference.preferred(each, price) for each in minference.tried_patterns(chunk, dense_of(chunk), budget)]
+    return [
+        minference.best_pattern(each, price) for each in minference.measured_patterns(chunk, dense_of(chunk), budget)
+    ]
 
 
 def test_the_search_takes_the_cheapest_pattern_at_a_high_price_and_the_closest_at_none():
@@ -200,36 +202,40 @@ SOME = [Pattern("block_sparse", 0, 64 * number) for number in range(4)]
 def test_no_other_patterns_of_as_few_tokens_are_nearer(errors, price):
     """What one price chooses for each head is the best of all ways to spend as many tokens, or fewer."""
     tokens, heads = [64, 128, 512, 2048], range(3)
-    tried = [[Tried(SOME[row], errors[row][head], tokens[row]) for row in range(4)] for head in heads]
-    kept = [minference.worth_their_tokens(each[::-1]) for each in tried]
-    chosen = [SOME.index(minference.preferred(each, price)) for each in kept]
+    tried = [[MeasuredPattern(SOME[row], errors[row][head], tokens[row]) for row in range(4)] for head in heads]
+    kept = [minference.lower_convex_hull(each[::-1]) for each in tried]
+    chosen = [SOME.index(minference.best_pattern(each, price)) for each in kept]
     for other in itertools.product(range(4), repeat=3):
         if sum(tokens[row] for row in other) <= sum(tokens[row] for row in chosen):
             own, others = (
                 sum(errors[row][head] for row, head in zip(rows, heads, strict=True)) for rows in (chosen, other)
             )
             assert others >= own - 1e-12
-    assert [minference.preferred(each, 1e9) for each in kept] == [SOME[0]] * 3
+    assert [minference.best_pattern(each, 1e9) for each in kept] == [SOME[0]] * 3
 
 
 def test_only_patterns_that_some_price_prefers_are_kept():
     tokens, errors = [90.0, 90.0, 95.0, 300.0, 400.0], [0.5, 0.6, 0.5, 0.4, 0.1]
-    tried = [Tried(SOME[0], error, count) for count, error in zip(tokens, errors, strict=True)]
-    assert minference.worth_their_tokens(tried) == [tried[0], tried[4]]
-    bent = [*tried[:3], Tried(SOME[0], 0.2, 200.0), tried[4]]
-    assert minference.worth_their_tokens(bent) == [bent[0], bent[3], bent[4]]
+    tried = [MeasuredPattern(SOME[0], error, count) for count, error in zip(tokens, errors, strict=True)]
+    assert minference.lower_convex_hull(tried) == [tried[0], tried[4]]
+    bent = [*tried[:3], MeasuredPattern(SOME[0], 0.2, 200.0), tried[4]]
+    assert minference.lower_convex_hull(bent) == [bent[0], bent[3], bent[4]]
 
 
 def test_heads_that_say_nothing_take_the_fewest_tokens():
     chunk = chunk_of(900, 128)
     silent = Chunk(chunk.q, chunk.past_k, chunk.past_v * 0, chunk.k, chunk.v * 0, SCALE, None)
-    found = minference.tried_patterns(silent, dense_of(silent), 512)
+    found = minference.measured_patterns(silent, dense_of(silent), 512)
     assert [[tried.error for tried in head] for head in found] == [[0.0]] * 2
 
 
 def test_what_is_no_number_is_no_pattern_to_keep():
-    tried = [Tried(SOME[0], 0.5, 90.0), Tried(SOME[1], float("nan"), 90.0), Tried(SOME[2], 0.1, 300.0)]
-    assert minference.worth_their_tokens(tried) == [tried[0], tried[2]]
+    tried = [
+        MeasuredPattern(SOME[0], 0.5, 90.0),
+        MeasuredPattern(SOME[1], float("nan"), 90.0),
+        MeasuredPattern(SOME[2], 0.1, 300.0),
+    ]
+    assert minference.lower_convex_hull(tried) == [tried[0], tried[2]]
 
 
 def test_tokens_are_cheaper_in_longer_contexts():

@@ -150,8 +150,10 @@ def test_a_later_turns_last_queries_attend_to_everything_that_a_policy_has_kept(
 def test_all_chunks_of_a_prompt_have_one_price(qwen2, monkeypatch):
     ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(2))
     monkeypatch.setattr(minference, "_PRICED_LENGTH", 250)
-    prices, preferred = [], minference.preferred
-    monkeypatch.setattr(minference, "preferred", lambda tried, price: prices.append(price) or preferred(tried, price))
+    prices, best_pattern = [], minference.best_pattern
+    monkeypatch.setattr(
+        minference, "best_pattern", lambda tried, price: prices.append(price) or best_pattern(tried, price)
+    )
     logits(qwen2, "minference", ids, 2, prefill_budget=128, prefill_price=0.4)
     # The second prefill's three chunks in three layers of four heads.
     assert prices == [0.1] * 36

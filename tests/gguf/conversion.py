@@ -61,7 +61,7 @@ def write(
 
     Args:
         vocabulary: metadata of the tokenizer, by whole key.
-        kind: what matrices are quantised to; None for float32.
+        kind: what matrices are quantized to; None for float32.
         changed: metadata to add or change, by key behind the architecture's name, with "__" for "."; None removes it.
     """
     architecture = layout_of(model.config).architecture
@@ -71,7 +71,7 @@ def write(
         if value is not None:
             add(writer, key, value)
     for name, tensor in tensors(model).items():
-        if kind is None or not quantised(name, tensor):
+        if kind is None or not quantized(name, tensor):
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
@@ -82,8 +82,8 @@ def write(
     return path
 
 
-def quantised(name: str, tensor: np.ndarray) -> bool:
-    """Whether a quantised file has this tensor in blocks: matrices are, but not those of routers and convolutions."""
+def quantized(name: str, tensor: np.ndarray) -> bool:
+    """Whether a quantized file has this tensor in blocks: matrices are, but not those of routers and convolutions."""
     apart = ("ffn_gate_inp", "conv", "ssm_x", "ssm_dt", "ssm_a", "_norm", "rope_", "position_embd")
     return tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 and not any(part in name for part in apart)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import simulated_cuda
 
-from gpu_ops.host_traffic import noticed
+from gpu_ops.host_traffic import traffic_observed
 
 pytestmark = pytest.mark.cuda
 
@@ -44,7 +44,7 @@ CROSSING = "copies from or to the device"
 )
 def test_what_cannot_be_captured_is_noticed_with_its_line(gpu, asked, what):
     ours = torch.ones(4, device="cuda")
-    with noticed() as traffic:
+    with traffic_observed() as traffic:
         ours.add_(1)
         asked(ours)
         ours.sum().item()
@@ -53,10 +53,10 @@ def test_what_cannot_be_captured_is_noticed_with_its_line(gpu, asked, what):
 
 def test_work_of_the_device_alone_is_none_and_what_is_to_be_overlooked_is(gpu):
     ours = torch.ones(4, device="cuda")
-    with noticed() as traffic:
+    with traffic_observed() as traffic:
         made = (ours * 2).relu().to(torch.bfloat16)
         ours.copy_(made)
-        with traffic.unnoticed():
+        with traffic.unobserved():
             assert ours.sum().item() == 8
             torch.ones(4).to("cuda")
     assert traffic.first is None
@@ -64,7 +64,7 @@ def test_work_of_the_device_alone_is_none_and_what_is_to_be_overlooked_is(gpu):
 
 def test_other_threads_may_wait(gpu):
     ours = torch.ones(4, device="cuda")
-    with noticed() as traffic:
+    with traffic_observed() as traffic:
         other = threading.Thread(target=ours.tolist)
         other.start()
         other.join()
@@ -72,7 +72,7 @@ def test_other_threads_may_wait(gpu):
 
 
 def warned_of_and_broken_off(ours):
-    with noticed():
+    with traffic_observed():
         warnings.warn("of something else", stacklevel=1)
         raise ZeroDivisionError(ours.sum().item())
 

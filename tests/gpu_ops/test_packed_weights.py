@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from devices import simulated_cuda
-from quantised_blocks import dequantised, random_blocks
+from quantized_blocks import dequantized, random_blocks
 
 from cpu_ops.weight_blocks import pack
 from cpu_ops.weight_formats import FORMATS
@@ -22,7 +22,7 @@ ROWS, COLUMNS = 24, 256
 def matrix(name, seed=0):
     """Packed bytes of a random matrix, and its numbers by the gguf package."""
     blocks = random_blocks(name, ROWS, COLUMNS, seed)
-    return torch.from_numpy(pack(blocks, name, COLUMNS, 1)), torch.from_numpy(dequantised(blocks, name))
+    return torch.from_numpy(pack(blocks, name, COLUMNS, 1)), torch.from_numpy(dequantized(blocks, name))
 
 
 def random(*shape):

@@ -19,7 +19,7 @@ def tiny_directory(tmp_path_factory):
 @pytest.fixture(scope="session")
 def write_tiny_gguf(tiny_directory):
     """Write the tiny model as a GGUF file: `change(writer)` may add metadata, `without` names tensors to leave out,
-    `kind` is what matrices are quantised to."""
+    `kind` is what matrices are quantized to."""
 
     def write(path, change=lambda writer: None, without=(), kind=None):
         return write_gguf(path, Qwen2ForCausalLM.from_pretrained(tiny_directory), change, without, kind)

@@ -1,4 +1,4 @@
-"""A mixture's experts stay packed: quantised from numbers, or as a GGUF file has them; a token reads its own alone."""
+"""A mixture's experts stay packed: quantized from numbers, or as a GGUF file has them; a token reads its own alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def require_like(mine, plain):
 
 
 @pytest.mark.parametrize("model_type", GGUF_NAMES)
-def test_experts_are_quantised_and_given_back(model_type):
+def test_experts_are_quantized_and_given_back(model_type):
     model = tiny_model(model_type)
     names = {name: numbers.shape for name, numbers in model.state_dict().items()}
     numbers = LoadedWeights.of(model).size
@@ -83,7 +83,7 @@ def test_a_token_reads_the_bytes_of_its_experts_alone():
     experts = experts_of(model)[0]
     x, shares = torch.randn(1, 64), torch.tensor([[0.7, 0.3]])
     wanted = experts(x, torch.tensor([[2, 0]]), shares)
-    for weights in experts.held():
+    for weights in experts.packed_weights():
         weights.data[[1, 3]] = 0xFF  # scales that are no numbers
     assert torch.equal(experts(x, torch.tensor([[2, 0]]), shares), wanted)
     assert not experts(x, torch.tensor([[2, 1]]), shares).isfinite().all()
@@ -186,7 +186,7 @@ def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind):
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model
     packed = experts_of(model)
-    assert {weights.name for module in packed for weights in module.held()} == {kind}
+    assert {weights.name for module in packed for weights in module.packed_weights()} == {kind}
     require_like({ids: logits_of(model, ids) for ids in plain}, plain)
     assert sum(all(module.parts.values()) for module in packed) == 3
     weightless = weightless_model(folder, gguf_path=file)
@@ -210,7 +210,7 @@ def test_a_files_experts_are_what_is_asked_for(mixture):
         opened = open_model(folder, gguf_path=file, dtype="float32")
         inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
         model = opened.load().model
-        assert {weights.name for module in experts_of(model) for weights in module.held()} == kinds
+        assert {weights.name for module in experts_of(model) for weights in module.packed_weights()} == kinds
         if not kinds:
             assert experts_of(model)[0].wrapped.down_proj.dtype is torch.bfloat16
         require_like({SHORT: logits_of(model, SHORT)}, plain)

@@ -245,7 +245,7 @@ def test_blocks_stay_packed_in_another_order(write_llama):
     opened = open_model(path, dtype="float32")
     inject(opened.model, "dense", command_line={"block_size": 4, "max_seq_len": 64, "kv_type": "FP32"})
     model = opened.load().model
-    assert model.model.layers[0].self_attn.q_proj.quantised.name == "Q8_0"
+    assert model.model.layers[0].self_attn.q_proj.quantized.name == "Q8_0"
     long = IDS.repeat(1, 4)
     wanted = load_model(path, dtype="float32").model(long).logits
     found = model(long, past_key_values=HeteroCache(model, 64)).logits

@@ -23,17 +23,17 @@ IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
 
 
 @pytest.fixture(scope="session")
-def quantised_file(write_tiny_gguf, tmp_path_factory):
+def quantized_file(write_tiny_gguf, tmp_path_factory):
     """The tiny model in one of GGML's types."""
-    folder = tmp_path_factory.mktemp("quantised")
+    folder = tmp_path_factory.mktemp("quantized")
     return lambda kind: write_tiny_gguf(folder / f"{kind}.gguf", kind=GGMLQuantizationType[kind])
 
 
-def quantised(model):
+def quantized(model):
     return {
-        path: module.quantised.name
+        path: module.quantized.name
         for path, module in model.named_modules()
-        if isinstance(module, QuantizedLinear | QuantizedEmbedding) and module.quantised is not None
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding) and module.quantized is not None
     }
 
 
@@ -42,24 +42,24 @@ def logits_of(model, ids):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
-def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
-    path = quantised_file(kind)
+def test_matrices_stay_as_the_file_stores_them(quantized_file, kind):
+    path = quantized_file(kind)
     opened = open_model(path, dtype="float32")
     assert all(parameter.is_meta for parameter in opened.model.parameters())
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model
-    assert len(quantised(model)) == 2 * 7 + 2
-    assert set(quantised(model).values()) == {kind}
+    assert len(quantized(model)) == 2 * 7 + 2
+    assert set(quantized(model).values()) == {kind}
     unpacked = load_model(path, dtype="float32").model
     long = IDS.repeat(1, 20)
-    # A long prompt multiplies the same numbers; a short one quantises its activations.
+    # A long prompt multiplies the same numbers; a short one quantizes its activations.
     torch.testing.assert_close(logits_of(model, long), unpacked(long).logits, rtol=1e-4, atol=1e-4)
     short, wanted = logits_of(model, IDS), unpacked(IDS).logits
     assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
 
 
-def test_parts_of_a_prompt_whose_logits_nobody_wants_give_none(quantised_file):
-    opened = open_model(quantised_file("Q8_0"), dtype="float32")
+def test_parts_of_a_prompt_whose_logits_nobody_wants_give_none(quantized_file):
+    opened = open_model(quantized_file("Q8_0"), dtype="float32")
     inject(opened.model, "streaming_llm", command_line={"stride": 16, "budget": 24, "max_seq_len": 256})
     model, long = opened.load().model, IDS.repeat(1, 10)
     with torch.no_grad():
@@ -68,13 +68,13 @@ def test_parts_of_a_prompt_whose_logits_nobody_wants_give_none(quantised_file):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_numbers_of_16_bits_stay_so(quantised_file, kind, caplog):
-    path = quantised_file(kind)
+def test_numbers_of_16_bits_stay_so(quantized_file, kind, caplog):
+    path = quantized_file(kind)
     opened = open_model(path, dtype="float32")
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model
-    assert set(quantised(model).values()) == {kind}
-    assert len(quantised(model)) == 2 * 7 + 2
+    assert set(quantized(model).values()) == {kind}
+    assert len(quantized(model)) == 2 * 7 + 2
     unpacked = load_model(path, dtype="float32").model
     # Activations are not rounded, whatever the number of rows.
     for ids in (IDS, IDS.repeat(1, 10), IDS[:, :1]):
@@ -85,14 +85,14 @@ def test_numbers_of_16_bits_stay_so(quantised_file, kind, caplog):
     assert not caplog.text
 
 
-def test_a_model_opened_without_rules_for_weights_is_a_loaded_one(quantised_file):
-    path = quantised_file("Q8_0")
+def test_a_model_opened_without_rules_for_weights_is_a_loaded_one(quantized_file):
+    path = quantized_file("Q8_0")
     opened = open_model(path, dtype="float32").load().model
     assert torch.equal(opened(IDS).logits, load_model(path, dtype="float32").model(IDS).logits)
 
 
-def test_eject_gives_the_modules_back_with_their_numbers(quantised_file):
-    path = quantised_file("Q5_0")
+def test_eject_gives_the_modules_back_with_their_numbers(quantized_file):
+    path = quantized_file("Q5_0")
     opened = open_model(path, dtype="float32")
     inject(opened.model, "quest", command_line=SMALL)
     model = opened.load().model
@@ -107,19 +107,19 @@ def test_eject_gives_the_modules_back_with_their_numbers(quantised_file):
 def test_tied_matrices_are_one_packed_and_unpacked(settings):
     model = tiny_model("qwen2", tie_word_embeddings=True)
     inject(model, "dense", command_line={**SMALL, "weights": "q4_0", **settings})
-    assert model.lm_head.quantised is model.model.embed_tokens.quantised is not None
+    assert model.lm_head.quantized is model.model.embed_tokens.quantized is not None
     eject(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.shape == (97, 64)
 
 
-def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantised_file, caplog, monkeypatch):
-    path = quantised_file("Q5_1")
+def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog, monkeypatch):
+    path = quantized_file("Q5_1")
     monkeypatch.delitem(__import__("cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
     opened = open_model(path, dtype="float32")
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model
-    assert set(quantised(model).values()) == {"Q8_0"}
+    assert set(quantized(model).values()) == {"Q8_0"}
     assert "no kernels for the types of some tensors: 16 of Q5_1 as Q8_0" in caplog.text
     wanted = load_model(path, dtype="float32").model(IDS.repeat(1, 10)).logits
     assert (logits_of(model, IDS.repeat(1, 10)) - wanted).norm() / wanted.norm() < 0.02
@@ -134,12 +134,12 @@ def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantised_file, caplog,
         ("bf16", set(), torch.bfloat16),
     ],
 )
-def test_weights_are_what_is_asked_for(quantised_file, tiny_directory, asked, kinds, dtype):
-    for source in (quantised_file("Q8_0"), tiny_directory):
+def test_weights_are_what_is_asked_for(quantized_file, tiny_directory, asked, kinds, dtype):
+    for source in (quantized_file("Q8_0"), tiny_directory):
         opened = open_model(source, dtype="float32")
         inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
         model = opened.load().model
-        assert set(quantised(model).values()) == kinds
+        assert set(quantized(model).values()) == kinds
         if dtype is not None:
             assert model.model.layers[0].mlp.gate_proj.weight.dtype is dtype
         wanted = load_model(source, dtype="float32").model(IDS).logits
@@ -173,8 +173,8 @@ def test_a_file_leaves_memory_as_its_tensors_are_taken(tmp_path):
     assert 4 * size <= peak < 3.5 * 4 * size
 
 
-def test_what_contexts_belong_to_is_known_before_the_weights_but_for_these(quantised_file, tiny_directory):
-    for source in (quantised_file("Q8_0"), tiny_directory):
+def test_what_contexts_belong_to_is_known_before_the_weights_but_for_these(quantized_file, tiny_directory):
+    for source in (quantized_file("Q8_0"), tiny_directory):
         opened = open_model(source, dtype="float32")
         injection = inject(opened.model, "quest", command_line=SMALL)
         before = Identity.of(opened.model, injection.attention_operators())
@@ -203,12 +203,12 @@ def test_the_small_real_model_is_as_large_as_its_file(smollm2):
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     assert sum(tensor.nbytes for tensor in tensors) < 1.05 * 98_362_432
     # The head is the embedding.
-    assert model.lm_head.quantised is model.model.embed_tokens.quantised
+    assert model.lm_head.quantized is model.model.embed_tokens.quantized
     unpacked = smollm2.model
     prompt = opened.tokenizer("The capital of France is", return_tensors="pt").input_ids
     answer = unpacked.generate(prompt, max_new_tokens=12, do_sample=False)
     cache = HeteroCache(model, 256)
-    # Token by token, as it is decoded: activations are quantised.
+    # Token by token, as it is decoded: activations are quantized.
     mine = torch.cat([model(token[None, None], past_key_values=cache).logits for token in answer[0]], dim=1)
     wanted = unpacked(answer).logits
     divergence = torch.nn.functional.kl_div(

@@ -60,8 +60,8 @@ def test_answers_are_those_of_the_numbers(tied, where):
         torch.testing.assert_close(answers(model, HeteroCache(model)), wanted, rtol=1e-4, atol=1e-4)
         assert LoadedWeights.of(model).types == ("Q5_0",)
         head, embedding = model.lm_head, model.model.embed_tokens
-        assert isinstance(head.quantised, DeviceWeight)
-        assert head.quantised is embedding.quantised
+        assert isinstance(head.quantized, DeviceWeight)
+        assert head.quantized is embedding.quantized
         assert head.packed is embedding.packed
         assert {each.device.type for each in decoder_layers(model).buffers()} == {"cpu" if where == "dram" else "cuda"}
         eject(model)
@@ -102,7 +102,7 @@ def test_layers_in_dram_hold_their_bytes_once_on_a_gpu_and_in_dram(tied):
         for module in decoder_layers(model).modules():
             if isinstance(module, QuantizedMatrix):
                 assert gpu.pinned.covers(module.packed)
-                assert module._quantised.data.device.type == "cuda"
+                assert module._quantized.data.device.type == "cuda"
 
 
 def test_a_decoded_token_takes_the_launches_of_a_model_of_numbers(tied):
@@ -170,7 +170,7 @@ def test_experts_stay_packed_and_a_token_waits_for_none_of_them(model_type):
             few = experts[0](*given).cpu()
             # The last is the test's own.
             assert len(gpu.record.waits) == 1
-        assert all(weights.data.is_cuda for module in experts for weights in module.held())
+        assert all(weights.data.is_cuda for module in experts for weights in module.packed_weights())
         eject(model)
         with torch.no_grad():
             wanted = model(torch.cat([ids, ids[:, :1]], dim=1).to("cuda")).logits.cpu()

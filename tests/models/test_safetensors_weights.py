@@ -1,4 +1,4 @@
-"""A model in Hugging Face format is opened without its weights, and they are quantised one by one as they come."""
+"""A model in Hugging Face format is opened without its weights, and they are quantized one by one as they come."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def logits_of(model):
     return model(IDS, past_key_values=HeteroCache(model, 256)).logits
 
 
-def quantised(model):
+def quantized(model):
     kinds = QuantizedLinear | QuantizedEmbedding
-    return {path: m.quantised for path, m in model.named_modules() if isinstance(m, kinds) and m.quantised is not None}
+    return {path: m.quantized for path, m in model.named_modules() if isinstance(m, kinds) and m.quantized is not None}
 
 
 def changed(folder, tmp_path, change):
@@ -35,7 +35,7 @@ def changed(folder, tmp_path, change):
     return copy
 
 
-def test_weights_are_quantised_as_they_come(tiny_directory, monkeypatch):
+def test_weights_are_quantized_as_they_come(tiny_directory, monkeypatch):
     opened = open_model(tiny_directory, dtype="float32")
     assert all(parameter.is_meta for parameter in opened.model.parameters())
     inject(opened.model, "dense", command_line={**SMALL, "weights": "q8_0"})
@@ -52,7 +52,7 @@ def test_weights_are_quantised_as_they_come(tiny_directory, monkeypatch):
     assert max(most) == 0  # no matrix ever was in memory as numbers
     after = load_model(tiny_directory, dtype="float32").model
     inject(after, "dense", command_line={**SMALL, "weights": "q8_0"})
-    assert quantised(model).keys() == quantised(after).keys()
+    assert quantized(model).keys() == quantized(after).keys()
     torch.testing.assert_close(logits_of(model), logits_of(after), rtol=0, atol=0)
 
 
@@ -78,7 +78,7 @@ def test_tied_matrices_are_one(tmp_path, tiny_directory, asked):
     inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
     model = opened.load().model
     if asked == "q8_0":
-        assert model.lm_head.quantised is model.model.embed_tokens.quantised
+        assert model.lm_head.quantized is model.model.embed_tokens.quantized
     else:
         assert model.lm_head.weight is model.model.embed_tokens.weight
     wanted = load_model(copy, dtype="float32").model(IDS).logits

@@ -61,7 +61,7 @@ def tiny_qwen2() -> Qwen2ForCausalLM:
 
 def write_gguf(path, model, change=lambda writer: None, without=(), kind=None):
     """Write the tiny model as a GGUF file: `change(writer)` may add metadata, `without` names tensors to leave out,
-    `kind` is what matrices are quantised to."""
+    `kind` is what matrices are quantized to."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(512)
     writer.add_embedding_length(32)

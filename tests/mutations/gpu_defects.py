@@ -91,7 +91,7 @@ DEFECTS = (
     ),
     Mutation(
         "the CPU is told the weight of the heaviest part of a window",
-        "hetero_kv/families/retrieval/window_passage.py",
+        "hetero_kv/families/retrieval/window_step.py",
         "np.logaddexp.reduce(window_lse, axis=2)",
         "window_lse.max(axis=2)",
         ("tests/operators/test_decode_on_cuda.py::test_two_launches_decode_as_torch_does",),
@@ -187,7 +187,7 @@ DEFECTS = (
     Mutation(
         "a step that fails lets go of what a side stream reads",
         "gpu_ops/side_stream.py",
-        "            torch.cuda.current_stream(device).wait_stream(stream_for(_BESIDE, device))\n        raise\n",
+        "            torch.cuda.current_stream(device).wait_stream(stream_for(_SIDE, device))\n        raise\n",
         "            pass\n        raise\n",
         ("tests/operators/test_shadowkv_on_cuda.py::test_what_is_still_read_is_let_go_of_when_it_has_been",),
     ),
@@ -218,7 +218,7 @@ DEFECTS = (
     Mutation(
         "whether a token waits for the device is found out by capturing it",
         "hetero_kv/adapter/captured_steps.py",
-        "if key in self._unfit:",
+        "if key in self._uncapturable:",
         "if False:",
         (f"{_CAPTURES}what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture",),
     ),

@@ -34,7 +34,7 @@ LASTING = (
     ),
     Mutation(
         "of a turn's keys the last piece alone says whether they are factored anew",
-        "hetero_kv/families/prompts_on_gpu/writing.py",
+        "hetero_kv/families/gpu_prefill/writing.py",
         "self.sums = sums.clone() if self.sums is None else self.sums + sums",
         "self.sums = sums.clone()",
         ("tests/families/test_prompt_writing.py::test_what_is_asked_of_keys_is_summed_over_all_pieces",),
@@ -140,7 +140,7 @@ LASTING = (
     Mutation(
         "what lies in a file is planned as memory",
         "hetero_kv/planning/plan.py",
-        "memory.store - self.held.mapped",
+        "memory.store - self.resident.mapped",
         "memory.store",
         ("tests/contexts/test_larger_than_memory.py",),
     ),
@@ -196,7 +196,7 @@ LASTING = (
     Mutation(
         "a packed matrix is computed where it was and not where its layer is",
         "hetero_kv/adapter/quantized_matrix.py",
-        "            self._quantised = weight_at(self._quantised, cast(torch.Tensor, self.packed))\n",
+        "            self._quantized = weight_at(self._quantized, cast(torch.Tensor, self.packed))\n",
         "            pass\n",
         ("tests/models/test_packed_on_cuda.py::test_answers_are_those_of_the_numbers",),
     ),

@@ -16,14 +16,14 @@ PROMPTS = (
     ),
     Mutation(
         "what the weight of a norm makes of a prompt's numbers is not rounded before",
-        "cpu_ops/prompt_layer.py",
+        "cpu_ops/fused_prefill_layer.py",
         "out[i] = rounded(out, number(rounded(out, numbers[i] * factor)) * weight[i])",
         "out[i] = rounded(out, numbers[i] * factor * weight[i])",
         ("tests/cpu_ops/test_prompt_layer.py::test_what_bfloat16_rounds_between_the_steps_is_rounded_here",),
     ),
     Mutation(
         "a row of a batch that is not the first has the positions behind the first one's",
-        "cpu_ops/prompt_layer.py",
+        "cpu_ops/fused_prefill_layer.py",
         "c, s = cos[row % positions], sin[row % positions]",
         "c, s = cos[min(row, positions - 1)], sin[min(row, positions - 1)]",
         (
@@ -34,13 +34,13 @@ PROMPTS = (
     Mutation(
         "policies that score a prompt's tokens by their logits get those of the last ones alone",
         "hetero_kv/adapter/chunked_decoder_layer.py",
-        "chunking.WANTED.get() if is_last and cache.strided is None else 0",
-        "chunking.WANTED.get() if is_last else 0",
+        "chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0",
+        "chunking.LOGITS_TO_KEEP.get() if is_last else 0",
         ("tests/operators/test_last_layer.py::test_the_head_gets_what_it_wants_of_the_last_layer",),
     ),
     Mutation(
         "what nobody asks the last layer for is left out whoever listens behind it",
-        "hetero_kv/adapter/hidden_states.py",
+        "hetero_kv/adapter/hidden_state_offload.py",
         "call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer)",
         "False",
         ("tests/operators/test_last_layer.py::test_who_listens_behind_the_layers_hears_every_token",),

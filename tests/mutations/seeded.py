@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "policies see attention without the model's softcap",
         "hetero_kv/families/bounded/attention.py",
-        "Attended(q, lse, keys, call.scale, call.softcap, ",
-        "Attended(q, lse, keys, call.scale, None, ",
+        "ObservedAttention(q, lse, keys, call.scale, call.softcap, ",
+        "ObservedAttention(q, lse, keys, call.scale, None, ",
         (f"{_KEPT}[tova-gemma2]",),
     ),
     Mutation(

@@ -11,7 +11,7 @@ from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.planning.plan import Footprint
 
 

@@ -10,7 +10,7 @@ import torch
 from bounded_models import SMALL, bounded, conversation, logits, tokens
 
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.entry_room import SLACK, EntryRoom
+from hetero_kv.families.bounded.entry_buffer import SLACK, EntryBuffer
 
 # A stride that is more than the room behind what stays.
 BUDGET, STRIDE, CATALYST = 24, SLACK + 8, 3
@@ -79,7 +79,7 @@ def key_value_bytes(layer):
             found += [thing] if thing.dim() == 4 else []
         elif isinstance(thing, Mapping):
             todo += thing.values()
-        elif is_dataclass(thing) or isinstance(thing, EntryRoom):
+        elif is_dataclass(thing) or isinstance(thing, EntryBuffer):
             todo.append(vars(thing))
     return _bytes_of(found)
 

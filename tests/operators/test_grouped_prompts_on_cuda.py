@@ -8,7 +8,7 @@ from devices import model_on, simulated_cuda
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.families.prompts_on_gpu import pieces
+from hetero_kv.families.gpu_prefill import pieces
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_thread")]
 

@@ -7,7 +7,7 @@ import torch
 from small_recipes import new_cache, small_recipe
 from tiny_models import tiny_model
 
-from cpu_ops import prompt_layer as kernels
+from cpu_ops import fused_prefill_layer as kernels
 from hetero_kv import inject
 from hetero_kv.adapter import chunked_decoder_layer
 

@@ -12,7 +12,7 @@ from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError
-from hetero_kv.families.prompts_on_gpu import pieces
+from hetero_kv.families.gpu_prefill import pieces
 from hetero_kv.families.retrieval import representatives
 
 pytestmark = pytest.mark.cuda

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.adapter.llama_layer import largest_difference
-from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
 from hetero_kv.errors import UnsupportedModelError
 
 EVERYTHING = {"max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}

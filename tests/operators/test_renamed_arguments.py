@@ -15,9 +15,9 @@ from transformers.models.llama import modeling_llama
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.adapter.llama_layer import Trial
-from hetero_kv.adapter.prompt_layer import FusedPrefillLayer
-from hetero_kv.adapter.token_layer import FusedDecodeLayer
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = (torch.arange(110) % 90 + 2)[None, :]

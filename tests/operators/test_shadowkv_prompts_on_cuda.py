@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from variants import with_slow
 
 from hetero_kv import HeteroKVError, eject
-from hetero_kv.families.prompts_on_gpu import pieces, writing
+from hetero_kv.families.gpu_prefill import pieces, writing
 from hetero_kv.families.shadowkv import context_layer, key_factors
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 
@@ -101,7 +101,7 @@ def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_t
     model = on_gpu(tiny_model("llama").to(torch.bfloat16))
     counted = []
     for most in (4096, 5):
-        monkeypatch.setattr(low_rank_layer, "MOST_UNTOLD", most)
+        monkeypatch.setattr(low_rank_layer, "MAX_UNREAD", most)
         cache = injected(model, **SPARSE)
         logits(model, cache, *random_tokens(140).split([100, *[1] * 10, 30], dim=1))
         counted.append(([len(layer.missed) for layer in cache.layers], cache.statistics))

@@ -191,7 +191,7 @@ def test_what_a_storage_type_loses_grows_as_its_bytes_shrink(expected):
 
 
 @pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
-def test_heads_that_a_quantised_type_cannot_hold_are_refused_before_any_token(kv_type):
+def test_heads_that_a_quantized_type_cannot_hold_are_refused_before_any_token(kv_type):
     model = tiny_model("llama")
     inject(model, "ktransformers", command_line={"kv_type": kv_type, "max_seq_len": 512})
     with pytest.raises(HeteroKVError, match=rf"kv_type {kv_type} stores numbers in groups of 32.*dimension 16; set"):

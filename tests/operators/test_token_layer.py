@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from cpu_ops.fused_decode_layer import gate_region
 from cpu_ops.gates import GELU_TANH
-from cpu_ops.token_layer import gate_region
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.token_layer import FusedDecodeLayer
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = torch.arange(2, 42)[None, :]

@@ -8,7 +8,7 @@ from devices import simulated_cuda
 
 from gpu_ops.gather import gathered_rows
 from gpu_ops.mapped_memory import MappedMemory
-from gpu_ops.side_stream import beside, joined
+from gpu_ops.side_stream import joined, on_side_stream
 from simulated_cuda import SimulatedCudaError
 
 pytestmark = pytest.mark.cuda
@@ -112,14 +112,14 @@ def test_memory_that_is_freed_while_another_stream_uses_it(gpu):
 
 def test_the_projects_side_stream_is_used_as_it_must_be(gpu):
     ours = torch.ones(4, device="cuda")
-    with beside(ours.device):
+    with on_side_stream(ours.device):
         made = ours + 1
     assert joined(made).tolist() == [2.0] * 4
 
 
 def test_a_side_stream_that_nobody_joins(gpu):
     ours = torch.ones(4, device="cuda")
-    with beside(ours.device):
+    with on_side_stream(ours.device):
         made = ours + 1
     with pytest.raises(SimulatedCudaError, match="another stream"):
         made.sum()

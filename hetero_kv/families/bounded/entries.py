@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero_kv.families.bounded.entry_room import EntryRoom
+from hetero_kv.families.bounded.entry_buffer import EntryBuffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Entries:
             other objects have `selected(rows)`, which is called when beams are reordered.
     """
 
-    room: EntryRoom
+    room: EntryBuffer
     num_entries: int
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carried: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Entries:
     ) -> Entries:
         """Entries [batch, kv_heads, cached, dim] at positions [batch, kv_heads, cached], without spare capacity."""
         parts = keys.contiguous(), values.contiguous(), positions.contiguous()
-        return cls(EntryRoom(*parts, keys.shape[2]), keys.shape[2], scores or {}, carried or {})
+        return cls(EntryBuffer(*parts, keys.shape[2]), keys.shape[2], scores or {}, carried or {})
 
     @cached_property
     def keys(self) -> torch.Tensor:

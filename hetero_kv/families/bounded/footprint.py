@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register, sums_share
-from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.families.bounded.eviction import EvictionPolicy
 
 ENTRIES = register(Term("entries", "entries that eviction policies keep"))

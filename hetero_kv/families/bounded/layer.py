@@ -19,7 +19,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import saving
 from hetero_kv.families.bounded.entries import Entries, no_entries
-from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.joint_eviction import evict_jointly
 from hetero_kv.families.bounded.positions_in_cache import rotate_arrays, rotate_tensors

@@ -8,7 +8,7 @@ import torch
 from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
-from hetero_kv.families.bounded.entry_room import kernel_threads
+from hetero_kv.families.bounded.entry_buffer import kernel_threads
 
 
 def rotate_arrays(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from gpu_ops.host_copies import on_device, on_host
-from hetero_kv.families.prompts_on_gpu.pieces import stored_blocks
+from hetero_kv.families.gpu_prefill.pieces import stored_blocks
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 

@@ -15,9 +15,9 @@ import torch
 from cpu_ops.causal_attention import attend_blocks_causal
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
@@ -107,7 +107,7 @@ class RetrievalAttention(WindowedDecode):
             return None
         return native, layer, step, blocks
 
-    def attend_arrays(self, prepared: Any, arrays: TokenArrays, scale: float, softcap: float) -> None:
+    def attend_arrays(self, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float) -> None:
         native, layer, step, blocks = prepared
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)

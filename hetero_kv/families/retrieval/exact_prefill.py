@@ -16,7 +16,7 @@ from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
-from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend

@@ -65,7 +65,7 @@ class Fetching(NamedTuple):
         assert self.pool.read_ahead is not None
         positions = self.positions
         if self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token):
-            self.pool.read_ahead.ask(self._always_attended())
+            self.pool.read_ahead.request(self._always_attended())
             positions = native.rehearsed(*arguments)
         self._request(positions)
 
@@ -76,8 +76,8 @@ class Fetching(NamedTuple):
     def _request(self, positions: np.ndarray) -> None:
         assert self.pool.read_ahead is not None
         if self.which == EVERYTHING:
-            self.pool.read_ahead.ask(self.table)
+            self.pool.read_ahead.request(self.table)
             return
         row, each, at = np.nonzero(positions >= 0)
         chosen = self.table[row, self.first + positions[row, each, at]]
-        self.pool.read_ahead.ask(np.concatenate((self._always_attended().ravel(), chosen)))
+        self.pool.read_ahead.request(np.concatenate((self._always_attended().ravel(), chosen)))

@@ -23,21 +23,21 @@ from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
-from hetero_kv.families.prompts_on_gpu.writing import VectorsOf
+from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
+from hetero_kv.families.retrieval.prefill_representatives import PrefillRepresentativesLayer
 from hetero_kv.families.retrieval.read_bytes import Reading
-from hetero_kv.families.retrieval.represented_prompts import RepresentedPromptLayer
 from hetero_kv.families.retrieval.state import RetrievalState
-from hetero_kv.families.retrieval.window_passage import TorchWindowStep, TritonWindowStep, WindowPassage
+from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
 from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 
 
-class RetrievalLayer(RepresentedPromptLayer):
+class RetrievalLayer(PrefillRepresentativesLayer):
     """Keys, values and representatives of one layer, in a pool; `state` has what else the operator remembers.
 
     Args:
@@ -166,7 +166,7 @@ class RetrievalLayer(RepresentedPromptLayer):
                 pool.write(ids, step.past, row_keys, row_values)
         return blocks
 
-    def passage(self, call: AttentionCall, local_start: int, wants_window: bool) -> WindowPassage:
+    def window_step(self, call: AttentionCall, local_start: int, wants_window: bool) -> WindowStep:
         """Append a decoded token to the window and start its transfer to the CPU; Local now begins at `local_start`.
 
         The device sends query, key, value and the window's log-sum-exp. The CPU returns attention over the blocks and
@@ -181,8 +181,8 @@ class RetrievalLayer(RepresentedPromptLayer):
         if self.staging is None or not self.staging.fits(q.device, *shapes):
             self._settle()
             self.staging = Staging(q.device, *shapes)
-        passage = TritonWindowStep if is_joint else TorchWindowStep
-        return passage(self.window, self.staging, call, local_start, wants_window)
+        window_step = TritonWindowStep if is_joint else TorchWindowStep
+        return window_step(self.window, self.staging, call, local_start, wants_window)
 
     def _settle(self) -> None:
         """Wait for the log-sum-exp of the newest pending query, if the device has not sent it yet."""

@@ -38,7 +38,7 @@ def store_and_attend(
     blocks, pool = step.blocks(layer.layout), layer.pool
     assert pool is not None
     if pool.read_ahead is not None:
-        pool.read_ahead.ask_all()
+        pool.read_ahead.request_all()
     heads, kv_heads = call.q.shape[1], call.k.shape[1]
     by_group = call.q.float().unflatten(1, (kv_heads, heads // kv_heads)).permute(0, 3, 1, 2, 4)
     ids = blocks.table[:, None]

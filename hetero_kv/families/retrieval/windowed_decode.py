@@ -15,7 +15,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 class WindowedDecode(RetrievalDecode):
     """How `RetrievalAttention` decodes a token if attention sink and recent window are on a device.
 
-    `hetero_kv.families.retrieval.window_passage` moves the token to the CPU and back. The log-sum-exp of the merged
+    `hetero_kv.families.retrieval.window_step` moves the token to the CPU and back. The log-sum-exp of the merged
     attention, which tells what keys have received, goes to the CPU with the next token.
     """
 
@@ -25,8 +25,10 @@ class WindowedDecode(RetrievalDecode):
         """`decode_step` of a layer with a window."""
         native = self._native_of(layer, blocks, call, torch.float32)
         # To choose by attention masses, the CPU needs the window's log-sum-exp.
-        passage = layer.passage(call, blocks.finalized * layer.layout.block_size, wants_window=self.choice is not None)
-        q, k, v, window_lse = passage.arrived()
+        window_step = layer.window_step(
+            call, blocks.finalized * layer.layout.block_size, wants_window=self.choice is not None
+        )
+        q, k, v, window_lse = window_step.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
         if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
             self._finalize_blocks(layer, step)
@@ -38,7 +40,7 @@ class WindowedDecode(RetrievalDecode):
             native, layer, step, blocks, q, k, v, None, call.scale, call.softcap or 0.0, out, lse,
             window_lse if weighs else None,
         )  # fmt: skip
-        merged, merged_lse = passage.merged()
+        merged, merged_lse = window_step.merged()
         attended = merged_lse
         if estimated is not None:
             assert window_lse is not None

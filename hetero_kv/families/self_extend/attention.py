@@ -18,13 +18,13 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import Demand, Share
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.rope_capture import NotedRotations
+from hetero_kv.adapter.rope_capture import RopeCapture
 from hetero_kv.adapter.rotary_probe import require_constant_rotation
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import UnsupportedModelError
-from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
@@ -34,7 +34,7 @@ from hetero_kv.families.self_extend.settings import SelfExtendSettings, SharedPo
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
-class SelfExtendAttention(NotedRotations, RetrievalAttention):
+class SelfExtendAttention(RopeCapture, RetrievalAttention):
     """Retrieval with grouped positions; plain retrieval with groups of one token, or while all keys are neighbours.
 
     Blocks store keys at grouped positions, and are chosen by them. All neighbours are in Local, which must be at least

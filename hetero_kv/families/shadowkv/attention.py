@@ -17,7 +17,7 @@ from gpu_ops.side_stream import joined_on_error
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.adapter.rope_capture import NotedRotations
+from hetero_kv.adapter.rope_capture import RopeCapture
 from hetero_kv.adapter.rotary_probe import rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
@@ -26,7 +26,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
-from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
 from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
@@ -43,7 +43,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
 
 
-class ShadowKVAttention(NotedRotations):
+class ShadowKVAttention(RopeCapture):
     """Prefills exactly, in chunks; decodes over outlier chunks, the chunks that landmarks choose, and Recent.
 
     With full rank and a budget that covers the sequence the result is full attention, to the value type's precision.
@@ -169,7 +169,7 @@ class ShadowKVAttention(NotedRotations):
         if layer.context.outliers is not None:
             count = self._count(layer, layer.context.outliers.ids)
             chosen = cpu_decode.chosen(layer, call, q, count, self.threads) if count else _NONE_CHOSEN
-            hits = cpu_decode.held(layer, step, chosen, self.threads)
+            hits = cpu_decode.load_chunks(layer, step, chosen, self.threads)
             layer.count_choices(chosen.size, hits)
             missed = chosen.size - hits
         return *cpu_decode.attention(layer, call, q, self.threads), missed
@@ -180,7 +180,7 @@ class ShadowKVAttention(NotedRotations):
         """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0."""
         chosen = self._chosen_in_torch(layer, call)
         with joined_on_error(call.k.device):
-            update = device_decode.Holding(layer, step, chosen)
+            update = device_decode.ChunkLoading(layer, step, chosen)
             out, lse = _folded_attention(call, layer.recent_keys.entries, layer.recent_values.entries)
             residents = update.finished()
         layer.count_choices(chosen.numel(), chosen.numel())

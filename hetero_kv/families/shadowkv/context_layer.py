@@ -17,9 +17,9 @@ from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.deferred_readback import CheckedNumber
 from hetero_kv.engine.step import Step
-from hetero_kv.families.prompts_on_gpu.layer import GpuPrefillCache
-from hetero_kv.families.prompts_on_gpu.pieces import Pieces
-from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
+from hetero_kv.families.gpu_prefill.layer import GpuPrefillCache
+from hetero_kv.families.gpu_prefill.pieces import Pieces
+from hetero_kv.families.gpu_prefill.writing import PromptWriting
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout

@@ -50,7 +50,7 @@ def chosen(layer: LowRankLayer, call: AttentionCall, q: np.ndarray, count: int, 
     return landmark_choice.best_chunks(q, landmarks, *arguments)
 
 
-def held(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> int:
+def load_chunks(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> int:
     """Load chosen chunks [batch, kv_heads, n] int64 into the slots; returns how many were there, over all heads."""
     outliers, pool, rotary, basis = layer.context.outliers, layer.pool, layer.factors.rotary, layer.factors.basis
     assert outliers is not None
@@ -65,7 +65,7 @@ def held(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> i
     keys, values, coefficients, vectors, cos, sin = arrays_of(*tensors)
     table = step.blocks(layer.layout).table
     if pool.read_ahead is not None and pool.reads_ahead():
-        pool.read_ahead.ask(table[np.arange(len(table))[:, None, None], chunks])
+        pool.read_ahead.request(table[np.arange(len(table))[:, None, None], chunks])
     factors = KeyFactorArrays(coefficients, vectors, cos, sin, *rotary.rotation.layout)
     arrays = factors, table, pool.value_array
     return chunk_slots.hold_chunks(chunks, residents.ids.numpy(), keys, values, *arrays, layer.chunks, threads)

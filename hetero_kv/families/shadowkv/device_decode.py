@@ -11,7 +11,7 @@ import torch
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.rebuild import rebuild_into
 from gpu_ops.resident_slots import fetch, placed
-from gpu_ops.side_stream import beside, joined
+from gpu_ops.side_stream import joined, on_side_stream
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
@@ -22,7 +22,7 @@ def serves(layer: LowRankLayer, keys: torch.Tensor) -> bool:
     return runs_triton(keys) and layer.values_are_mapped()
 
 
-class Holding:
+class ChunkLoading:
     """Loads chosen chunks into the slots: starts to fetch values when constructed, rebuilds keys in `finished`.
 
     Use it within `joined_on_error`. This object and the step keep alive what the side stream reads.
@@ -43,7 +43,7 @@ class Holding:
         residents.ids, self._misses, self._into = placed(residents.ids, chosen, missed)
         table = step.table_on(device, layer.layout)
         raw = None if layer.value_storage.is_plain else _raw_values(layer, self._misses)
-        with beside(device):
+        with on_side_stream(device):
             _fetch_values(layer, residents, table, self._misses, self._into, raw)
 
     def finished(self) -> ResidentChunks:
@@ -70,7 +70,7 @@ def _fetch_values(
     layer: LowRankLayer, residents: ResidentChunks, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor,
     raw: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Read missing values from DRAM into their slots, through `raw` if they are quantised."""
+    """Read missing values from DRAM into their slots, through `raw` if they are quantized."""
     assert layer.pool is not None
     stored, slots = layer.pool.values, residents.value_slots
     if raw is None:

@@ -23,7 +23,7 @@ from hetero_kv.families.shadowkv import saving
 from hetero_kv.families.shadowkv.context_layer import Context, ContextLayer
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
-from hetero_kv.families.shadowkv.missed_chunks import MOST_UNTOLD, MissedChunks
+from hetero_kv.families.shadowkv.missed_chunks import MAX_UNREAD, MissedChunks
 from hetero_kv.families.shadowkv.read_bytes import bytes_of_missed
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
@@ -139,7 +139,7 @@ class LowRankLayer(ContextLayer):
         self._watch(step, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
-            if len(self.missed) > MOST_UNTOLD:
+            if len(self.missed) > MAX_UNREAD:
                 self.count(self.counted)
             self._store_prompt(step, buffer, end)
             return
@@ -195,7 +195,7 @@ class LowRankLayer(ContextLayer):
         kv_heads = chunks.shape[1]
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
         stored, target = self.pool.values, self.landmarks.entries
-        # Decoded on the target device, because a quantised type has fewer bytes to copy.
+        # Decoded on the target device, because a quantized type has fewer bytes to copy.
         values = self.value_storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self.values_are_mapped()))
         return values.to(target.dtype).unflatten(0, chunks.shape)
 

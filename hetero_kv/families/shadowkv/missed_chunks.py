@@ -12,7 +12,7 @@ from hetero_kv.store.growing_tensor import GrowingTensor
 # Spare steps of the log whenever it grows.
 _SLACK = 256
 #: Most steps that stay unread from one turn to the next: 16 KB per head.
-MOST_UNTOLD = 4096
+MAX_UNREAD = 4096
 
 
 class MissedChunks:

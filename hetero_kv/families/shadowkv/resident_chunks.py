@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gpu_ops.host_copies import on_device
-from gpu_ops.side_stream import beside, joined, joined_on_error
+from gpu_ops.side_stream import joined, joined_on_error, on_side_stream
 
 #: Chunks [batch, kv_heads, n] int64 -> their keys or values [batch, kv_heads, n, chunk_size, dim].
 Supply = Callable[[torch.Tensor], torch.Tensor]
@@ -133,7 +133,7 @@ class ResidentChunks:
             slots = kept.byte().argsort(dim=2, stable=True)[..., :most].masked_fill(surplus, self.ids.shape[2])
             lacking, at = on_device(misses, device), on_device(slots + self._outliers, device)
             with joined_on_error(device):
-                with beside(device):
+                with on_side_stream(device):
                     keys = rebuild(lacking)
                 _put(self._values, at, fetch(misses))
                 _put(self._keys, at, joined(keys))

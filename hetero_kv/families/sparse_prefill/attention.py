@@ -16,7 +16,7 @@ from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
-from hetero_kv.families.sparse_prefill.minference import Tried
+from hetero_kv.families.sparse_prefill.minference import MeasuredPattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 
 #: Patterns are searched in prompts of at least this many times `prefill_from` tokens.
@@ -38,7 +38,7 @@ class PromptAttention:
 
     def __init__(self, operator: AttentionOperator, settings: PrefillSettings) -> None:
         self._operator, self._settings = operator, settings
-        self._tried: list[list[Tried]] | None = None
+        self._tried: list[list[MeasuredPattern]] | None = None
         self._key: str | None = None
         #: Last queries of prompts that are still passing, and their dense attention: the search needs both.
         self._ends: WeakKeyDictionary[Step, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
@@ -103,7 +103,7 @@ class PromptAttention:
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
         assert self._tried is not None
         price = minference.price_at(settings.prefill_price, length)
-        patterns = [minference.preferred(head, price) for head in self._tried]
+        patterns = [minference.best_pattern(head, price) for head in self._tried]
         return minference.keys_of(chunk, patterns, minference.matches_at(settings.prefill_matches, length))
 
     def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ class PromptAttention:
         config = self._operator._own_config
         return KnownPatterns(f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}")
 
-    def _known(self, chunk: Chunk) -> list[list[Tried]] | None:
+    def _known(self, chunk: Chunk) -> list[list[MeasuredPattern]] | None:
         """The patterns found for the layer's heads; None before a search."""
         if self._tried is None:
             heads = chunk.q.shape[1]
@@ -149,6 +149,6 @@ class PromptAttention:
             self._search(chunk.seen_by(q), exact)
 
     def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
-        self._tried = minference.tried_patterns(chunk, exact, self._settings.prefill_budget)
+        self._tried = minference.measured_patterns(chunk, exact, self._settings.prefill_budget)
         assert self._key is not None
         self._file.add(self._key, self._tried, chunk.total)

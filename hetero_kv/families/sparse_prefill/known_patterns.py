@@ -16,7 +16,7 @@ from torch import nn
 
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.errors import ConfigError
-from hetero_kv.families.sparse_prefill.minference import KINDS, Pattern, Tried
+from hetero_kv.families.sparse_prefill.minference import KINDS, MeasuredPattern, Pattern
 
 #: Overrides the folder of pattern files.
 ENVIRONMENT_VARIABLE = "HETERO_KV_PREFILL_PATTERNS"
@@ -57,12 +57,12 @@ class KnownPatterns:
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in model)
         self.path = folder() / f"{name}.json"
 
-    def of_layer(self, key: str, heads: int) -> list[list[Tried]] | None:
+    def of_layer(self, key: str, heads: int) -> list[list[MeasuredPattern]] | None:
         """The patterns found for a layer of `heads` heads; None if there are none, or the file cannot be read."""
         found = self._read().get(key)
         return None if found is None else _tried(found, heads)
 
-    def add(self, key: str, tried: Sequence[Sequence[Tried]], tokens: int) -> None:
+    def add(self, key: str, tried: Sequence[Sequence[MeasuredPattern]], tokens: int) -> None:
         """Store the patterns found for a layer in a context of `tokens` tokens. Logs a warning if that fails."""
         layers = self._read()
         is_first = not layers
@@ -93,12 +93,12 @@ class KnownPatterns:
         return layers if isinstance(layers, dict) else {}
 
 
-def _row(tried: Tried) -> list[str | int | float]:
+def _row(tried: MeasuredPattern) -> list[str | int | float]:
     pattern = tried.pattern
     return [pattern.kind, pattern.first, pattern.rest, float(f"{tried.error:.6g}"), float(f"{tried.tokens:.6g}")]
 
 
-def _tried(entry: object, heads: int) -> list[list[Tried]] | None:
+def _tried(entry: object, heads: int) -> list[list[MeasuredPattern]] | None:
     """Parse an entry: each head's patterns. Returns None for an invalid entry."""
     rows = entry.get("heads") if isinstance(entry, dict) else None
     if not isinstance(rows, list) or len(rows) != heads:
@@ -110,10 +110,10 @@ def _tried(entry: object, heads: int) -> list[list[Tried]] | None:
     return found if all(found) else None
 
 
-def _tried_one(kind: Any, first: Any, rest: Any, error: Any, tokens: Any) -> Tried:
+def _tried_one(kind: Any, first: Any, rest: Any, error: Any, tokens: Any) -> MeasuredPattern:
     """Parse one row. Raises TypeError or ValueError for an invalid one."""
     if kind not in KINDS or any(type(each) is not int or not 0 <= each < 1 << 31 for each in (first, rest)):
         raise ValueError("no pattern")
     if not all(type(each) in (int, float) and 0 <= each < math.inf for each in (error, tokens)):
         raise ValueError("no error and tokens")
-    return Tried(Pattern(kind, first, rest), error, tokens)
+    return MeasuredPattern(Pattern(kind, first, rest), error, tokens)

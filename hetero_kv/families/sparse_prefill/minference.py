@@ -82,7 +82,7 @@ def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list
 
 
 @dataclass(frozen=True)
-class Tried:
+class MeasuredPattern:
     """A pattern's result on one head.
 
     Attributes:
@@ -96,7 +96,7 @@ class Tried:
     tokens: float
 
 
-def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[Tried]]:
+def measured_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[MeasuredPattern]]:
     """Cost and error of each head's patterns: those that are best at some price, by rising tokens.
 
     Errors are squared, and relative to the mean over heads, so that a head with small outputs may have a larger error
@@ -113,18 +113,18 @@ def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[
     # If all outputs are zero, the errors are zero too: the smallest positive mean avoids 0 / 0.
     mean = (expected.square().sum() / expected.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
     by_row, heads = views(tried), expected.shape[1]
-    found: list[list[Tried]] = [[] for _ in range(heads)]
+    found: list[list[MeasuredPattern]] = [[] for _ in range(heads)]
     for pattern in candidates(budget):
         out, _, attended = tried.attention([pattern.keys(view) for view in by_row])
         errors = ((out.float() - expected).square().sum(dim=(0, 2, 3)) / mean).tolist()
         for head, error, tokens in zip(range(heads), errors, attended.mean(axis=0).tolist(), strict=True):
-            found[head].append(Tried(pattern, error, tokens))
-    return [worth_their_tokens(each) for each in found]
+            found[head].append(MeasuredPattern(pattern, error, tokens))
+    return [lower_convex_hull(each) for each in found]
 
 
-def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
+def lower_convex_hull(tried: Sequence[MeasuredPattern]) -> list[MeasuredPattern]:
     """The results that are best at some price, by rising tokens: the lower convex hull of error over tokens."""
-    kept: list[Tried] = []
+    kept: list[MeasuredPattern] = []
     for each in sorted(tried, key=lambda each: (each.tokens, each.error)):
         if kept and not each.error < kept[-1].error:
             continue
@@ -134,12 +134,12 @@ def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
     return kept
 
 
-def _gain(few: Tried, many: Tried) -> float:
+def _gain(few: MeasuredPattern, many: MeasuredPattern) -> float:
     """The error that one more token saves."""
     return (few.error - many.error) / (many.tokens - few.tokens)
 
 
-def preferred(tried: Sequence[Tried], price: float) -> Pattern:
+def best_pattern(tried: Sequence[MeasuredPattern], price: float) -> Pattern:
     """The pattern of a head with the least sum of error and priced tokens.
 
     With one price for all layers, tokens move from heads where they save little error to heads where they save much.

@@ -141,7 +141,7 @@ class TokenRetrievalAttention(ExactPrefill):
         choice, pool = self.chooser.choose(query), query.pool
         if pool.read_ahead is not None and pool.reads_ahead():
             rows = np.arange(len(query.table))[:, None, None]
-            pool.read_ahead.ask(query.context[rows, choice.positions // pool.block_size])
+            pool.read_ahead.request(query.context[rows, choice.positions // pool.block_size])
         return choice
 
     # -- decode
@@ -202,10 +202,10 @@ class TokenRetrievalAttention(ExactPrefill):
         the device and makes one copy back, as in `WindowedDecode`.
         """
         needs_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_outside_lse)
-        passage = layer.passage(call, blocks.finalized * layer.layout.block_size, needs_window)
+        window_step = layer.window_step(call, blocks.finalized * layer.layout.block_size, needs_window)
         staging = layer.staging
         assert staging is not None
-        *sent, in_window = passage.arrived()
+        *sent, in_window = window_step.arrived()
         q, k, v = map(torch.from_numpy, sent)
         outside_lse = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
         layer.store_token(step, k, v)
@@ -219,12 +219,12 @@ class TokenRetrievalAttention(ExactPrefill):
         else:
             layer.count(step.length, query.end - query.first, query.tokens, 0.0)
             if not query.tokens:
-                return *passage.alone(), outside_lse
+                return *window_step.alone(), outside_lse
             chosen_out, chosen_lse = query.attend_blocks(query.context)
             chosen_mass = chosen_lse
         for target, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
             target[...] = part.numpy().reshape(target.shape)
-        return *passage.merged(), torch.logaddexp(outside_lse, chosen_mass)
+        return *window_step.merged(), torch.logaddexp(outside_lse, chosen_mass)
 
     def _chooses(self, query: TokenQuery) -> bool:
         return self.chooser is not None and query.tokens > 0 and not self.chooser.covers(query.tokens)

@@ -18,7 +18,7 @@ import torch
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.foreign import has_global_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.adapter.traced_qkv import call_of
+from hetero_kv.adapter.traced_qkv import traced_call
 from hetero_kv.engine.step import Step
 from hetero_kv.families.token_retrieval.choosers.chooser import ChosenTokens
 
@@ -44,7 +44,7 @@ class LookAhead:
         steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
         if not steps or not self._computes_where(args, kwargs) or self._has_hooks():
             return
-        call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
+        call = traced_call(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
             of_rows = call.of_rows(step.rows)
             # Asynchronous copies to "cpu" go to page-locked memory.

@@ -85,7 +85,7 @@ class GGUFFile:
             raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
         except UnknownTypeError as error:
             raise ModelError(
-                f"{str(path)!r}: {error}; give a file in another quantisation, or install a newer version of gguf"
+                f"{str(path)!r}: {error}; give a file in another quantization, or install a newer version of gguf"
             ) from error
         except _DAMAGE as error:
             what = error if isinstance(error, UnsoundError) else "it ends, or has no text, where it should not"

@@ -18,8 +18,8 @@ WITHOUT_EFFECT = {
     r"general\.(file_type|quantization_version)": "each tensor has its own type",
     r"general\.tensor_extra\..+": "say how precisely another program computes",
     r"general\.sampling\..+": "advise on sampling, which the caller decides",
-    r"(quantize\.)?imatrix\..+": "say how the file was quantised",
-    r"mradermacher\..+": "say who quantised the file, and when",
+    r"(quantize\.)?imatrix\..+": "say how the file was quantized",
+    r"mradermacher\..+": "say who quantized the file, and when",
     r"split\.(no|count|tensors\.count)": "read with the header: the file is whole",
     r"tokenizer\..+": "what the tokenizer does not use is refused there (models/gguf/tokenizer_keys.py)",
 }

@@ -2,7 +2,7 @@
 
 Where each belongs, and what undoes the converter's change, the architecture's table says; a mixture's experts lie where
 `models/gguf/experts.py` finds them. A module that has a method `load_blocks` or `load_experts` takes the file's
-quantised blocks as they are, where the change does no more than reorder rows; everything else is unpacked to numbers.
+quantized blocks as they are, where the change does no more than reorder rows; everything else is unpacked to numbers.
 Every tensor has its place, and every parameter and persistent buffer its tensor, or the file is refused.
 """
 

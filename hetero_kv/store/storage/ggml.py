@@ -1,4 +1,4 @@
-"""GGML's quantised formats: groups of 32 numbers that share a scale in half precision.
+"""GGML's quantized formats: groups of 32 numbers that share a scale in half precision.
 
 The bytes are those of GGUF files (https://github.com/ggml-org/ggml, docs/gguf.md): a group is a scale followed by the
 numbers as integers, exactly as GGML writes them. A group is part of one vector, so tokens are encoded as they are
@@ -24,7 +24,7 @@ _SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class QuantisedType(StorageType):
+class QuantizedType(StorageType):
     """A storage type of groups of 32 numbers; stored elements are bytes.
 
     Attributes:
@@ -34,11 +34,11 @@ class QuantisedType(StorageType):
     group_bytes: int = 0
 
     @abstractmethod
-    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Groups [..., 32] float32 -> scales [..., 1] float16 and integers [..., group_bytes - 2] uint8."""
 
     @abstractmethod
-    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         """Scales [..., 1] float32 and integers [..., group_bytes - 2] uint8 -> groups [..., 32] float32."""
 
     @property
@@ -75,7 +75,7 @@ class QuantisedType(StorageType):
         if not vectors.shape[-1]:
             # A pool may store values alone.
             return vectors.to(self.dtype)
-        scales, integers = self.quantise(vectors.float().unflatten(-1, (vectors.shape[-1] // GROUP, GROUP)))
+        scales, integers = self.quantize(vectors.float().unflatten(-1, (vectors.shape[-1] // GROUP, GROUP)))
         return torch.cat([scales.view(torch.uint8), integers], dim=-1).flatten(-2)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class QuantisedType(StorageType):
 
         groups = stored.unflatten(-1, (stored.shape[-1] // self.group_bytes, self.group_bytes))
         scales = groups[..., :_SCALE_BYTES].contiguous().view(torch.float16)
-        return self.dequantise(scales.float(), groups[..., _SCALE_BYTES:]).flatten(-2)
+        return self.dequantize(scales.float(), groups[..., _SCALE_BYTES:]).flatten(-2)
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
         # As in StorageType, never directly from another device into a pool.
@@ -98,10 +98,10 @@ def _scaled(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return groups * inverse.masked_fill_(inverse.isinf(), 0.0)
 
 
-class Q8(QuantisedType):
+class Q8(QuantizedType):
     """Each number is scale * int8."""
 
-    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         scales = groups.abs().amax(dim=-1, keepdim=True) / 127
@@ -112,20 +112,20 @@ class Q8(QuantisedType):
         rounded = (whole + (size.sub_(whole) * 2).floor_()).copysign_(scaled)
         return scales.half(), rounded.to(torch.int8).view(torch.uint8)
 
-    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         import torch
 
         return scales * integers.view(torch.int8)
 
 
-class Q4(QuantisedType):
+class Q4(QuantizedType):
     """Each number is scale * (nibble - 8); byte i holds number i in its low and i + 16 in its high nibble."""
 
     @property
     def is_coarse(self) -> bool:
         return True
 
-    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         # The number of largest magnitude becomes -8, which has no positive counterpart.
@@ -134,7 +134,7 @@ class Q4(QuantisedType):
         nibbles = (_scaled(groups, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
         return scales.half(), nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
 
-    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         import torch
 
         nibbles = torch.cat([integers & 15, integers >> 4], dim=-1)

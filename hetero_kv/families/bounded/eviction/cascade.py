@@ -36,12 +36,12 @@ class CascadeSettings(StridedSettings):
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenTokens:
     """Number of the sequence's tokens that the layer has seen, equal in all rows."""
 
     tokens: int = 0
 
-    def selected(self, rows: torch.Tensor) -> _Seen:
+    def selected(self, rows: torch.Tensor) -> _SeenTokens:
         return self
 
 
@@ -61,8 +61,8 @@ class Cascade(EvictionPolicy[CascadeSettings]):
     reindexed = True
 
     def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
-        seen: _Seen = entries.carried.get("seen", _Seen())
-        entries = entries.carrying(seen=_Seen(seen.tokens + attended.tokens))
+        seen: _SeenTokens = entries.carried.get("seen", _SeenTokens())
+        entries = entries.carrying(seen=_SeenTokens(seen.tokens + attended.tokens))
         if self.settings.sub_caches == 1:
             return entries
         gamma = self.settings.gamma
@@ -71,11 +71,11 @@ class Cascade(EvictionPolicy[CascadeSettings]):
         return entries.scored(average=entries.score("average") * gamma**attended.tokens + received[:, :, 0])
 
     def saved_memory(self, name: str, value: Any) -> dict[str, int] | None:
-        return {"tokens": value.tokens} if isinstance(value, _Seen) else None
+        return {"tokens": value.tokens} if isinstance(value, _SeenTokens) else None
 
     def restored_memory(self, name: str, numbers: Mapping[str, int]) -> Any:
         is_sound = name == "seen" and numbers.keys() == {"tokens"} and numbers["tokens"] >= 0
-        return _Seen(numbers["tokens"]) if is_sound else None
+        return _SeenTokens(numbers["tokens"]) if is_sound else None
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         sinks, seen = self.settings.sinks, entries.carried["seen"].tokens

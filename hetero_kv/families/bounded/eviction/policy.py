@@ -47,7 +47,7 @@ import torch
 from cpu_ops.cached_entries import received_attention
 from gpu_ops.column_sums import column_sums
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.entry_room import kernel_threads
+from hetero_kv.families.bounded.entry_buffer import kernel_threads
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings
 
 S = TypeVar("S", bound=BoundedSettings)

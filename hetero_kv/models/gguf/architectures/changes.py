@@ -1,7 +1,7 @@
 """What llama.cpp's converter does to a tensor on its way into a file, undone.
 
 The facts are those of `convert_hf_to_gguf.py` (https://github.com/ggml-org/llama.cpp). A change that only reorders rows
-is kept apart from one of numbers, because quantised blocks can be reordered as they are.
+is kept apart from one of numbers, because quantized blocks can be reordered as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether quantised blocks stay as they are."""
+        """Whether quantized blocks stay as they are."""
         return self.columns is None and self.numbers is None
 
     def undone(self, numbers: np.ndarray, config: Any) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What it costs in quality that few rows are multiplied with quantised weights as they are stored, activations in int8.
+"""What it costs in quality that few rows are multiplied with quantized weights as they are stored, activations in int8.
 
-    python -m benchmarks.quantised_quality [--model NAME] [--tokens 2048] [--answers 10] [--new_tokens 24] [--json FILE]
+    python -m benchmarks.quantized_quality [--model NAME] [--tokens 2048] [--answers 10] [--new_tokens 24] [--json FILE]
 
 The same GGUF file twice: packed under `dense`, and unpacked to float32 by transformers. Perplexity of a text that is
 fed in steps of 32 tokens, so that every product is one with codes; the divergence of the two models' next-token

@@ -2,8 +2,8 @@
 
 Each function passes over its numbers once and rounds to bfloat16 where the model's own steps do: the normalised number,
 its product with the weight, the two terms of a rotation and their sum, the activation and the gated value. Numbers are
-float32, or the bits of bfloat16 (uint16). The layers have the form described in `cpu_ops.token_layer`. The caller
-computes the matrix products.
+float32, or the bits of bfloat16 (uint16). The layers have the form described in `cpu_ops.fused_decode_layer`. The
+caller computes the matrix products.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.gates import activated
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
@@ -108,7 +108,7 @@ def _gate_arguments(variant: str) -> tuple[Any, ...]:
     return rows, rows
 
 
-@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _inverse_root(x, epsilon):
     """Returns 1 / sqrt(mean(x^2) + epsilon)."""
     total = np.float32(0)
@@ -117,7 +117,7 @@ def _inverse_root(x, epsilon):
     return np.float32(1) / np.sqrt(total / np.float32(x.size) + np.float32(epsilon))
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _norm(numbers, weight, epsilon, out):
     """Write numbers [width], normalised and multiplied by weight, to out."""
     factor = _inverse_root(numbers, epsilon)
@@ -183,7 +183,7 @@ def _rotation_region(variant: str) -> int:
     return address_of(rotate)
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _gate(gate, up, kind):
     for i in range(gate.size):
         gate[i] = rounded(gate, number(rounded(gate, activated(number(gate[i]), kind))) * number(up[i]))

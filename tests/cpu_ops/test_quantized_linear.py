@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from variants import with_slow
 
 from cpu_ops import weight_dots
-from cpu_ops.activations import quantise_rows
+from cpu_ops.activations import quantize_rows
 from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.quantised_linear import PackedMatrix, multiply, multiply_runs
+from cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
 from cpu_ops.weight_formats import FORMATS, format_named
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
-from tests.quantised_blocks import dequantised, random_blocks
+from tests.quantized_blocks import dequantized, random_blocks
 
 CODED = [name for name, layout in FORMATS.items() if not layout.number]
 
 
-def quantised_activations(x):
+def quantized_activations(x):
     """(codes, scales, sums) of x, and the numbers that they stand for."""
     rows, columns = x.shape
     codes = np.empty((rows, columns), np.int8)
     scales, sums = np.empty((rows, columns // 32), np.float32), np.empty((rows, columns // 16), np.int32)
-    quantise_rows(x, codes, scales, sums)
+    quantize_rows(x, codes, scales, sums)
     return codes, scales, sums, (codes.reshape(rows, -1, 32) * scales[..., None]).reshape(rows, columns)
 
 
@@ -37,7 +37,7 @@ def activations(rows, columns, seed=0):
 
 def require_products(out, x, numbers, name):
     """That out is x, as int8 codes where weights are codes too, times numbers, to float32's rounding of the sums."""
-    exact = (x if FORMATS[name].number else quantised_activations(x)[3]).astype(np.float64)
+    exact = (x if FORMATS[name].number else quantized_activations(x)[3]).astype(np.float64)
     wanted = exact @ numbers.T.astype(np.float64)
     sizes = np.abs(exact) @ np.abs(numbers.T.astype(np.float64))
     assert (np.abs(out - wanted) <= 1e-5 * sizes + 1e-30).all()
@@ -69,7 +69,7 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
             packed = random_blocks(name, outputs, columns, seed=rows)
             x = activations(rows, columns, seed=outputs)
             out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)], threads)[0]
-            require_products(out, x, dequantised(packed, name), name)
+            require_products(out, x, dequantized(packed, name), name)
 
 
 @pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
@@ -83,7 +83,7 @@ def test_products_without_dot_product_instructions_are_the_same(name, monkeypatc
         # The largest codes and activations of either sign in some places.
         x[1] = np.sign(x[1])
         out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)])[0]
-        require_products(out, x, dequantised(packed, name), name)
+        require_products(out, x, dequantized(packed, name), name)
 
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q8_0", "Q4_K", "BF16"])
@@ -98,7 +98,7 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
     matrices = [PackedMatrix.of_blocks(each, name, columns) for each in packed]
     x = activations(rows, columns, seed)
     for out, each in zip(multiply(x, matrices, min(threads, 2)), packed, strict=True):
-        require_products(out, x, dequantised(each, name), name)
+        require_products(out, x, dequantized(each, name), name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -136,7 +136,7 @@ def test_extreme_codes_do_not_overflow(isa):
             if name in ("Q2_K", "Q3_K", "Q6_K"):
                 codes_only[..., -4:] = scales.reshape(16, 2, -1)[..., -4:]
             blocks = codes_only.reshape(16, -1)
-            numbers = dequantised(blocks, name)
+            numbers = dequantized(blocks, name)
             x = np.ones((2, columns), np.float32)
             x[1] = -1
             with forced_isa(isa):
@@ -148,7 +148,7 @@ def test_extreme_codes_do_not_overflow(isa):
 def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     columns = 2 * FORMATS[name].columns
     blocks = random_blocks(name, 50, columns)
-    numbers, matrix = dequantised(blocks, name), PackedMatrix.of_blocks(blocks, name, columns)
+    numbers, matrix = dequantized(blocks, name), PackedMatrix.of_blocks(blocks, name, columns)
     rows = np.array([49, 3, 3, 0])
     assert (read_rows(matrix, rows) == numbers[rows]).all()
     numbers_of = {np.float32: torch.float32, np.uint16: torch.bfloat16, np.float16: torch.float16}
@@ -166,7 +166,7 @@ def test_activations_are_within_half_a_step_of_their_codes(seed, exponent, zeros
     x = activations(3, 96, seed) * np.float32(2.0**exponent)
     if zeros:
         x[1, 32:64] = 0
-    codes, scales, sums, numbers = quantised_activations(x)
+    codes, scales, sums, numbers = quantized_activations(x)
     assert (np.abs(numbers - x) <= 0.5001 * np.repeat(scales, 32, axis=1)).all()
     assert (sums == codes.reshape(3, -1, 16).sum(2)).all()
     assert (np.abs(codes.astype(int)) <= 127).all()

@@ -18,7 +18,7 @@ SLACK = 32
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
-class EntryRoom:
+class EntryBuffer:
     """Keys, values and positions in order; written from left to right, and never overwritten.
 
     So whatever refers to its beginning (a checkpoint, a fork) stays valid. If several users append at the same place,
@@ -42,7 +42,7 @@ class EntryRoom:
             self.arrays = _bits(keys), _bits(values), positions.numpy()
 
     @classmethod
-    def empty(cls, like: EntryRoom, capacity: int, taken: int) -> EntryRoom:
+    def empty(cls, like: EntryBuffer, capacity: int, taken: int) -> EntryBuffer:
         """Capacity for `capacity` entries of the shape of `like`'s; the first `taken` of them are to be written."""
         batch, kv_heads, _, k_dim = like.keys.shape
         return cls(
@@ -52,22 +52,22 @@ class EntryRoom:
             taken,
         )
 
-    def moved(self, cached: int, tokens: int) -> EntryRoom:
+    def moved(self, cached: int, tokens: int) -> EntryBuffer:
         """A copy of the first `cached` entries, with capacity for `tokens` more."""
-        copied = EntryRoom.empty(self, cached + tokens, cached)
+        copied = EntryBuffer.empty(self, cached + tokens, cached)
         for new, old in ((copied.keys, self.keys), (copied.values, self.values), (copied.positions, self.positions)):
             new[:, :, :cached] = old[:, :, :cached]
         return copied
 
     def gathered(
         self, index: torch.Tensor, scores: Sequence[torch.Tensor] = ()
-    ) -> tuple[EntryRoom, list[torch.Tensor]]:
+    ) -> tuple[EntryBuffer, list[torch.Tensor]]:
         """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK spare entries.
 
         Also returns their numbers in each of `scores` [batch, kv_heads, cached or fewer], 0 for entries beyond these.
         """
         count = index.shape[2]
-        target = EntryRoom.empty(self, count + SLACK, count)
+        target = EntryBuffer.empty(self, count + SLACK, count)
         if self.arrays is None:
             return target, cached_entries.keep(self._parts, scores, index, target._parts)
         assert target.arrays is not None

@@ -8,8 +8,8 @@ import torch
 
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.step import Step
-from hetero_kv.families.prompts_on_gpu.pieces import Pieces, stored_pieces
-from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
+from hetero_kv.families.gpu_prefill.pieces import Pieces, stored_pieces
+from hetero_kv.families.gpu_prefill.writing import PromptWriting
 from hetero_kv.store.storage import StorageType
 
 

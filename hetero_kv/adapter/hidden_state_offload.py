@@ -71,14 +71,14 @@ def logits_to_keep_scope(model: nn.Module, call: ModelCall) -> Iterator[None]:
     """
     count = call.arguments.get("logits_to_keep", 0)
     is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer))
-    token = chunking.WANTED.set(count if is_number else 0)
+    token = chunking.LOGITS_TO_KEEP.set(count if is_number else 0)
     try:
         yield
     finally:
-        chunking.WANTED.reset(token)
+        chunking.LOGITS_TO_KEEP.reset(token)
 
 
-def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
+def offload_hidden_states(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
     """Wrap `forward` of the module that walks through layers: long prompts keep their hidden states in DRAM.
 
     The engine's settings decide. Raises, when called, UnsupportedModelError when the setting demands DRAM and the model
@@ -87,7 +87,7 @@ def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> 
     signature = Signature(forward)
 
     @functools.wraps(forward)
-    def walking_forward(*args: Any, **kwargs: Any) -> Any:
+    def offloading_forward(*args: Any, **kwargs: Any) -> Any:
         call = signature.call(args, kwargs)
         if (tokens := call.given) is not None:
             stream_weights(model, tokens.device)
@@ -101,9 +101,9 @@ def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> 
                     f"{reason}; set hidden_device to {GPU}"
                 )
             return forward(*args, **kwargs)
-        return _walked(model, call, engine.chunk_size)
+        return _offloaded(model, call, engine.chunk_size)
 
-    return walking_forward
+    return offloading_forward
 
 
 def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings) -> bool:
@@ -116,38 +116,40 @@ def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings)
     )
 
 
-def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
+def _offloaded(model: Any, call: ModelCall, chunk_size: int) -> Any:
     """The call's output, computed with hidden states in DRAM; the last hidden states are on the GPU."""
     ids = call.token_ids
     assert ids is not None
     rotary = _rotary_buffers(model)
     # The model's forward makes positions and rotary tables on the device of its hidden states. Copies are page-locked.
     moved = {
-        name: _on_its_way(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
+        name: _sent_to_host(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
     }
-    on_host = [_on_its_way(buffer) for _, _, buffer in rotary]
+    on_host = [_sent_to_host(buffer) for _, _, buffer in rotary]
     torch.cuda.current_stream(ids.device).synchronize()
-    walk = _Walk(model.get_input_embeddings(), ids, chunk_size, tables_stay_on_gpu(model))
-    arguments = {**moved, "input_ids": None, "inputs_embeds": walk.stream.states}
-    token = chunking.WALK.set(walk)
+    offload = _Offload(model.get_input_embeddings(), ids, chunk_size, tables_stay_on_gpu(model))
+    arguments = {**moved, "input_ids": None, "inputs_embeds": offload.stream.states}
+    token = chunking.OFFLOAD.set(offload)
     try:
         for (buffers, name, _), host in zip(rotary, on_host, strict=True):
             buffers[name] = host
         output = call.signature.forward(**arguments)
-        return _with_states(output, lambda states: _sent_back(states[:, -chunking.WANTED.get() :], ids.device))
+        return _with_states(
+            output, lambda states: _returned_to_device(states[:, -chunking.LOGITS_TO_KEEP.get() :], ids.device)
+        )
     finally:
-        chunking.WALK.reset(token)
-        walk.stream.finish()
+        chunking.OFFLOAD.reset(token)
+        offload.stream.finish()
         for buffers, name, buffer in rotary:
             buffers[name] = buffer
 
 
-def _on_its_way(value: Any) -> Any:
+def _sent_to_host(value: Any) -> Any:
     """A copy in DRAM, page-locked if it comes from a GPU; ready once the compute stream is synchronized."""
     return value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def _sent_back(states: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _returned_to_device(states: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Part of the page-locked hidden states on the GPU, by one copy from page-locked memory."""
     # The part is not contiguous for several rows.
     return (states if states.is_contiguous() else PageLocked.copy_of(states, device).tensor).to(device)
@@ -176,7 +178,7 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return (change(output[0]), *output[1:])
 
 
-class _Walk:
+class _Offload:
     """The passage of a prompt through a model.
 
     Args:
@@ -201,7 +203,9 @@ class _Walk:
             self.stream.write(chunk, states)
         self.stream.finish()
 
-    def passage(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> chunking.Passage:
+    def chunked_pass(
+        self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int
+    ) -> chunking.ChunkedPass:
         states = self.stream.states
         if hidden_states.shape != states.shape:
             raise UnsupportedModelError(
@@ -210,7 +214,7 @@ class _Walk:
             )
         if hidden_states.data_ptr() != states.data_ptr():
             states.copy_(hidden_states)  # the model has made others of them
-        return _ThroughDram(self, kwargs, chunk_size)
+        return _DramPass(self, kwargs, chunk_size)
 
     def along(self, tensor: torch.Tensor) -> torch.Tensor:
         """An argument along the sequence that every layer gets, in page-locked memory or on the GPU."""
@@ -222,11 +226,11 @@ class _Walk:
         return self._along[id(tensor)][2]
 
 
-class _ThroughDram:
+class _DramPass:
     """The way through a module of hidden states that are read from DRAM and written back."""
 
-    def __init__(self, walk: _Walk, kwargs: dict[str, Any], chunk_size: int) -> None:
-        self._walk, self._kwargs, self._chunk_size = walk, kwargs, chunk_size
+    def __init__(self, offload: _Offload, kwargs: dict[str, Any], chunk_size: int) -> None:
+        self._walk, self._kwargs, self._chunk_size = offload, kwargs, chunk_size
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
         stream = self._walk.stream

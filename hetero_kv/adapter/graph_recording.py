@@ -13,7 +13,7 @@ from gpu_ops.host_traffic import HostTraffic
 from hetero_kv.adapter.cache_argument import CACHE_NAMES
 
 if TYPE_CHECKING:
-    from hetero_kv.adapter.bridge import AttentionCall, Serving
+    from hetero_kv.adapter.bridge import AttentionCall, AttentionHandler
     from hetero_kv.adapter.operator import AttentionOperator
     from hetero_kv.engine.cache import HeteroCache
 
@@ -41,7 +41,7 @@ class Recording:
         self.attentions: list[tuple[Work, torch.Tensor]] = []
         self._before: Callable[[HeteroCache], Any] | None = None
 
-    def noted_arguments(
+    def record_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments for the captured attention module. Every token calls the operator's `arguments_for` before its
@@ -55,7 +55,7 @@ class Recording:
         self._before = lambda cache: operator.arguments_for(args, {**others, name: cache})
         return operator.lasting_arguments(kwargs)
 
-    def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:
+    def attended(self, operator: AttentionHandler, call: AttentionCall) -> torch.Tensor:
         """The buffer for the attention of a call, [batch, heads, tokens, v_dim], which every token computes again."""
         before, self._before = self._before, None
 
@@ -82,14 +82,14 @@ class Rehearsal:
     def __init__(self, cache: HeteroCache, traffic: HostTraffic) -> None:
         self._cache, self._traffic = cache, traffic
 
-    def noted_arguments(
+    def record_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments for an attention module."""
-        with self._traffic.unnoticed():
+        with self._traffic.unobserved():
             return operator.arguments_for(args, kwargs)
 
-    def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:
+    def attended(self, operator: AttentionHandler, call: AttentionCall) -> torch.Tensor:
         """The attention of a call, [batch, heads, tokens, v_dim]."""
-        with self._traffic.unnoticed():
+        with self._traffic.unobserved():
             return operator.attend(self._cache, call)

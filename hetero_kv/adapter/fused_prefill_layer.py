@@ -1,8 +1,8 @@
 """The short path of a prompt chunk through a decoder layer of Llama's form: fewer passes over memory.
 
 Besides its matrix products, such a layer takes some 25 passes over a chunk's numbers: norms, rotations, the gate,
-residuals, each a torch call that reads and writes all of them. `cpu_ops.prompt_layer` takes five, and rounds at the
-same places as the layer. The projections are the layer's own modules, so that weights of any storage type work.
+residuals, each a torch call that reads and writes all of them. `cpu_ops.fused_prefill_layer` takes five, and rounds at
+the same places as the layer. The projections are the layer's own modules, so that weights of any storage type work.
 Equivalence is tested: before the first prompt the path and the wrapped layer get the same random input, and the path is
 used only if their outputs agree.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops import prompt_layer
+from cpu_ops import fused_prefill_layer
 from cpu_ops.threads import at_most
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, has_own_hooks
@@ -36,7 +36,7 @@ from hetero_kv.adapter.llama_layer import (
 from hetero_kv.adapter.operator import AttentionOperator
 
 #: Largest relative difference (of norms) from the wrapped layer: sums in another order may round differently, and so
-#: may numbers that are quantised from them.
+#: may numbers that are quantized from them.
 _TOLERANCE = 2e-3
 _TRIED = 2, 3
 
@@ -135,7 +135,7 @@ class FusedPrefillLayer:
         """The input of the attention module, [batch, tokens, width]."""
         normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         weight, epsilon = norm_of(self._norms[0])
-        prompt_layer.norm_rows(_rows(hidden_states), None, weight, epsilon, _rows(normed), _threads())
+        fused_prefill_layer.norm_rows(_rows(hidden_states), None, weight, epsilon, _rows(normed), _threads())
         return normed
 
     def _call(self, normed: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> bridge.AttentionCall:
@@ -146,7 +146,7 @@ class FusedPrefillLayer:
         for rotated, norm in zip((q, k), self._head_norms, strict=True):
             weight, epsilon = norm_of(norm)
             normed_by = weight if weight.size else None
-            prompt_layer.rotate_heads(_rows(rotated), cos, sin, normed_by, epsilon, _threads())
+            fused_prefill_layer.rotate_heads(_rows(rotated), cos, sin, normed_by, epsilon, _threads())
         q, k, v = (each.unflatten(2, (-1, self._dim)).transpose(1, 2) for each in (q, k, v))
         return bridge.AttentionCall(q, k, v, *self.call_settings)
 
@@ -159,9 +159,9 @@ class FusedPrefillLayer:
         weight, epsilon = norm_of(self._norms[1])
         # This adds the layer's input to `between`, in place: the residual of the sum below.
         before = _rows(hidden_states)
-        prompt_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
+        fused_prefill_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
         gate, up = _made(self._gate, normed), _made(self._up, normed)
-        prompt_layer.gate_rows(_rows(gate), _rows(up), self._activation, _threads())
+        fused_prefill_layer.gate_rows(_rows(gate), _rows(up), self._activation, _threads())
         return torch.add(between, self._down(gate).detach(), out=between if out is None else out)
 
 

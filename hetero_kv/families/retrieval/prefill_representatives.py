@@ -9,8 +9,8 @@ import torch
 
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
-from hetero_kv.families.prompts_on_gpu.layer import GpuPrefillCache
-from hetero_kv.families.prompts_on_gpu.writing import PromptWriting, VectorsOf
+from hetero_kv.families.gpu_prefill.layer import GpuPrefillCache
+from hetero_kv.families.gpu_prefill.writing import PromptWriting, VectorsOf
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hetero_kv.families.retrieval.layout import RetrievalLayout
 
 
-class RepresentedPromptLayer(GpuPrefillCache):
+class PrefillRepresentativesLayer(GpuPrefillCache):
     """A cache layer that computes its blocks' representatives while a prompt is written.
 
     Args:

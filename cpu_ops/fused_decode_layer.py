@@ -1,9 +1,9 @@
 """A decoder layer's decode step without attention: norms, projections, rotation, MLP and residuals, one token per row.
 
 `attention_inputs` is the part before attention, `attention_output` the part after it. Each is one call, with as few
-parallel regions as its products allow, and quantises an input of several products once. The layers have Llama's form:
+parallel regions as its products allow, and quantizes an input of several products once. The layers have Llama's form:
 RMSNorm, projections with or without bias, optional per-head norms of queries and keys, rotation of half against half, a
-gated MLP. `cpu_ops.quantised_linear` computes the products; everything between them is float32.
+gated MLP. `cpu_ops.quantized_linear` computes the products; everything between them is float32.
 """
 
 from functools import cache
@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.activations import quantise_rows
+from cpu_ops.activations import quantize_rows
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.gates import activated
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from cpu_ops.quantised_linear import multiply_part
+from cpu_ops.quantized_linear import multiply_part
 from cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
 
 
-@inner(fastmath=_REASSOCIATED)
+@device_function(fastmath=_REASSOCIATED)
 def _normed(x, weight, epsilon, out):
     """Write the RMSNorm of each row, x / sqrt(mean(x^2) + epsilon) * weight, to out."""
     for row in range(x.shape[0]):
@@ -37,14 +37,14 @@ def _normed(x, weight, epsilon, out):
             out[row, i] = x[row, i] * factor * weight[i]
 
 
-@inner
+@device_function
 def _widened(x, out):
     for row in range(x.shape[0]):
         for i in range(x.shape[1]):
             out[row, i] = number(x[row, i])
 
 
-@inner(fastmath=_REASSOCIATED)
+@device_function(fastmath=_REASSOCIATED)
 def _normed_heads(x, first, heads, dim, weight, epsilon):
     """Apply RMSNorm to each head of x[:, first : first + heads * dim], in place."""
     for row in range(x.shape[0]):
@@ -58,7 +58,7 @@ def _normed_heads(x, first, heads, dim, weight, epsilon):
                 x[row, at + i] = x[row, at + i] * factor * weight[i]
 
 
-@inner
+@device_function
 def _rotated(x, first, heads, dim, cos, sin, out):
     """Write x * cos + rotate_half(x) * sin of each head of x[:, first:] to out [rows, heads, 1, dim]."""
     half = dim // 2
@@ -73,9 +73,9 @@ def _rotated(x, first, heads, dim, cos, sin, out):
                 out[row, head, 0, half + i] = rounded(out, turned)
 
 
-@inner
+@device_function
 def _products(matrices, rows):
-    """Returns the table of the region "multiply" (`cpu_ops.quantised_linear`) for matrices that share an input."""
+    """Returns the table of the region "multiply" (`cpu_ops.quantized_linear`) for matrices that share an input."""
     table = np.zeros((len(matrices), 8), np.int64)
     column = 0
     for index in range(len(matrices)):
@@ -135,7 +135,7 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     (run, multiply, hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v,
     per_pass, threads)
 
-    run: `parallel_region.all_threads()`. multiply: `quantised_linear.multiply_region()`.
+    run: `parallel_region.all_threads()`. multiply: `quantized_linear.multiply_region()`.
 
     hidden: [rows, width], float32 or the bits of bfloat16. q: [rows, heads, 1, dim], k: [rows, kv_heads, 1, dim] and v:
     [rows, kv_heads, 1, dim], of the same type, written. norm: [width] float32, with its epsilon. projections: [3, 4]
@@ -180,7 +180,7 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         codes = np.empty((rows, width), np.int8)
         scales = np.empty((rows, width // GROUP), np.float32)
         sums = np.empty((rows, width // 16 + 0 * code_version), np.int32)
-        quantise_rows(x, codes, scales, sums)
+        quantize_rows(x, codes, scales, sums)
         first_k = projections[0, 1] * TILE
         first_v = first_k + projections[1, 1] * TILE
         out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
@@ -232,15 +232,15 @@ def attention_output(dtype: str) -> Any:
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)
         _widened(hidden, x)
-        inner = matrices[1, 1] * TILE
+        device_function = matrices[1, 1] * TILE
         joined = attended.shape[1]
-        wide = max(width, joined, inner)
+        wide = max(width, joined, device_function)
         codes = np.empty((rows, joined), np.int8)
         scales = np.empty((rows, wide // GROUP), np.float32)
         sums = np.empty((rows, wide // 16), np.int32)
         numbers = np.empty((rows, joined), np.float32)
         _widened(attended, numbers)
-        quantise_rows(numbers, codes, scales, sums)
+        quantize_rows(numbers, codes, scales, sums)
         projected = np.empty((rows, matrices[0, 1] * TILE), np.float32)
         region_args = _products(matrices[:1], rows), numbers, codes, scales, sums, projected, per_pass
         run_region("multiply", "", run, multiply, threads, region_args)
@@ -250,15 +250,15 @@ def attention_output(dtype: str) -> Any:
         normed = np.empty((rows, width), np.float32)
         _normed(x, norm, epsilon, normed)
         narrow = np.empty((rows, width), np.int8)
-        quantise_rows(normed, narrow, scales, sums)
-        gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
+        quantize_rows(normed, narrow, scales, sums)
+        gate_up = np.empty((rows, 2 * device_function + 0 * code_version), np.float32)
         both = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass
         run_region("multiply and gate", "", run, gate, threads, both)
-        gated = np.empty((rows, inner), np.float32)
+        gated = np.empty((rows, device_function), np.float32)
         for row in range(rows):
-            gated[row] = gate_up[row, :inner]
-        wide_codes = np.empty((rows, inner), np.int8)
-        quantise_rows(gated, wide_codes, scales, sums)
+            gated[row] = gate_up[row, :device_function]
+        wide_codes = np.empty((rows, device_function), np.int8)
+        quantize_rows(gated, wide_codes, scales, sums)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
         region_args = _products(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
         run_region("multiply", "", run, multiply, threads, region_args)

@@ -21,7 +21,7 @@ Arrived = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 Merged = tuple[torch.Tensor, torch.Tensor]
 
 
-class WindowPassage(Protocol):
+class WindowStep(Protocol):
     """The round trip of one token in one layer."""
 
     def arrived(self) -> Arrived:

@@ -1,9 +1,9 @@
 """The native path of a decoded token through a decoder layer of Llama's form: two native calls.
 
-Such a layer (RMSNorm, quantised projections, rotation of both halves, gated MLP) takes some fifty small torch calls per
-token around its attention. If all its weights are quantised, `cpu_ops.token_layer` computes the same in two calls.
-Equivalence is tested: before the first token the path and the wrapped layer get the same random input, and the path is
-used only if their outputs agree.
+Such a layer (RMSNorm, quantized projections, rotation of both halves, gated MLP) takes some fifty small torch calls per
+token around its attention. If all its weights are quantized, `cpu_ops.fused_decode_layer` computes the same in two
+calls. Equivalence is tested: before the first token the path and the wrapped layer get the same random input, and the
+path is used only if their outputs agree.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_ops.fused_decode_layer import attention_inputs, attention_output, gate_region
 from cpu_ops.parallel_region import all_threads
-from cpu_ops.quantised_linear import multiply_region
+from cpu_ops.quantized_linear import multiply_region
 from cpu_ops.threads import at_most, one_kernel_at_a_time
-from cpu_ops.token_layer import attention_inputs, attention_output, gate_region
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.decode_buffers import decode_buffers, hidden_array, new_hidden
 from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.llama_layer import (
@@ -39,9 +40,8 @@ from hetero_kv.adapter.llama_layer import (
 )
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_matrix import QuantizedLinear
-from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_arrays
 from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantised_weight import QuantisedWeight
+from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that
 #: dtype, and int8 activations that round differently in consequence.
@@ -66,7 +66,7 @@ class FusedDecodeLayer:
         projections = [getattr(attention, name) for name in PROJECTIONS]
         q_heads, k_heads, v_heads = (projection.out_features // self.dim for projection in projections[:3])
         self.heads = q_heads, k_heads, v_heads
-        self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in MLP))]
+        self._matrices = [matrix.quantized for matrix in (*projections, *(getattr(mlp, name) for name in MLP))]
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
         biases = [projection.bias for projection in projections[:3]]
@@ -129,7 +129,7 @@ class FusedDecodeLayer:
             q, k, v = self.queries_keys_values(hidden, dtype, kwargs["position_embeddings"])
             attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
             return self.output(hidden_states, hidden, _array(attended))
-        arrays = token_arrays(len(hidden), self.heads, self.dim, dtype)
+        arrays = decode_buffers(len(hidden), self.heads, self.dim, dtype)
         self._make_inputs(hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v)
         self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0)
         return self.output(hidden_states, hidden, arrays.attended_rows)
@@ -200,15 +200,15 @@ _ROTATION = _Rotation()
 
 
 def _has_form(layer: Any, operator: Any) -> bool:
-    """Whether a decoder layer has the parts that the native path computes, with all weights quantised."""
+    """Whether a decoder layer has the parts that the native path computes, with all weights quantized."""
     if not has_llama_form(layer, operator):
         return False
     attention = operator.wrapped
     matrices = [getattr(attention, name) for name in PROJECTIONS] + [getattr(layer.mlp, name) for name in MLP]
     if not all(
         isinstance(matrix, QuantizedLinear)
-        and isinstance(matrix.quantised, QuantisedWeight)
-        and matrix.quantised.has_codes
+        and isinstance(matrix.quantized, QuantizedWeight)
+        and matrix.quantized.has_codes
         for matrix in matrices
     ):
         return False

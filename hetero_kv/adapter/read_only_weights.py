@@ -14,7 +14,7 @@ _HARMLESS = frozenset({"requires_grad_", "__int__", "__index__", "__invert__", "
 _CHANGES = frozenset({"__set__", "__setitem__", "set_data"})
 
 
-class ReadOnlyNumbers(torch.Tensor):
+class ReadOnlyWeight(torch.Tensor):
     """A tensor that refuses in-place changes, as do its views; results computed from it are plain tensors.
 
     PEFT's merging of adapters, for example, adds to `weight.data`.
@@ -23,7 +23,7 @@ class ReadOnlyNumbers(torch.Tensor):
     _of: str
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, path: str) -> ReadOnlyNumbers:
+    def of(cls, numbers: torch.Tensor, path: str) -> ReadOnlyWeight:
         """A read-only tensor over the same memory. `path` is the module's, for the error."""
         made = numbers.as_subclass(cls)
         made._of = path

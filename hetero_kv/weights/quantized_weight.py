@@ -1,4 +1,4 @@
-"""A weight matrix that stays quantised in DRAM, multiplied and unpacked by the CPU's kernels."""
+"""A weight matrix that stays quantized in DRAM, multiplied and unpacked by the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.cpu_features import isa
-from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.quantized_linear import PackedMatrix, multiply
 from cpu_ops.threads import at_most
 from cpu_ops.weight_formats import FORMATS, TILE
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
@@ -74,28 +74,28 @@ def stored_name(name: str, columns: int) -> str | None:
     return name
 
 
-class QuantisedWeight(PackedWeight):
-    """A packed matrix in DRAM. Few rows of activations are quantised to int8, unless the weights are 16-bit numbers."""
+class QuantizedWeight(PackedWeight):
+    """A packed matrix in DRAM. Few rows of activations are quantized to int8, unless the weights are 16-bit numbers."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__(torch.from_numpy(matrix.data), matrix.name, matrix.rows, matrix.columns)
         self.matrix = matrix
 
     @classmethod
-    def of_bytes(cls, data: torch.Tensor, name: str, rows: int, columns: int) -> QuantisedWeight:
+    def of_bytes(cls, data: torch.Tensor, name: str, rows: int, columns: int) -> QuantizedWeight:
         """A matrix with the packed bytes `data`, uint8."""
         weight = cls(PackedMatrix(data.numpy(), name, rows, columns))
         weight.data = data
         return weight
 
     @classmethod
-    def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
+    def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantizedWeight:
         """Pack GGML's blocks [rows, bytes of a row] uint8 of format `name`."""
         return cls(PackedMatrix.of_blocks(blocks, name, columns, kernel_threads_of_torch()))
 
     @classmethod
-    def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantisedWeight:
-        """Quantise weight [rows, columns] to GGML's format `name`, some rows at a time.
+    def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantizedWeight:
+        """Quantize weight [rows, columns] to GGML's format `name`, some rows at a time.
 
         Raises HeteroKVError for numbers that are not finite.
         """

@@ -12,7 +12,7 @@ from hetero_kv.adapter.kernel_arrays import bits
 _Shape = tuple[int, tuple[int, int, int], int, torch.dtype]
 
 
-class TokenArrays:
+class DecodeBuffers:
     """Queries, keys, values and attended values of one token per row, float32 or the bits of bfloat16.
 
     Args:
@@ -43,18 +43,18 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.shape: _Shape | None = None
-        self.arrays: TokenArrays | None = None
+        self.arrays: DecodeBuffers | None = None
         self.hidden: tuple[torch.Tensor | None, np.ndarray | None] = (None, None)
 
 
 OF_THREAD = _OfThread()
 
 
-def token_arrays(rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> TokenArrays:
-    """This thread's arrays of these shapes (`TokenArrays`); the next layer overwrites their contents."""
+def decode_buffers(rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> DecodeBuffers:
+    """This thread's arrays of these shapes (`DecodeBuffers`); the next layer overwrites their contents."""
     shape = (rows, heads, dim, dtype)
     if OF_THREAD.arrays is None or OF_THREAD.shape != shape:
-        OF_THREAD.shape, OF_THREAD.arrays = shape, TokenArrays(rows, heads, dim, dtype)
+        OF_THREAD.shape, OF_THREAD.arrays = shape, DecodeBuffers(rows, heads, dim, dtype)
     return OF_THREAD.arrays
 
 

@@ -31,7 +31,7 @@ def random_blocks(name, rows, columns, seed=0):
     return blocks.reshape(rows, -1)
 
 
-def dequantised(blocks, name):
+def dequantized(blocks, name):
     """The numbers, by the gguf package."""
     numbers = blocks.view(np.float16) if name == "F16" else blocks
     return gguf.dequantize(numbers, GGMLQuantizationType[name]).astype(np.float32)

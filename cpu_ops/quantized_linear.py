@@ -1,6 +1,6 @@
-"""Products of a few rows of activations with packed quantised weights.
+"""Products of a few rows of activations with packed quantized weights.
 
-Activations are quantised to int8 in groups of 32, as in llama.cpp, once for all matrices that share them.
+Activations are quantized to int8 in groups of 32, as in llama.cpp, once for all matrices that share them.
 `cpu_ops.weight_dots` computes the products. A row's result does not depend on the other rows of the call.
 """
 
@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from cpu_ops.activations import quantise_rows
+from cpu_ops.activations import quantize_rows
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.threads import kernel_threads
@@ -31,7 +31,7 @@ _CACHED = 1 << 17
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A quantised matrix [rows, columns], packed (`cpu_ops.weight_blocks.pack`).
+    """A quantized matrix [rows, columns], packed (`cpu_ops.weight_blocks.pack`).
 
     data: [format.packed_bytes(rows, columns)] uint8.
     """
@@ -130,7 +130,7 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
     return types.none(*[types.int64] * 10), codegen
 
 
-@inner
+@device_function
 def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end):
     """Compute tiles `first` to `end` for fewer rows than a pass has, padded with rows of zeros.
 
@@ -163,7 +163,7 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
 def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
     """Compute share `part` of `parts` of a matrix's tiles for all rows; write out [rows, width] from `out_column` on.
 
-    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`); for unquantised weights, codes are
+    codes, scales, sums: of the activations (`cpu_ops.activations.quantize_rows`); for unquantized weights, codes are
     the activations themselves. weights, tiles, one, several: from `PackedMatrix.call`.
     """
     rows, columns = codes.shape
@@ -197,7 +197,7 @@ _REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2,
 def _multiplied(_: str) -> tuple[Any, ...]:
     """(table, x, codes, scales, sums, out, per_pass): `table` has one row per matrix and run of rows:
     `PackedMatrix.call`, the first column in out, the first and the end row of x, and whether the weights are
-    unquantised numbers."""
+    unquantized numbers."""
     return (
         _TABLE, _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C"), _REAL2, types.int64,
     )  # fmt: skip
@@ -242,7 +242,7 @@ def _multiplier() -> Any:
         scales = np.empty((rows, columns // GROUP), np.float32)
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
         if not table[:, 7].all():
-            quantise_rows(x, codes, scales, sums)
+            quantize_rows(x, codes, scales, sums)
         run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass))
 
     return multiply_all
