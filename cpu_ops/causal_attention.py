@@ -80,7 +80,7 @@ def attend_blocks_causal(
         called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:]
         status = kernel(*called, scale, softcap, used, out, lse)
     if status == TOO_SHORT:
-        raise ValueError(f"a list holds fewer tokens than the {q_len} queries that are its last")
+        raise ValueError(f"a list has fewer tokens than the {q_len} queries at its end")
     if status < 0:
         raise IndexError(outside_pool(status, keys, block_ids, block_counts, block_lengths))
     heads_last = (0, 2, 1, 3)

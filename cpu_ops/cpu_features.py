@@ -107,7 +107,7 @@ def use_isa(name: str | None) -> None:
     for a name that is unknown or that this CPU cannot run.
     """
     global _forced
-    _forced = None if name is None else _require(name, "the instruction set asked for")
+    _forced = None if name is None else _require(name, "the requested instruction set")
 
 
 @contextmanager

@@ -26,4 +26,4 @@ class _DeviceFunction(CPUDispatcher):
     """Refuses calls from Python, for which there is no wrapper."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        raise TypeError(f"{self.py_func.__name__} is compiled for kernels alone, and has no way in from Python")
+        raise TypeError(f"{self.py_func.__name__} is compiled for kernels only, and cannot be called from Python")

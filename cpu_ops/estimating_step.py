@@ -125,7 +125,9 @@ class EstimatingStep:
         by_token = [0, 0, 0]
         if choice.tokens:
             if not looks:
-                raise ValueError("of single tokens keys must be looked at: has_mean, and a rerank other than 1")
+                raise ValueError(
+                    "single tokens are chosen by their keys; has_mean must be set, and rerank must not be 1"
+                )
             region = token_attention.region_for(
                 q, keys.shape, self.v_dim, keys.dtype, values.dtype, softcapped, key_offsets is not None
             )

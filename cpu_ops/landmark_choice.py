@@ -44,7 +44,9 @@ def best_chunks(
     """
     kernel, regions, kernel_dtype = _plan(q.shape, landmarks.shape, outliers.shape, landmarks.dtype)
     if not (0 <= chunks <= landmarks.shape[2] and 1 <= count <= chunks - outliers.shape[2]):
-        raise ValueError(f"{count} of {chunks} chunks beside {outliers.shape[2]} outliers, landmarks {landmarks.shape}")
+        raise ValueError(
+            f"{count} of {chunks} chunks besides {outliers.shape[2]} outliers, landmarks {landmarks.shape}"
+        )
     out = np.empty((*q.shape[:2], count), np.int64)
     arrays = q, landmarks.view(kernel_dtype), outliers
     if not on_threads(threads, kernel, all_threads(), *regions, *arrays, chunks, scale, softcap, out):

@@ -47,8 +47,9 @@ def warn_of_small_pages() -> None:
         return
     if asked is not None and "hg" not in asked:
         _logger.warning(
-            "torch has made a tensor before hetero_kv was imported, so that large tensors lie in small pages and "
-            "prompts take longer; import hetero_kv first, or set THP_MEM_ALLOC_ENABLE=1 (0: no pages, no warning)"
+            "torch allocated a tensor before hetero_kv was imported, so that large tensors use small pages and "
+            "prompts take longer; import hetero_kv first, or set THP_MEM_ALLOC_ENABLE=1 (0: no large pages, no "
+            "warning)"
         )
 
 

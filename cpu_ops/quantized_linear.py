@@ -99,7 +99,7 @@ def multiply_runs(
     if [start for start, _, _ in runs] + [len(x)] != [0] + [end for _, end, _ in runs]:
         raise ValueError(f"runs {[run[:2] for run in runs]} must follow each other and cover {len(x)} rows")
     if x.dtype != np.float32:
-        raise TypeError(f"x is {x.dtype}; give float32")
+        raise TypeError(f"x is {x.dtype}; pass float32")
     widths = [matrix.tiles * TILE for matrix in first]
     out = np.empty((len(x), sum(widths)), np.float32)
     starts = [0, *accumulate(widths)]

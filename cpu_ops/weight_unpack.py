@@ -35,7 +35,7 @@ def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, thr
     """
     number = _NUMBERS.get(out.dtype)
     if number is None:
-        raise TypeError(f"out is {out.dtype}; give float32, float16, or uint16 for bfloat16")
+        raise TypeError(f"out is {out.dtype}; pass float32, float16, or uint16 for bfloat16")
     tiles = out.shape[1] // TILE
     fits = out.shape[0] == matrix.columns and out.shape[1] % TILE == 0 and first_tile + tiles <= matrix.tiles
     if not fits or not out.flags.c_contiguous:

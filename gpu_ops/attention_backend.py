@@ -16,9 +16,9 @@ from gpu_ops.kernel_choice import runs_triton
 
 #: The values of the setting, with their descriptions.
 BACKENDS = {
-    "auto": "torch's flash kernel where it computes what is asked, else flash-attn, else Triton, else torch by tiles; "
-    "Triton for decoded tokens beside blocks in DRAM",
-    "flash_attn": "the package flash-attn for what it computes, half precision from Ampere on; the rest as auto",
+    "auto": "torch's flash kernel where it supports the call, else flash-attn, else Triton, else torch by tiles; "
+    "Triton for decoded tokens with blocks in DRAM",
+    "flash_attn": "the package flash-attn where it supports the call (half precision, Ampere and later); else as auto",
     "triton": "the project's Triton kernel, where Triton runs",
     "torch": "torch alone: its flash kernel, or tiles in float32",
 }

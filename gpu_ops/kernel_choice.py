@@ -30,8 +30,8 @@ def _runs_on(device: torch.device) -> bool:
         if isinstance(error, MemoryError) or "out of memory" in str(error):
             raise
         warnings.warn(
-            f"Triton is installed and cannot run on {device} ({type(error).__name__}: {error}); torch does its work, "
-            "in several passes. Triton needs a C compiler and a supported GPU",
+            f"Triton is installed but cannot run on {device} ({type(error).__name__}: {error}); torch computes "
+            "instead, in several passes. Triton needs a C compiler and a supported GPU",
             RuntimeWarning,
             stacklevel=3,
         )

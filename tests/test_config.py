@@ -160,30 +160,33 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"representative_type": "QUEST"}, "representative_num is 1; representative_type QUEST takes 2"),
         (
             {"representative_type": "DYNAMIC", "rest": "estimate"},
-            "rest is 'estimate'; representative_type DYNAMIC holds no mean to estimate a block by; take MEAN "
-            "or MEANSTD, or rest drop",
+            "rest is 'estimate'; representative_type DYNAMIC has no mean to estimate a block by; use MEAN "
+            "or MEANSTD, or set rest to drop",
         ),
-        ({"representative_type": "QUEST", "representative_num": 2, "rerank": 2}, "take MEAN or MEANSTD, or rerank 1"),
-        ({"representative_type": "MEAN", "attend_to": "tokens"}, "take rerank all or a number from 2 on"),
-        ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
+        (
+            {"representative_type": "QUEST", "representative_num": 2, "rerank": 2},
+            "use MEAN or MEANSTD, or set rerank to 1",
+        ),
+        ({"representative_type": "MEAN", "attend_to": "tokens"}, "set rerank to all or to 2 or more"),
+        ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC has no mean"),
         ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
         (
             {"representative_type": "MEAN", "target_mass": 0},
-            "target_mass is 0.0; a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none",
+            "target_mass is 0.0; a share of 0 has no effect; set a share above 0, such as 0.9, or none",
         ),
         (
             {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 5, "second_block_count": 4},
-            "least_block_count is 5; with target_mass second_block_count, which is 4, is the most that is attended to; "
-            "take 4 or fewer, or a larger second_block_count",
+            "least_block_count is 5; with target_mass second_block_count, which is 4, limits the attended blocks; "
+            "set 4 or fewer, or a larger second_block_count",
         ),
         (
             {"representative_type": "FIXED", "group_blocks": 4},
-            "group_blocks is 4; representatives of representative_type FIXED do not tell those of a group of blocks; "
-            "take one of MAX, MEAN, MEANSTD, QUEST, or group_blocks 1",
+            "group_blocks is 4; representatives of representative_type FIXED cannot be combined to those of a group of "
+            "blocks; use one of MAX, MEAN, MEANSTD, QUEST, or set group_blocks to 1",
         ),
         ({"representative_storage": "Q4_0"}, "it must be auto, or FP16 or FP32 or BF16 or Q8_0"),
         ({"group_reduce": "softmx"}, "did you mean softmax?"),
-        ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),
+        ({"representative_num": 129}, "it exceeds the 128 keys of a block (block_size)"),
         ({"kernel_size": 4}, "kernel_size is 4; it must be odd"),
         ({"block_size": 8, "kv_type": "Q8_0"}, "block_size is 8; kv_type Q8_0 needs a multiple of 16, such as 16"),
         ({"block_size": 100, "kv_type": "q4_0"}, "block_size is 100; kv_type Q4_0 needs a multiple of 16, such as 112"),

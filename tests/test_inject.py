@@ -172,7 +172,7 @@ def test_a_padded_batch_without_a_cache_is_what_its_rows_are_alone(llama):
 def test_packed_sequences_are_refused(llama):
     inject(llama, rules())
     positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
-    with pytest.raises(UnsupportedModelError, match="begin anew within a row, as in packed sequences"):
+    with pytest.raises(UnsupportedModelError, match="restart within a row, as in packed sequences"):
         llama(PROMPT, position_ids=positions)
 
 
@@ -289,7 +289,7 @@ def test_a_full_store_is_noticed_before_a_window_layer_takes_the_tokens():
 
 def test_an_injection_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
     before = snapshot(llama)
-    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers and the model has 3 layers"):
+    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers, but the model has 3 layers"):
         inject(llama, rules(second_block_count=[1, 2]))
     assert snapshot(llama) == before
     build, built = RetrievalAttention.__init__, []
@@ -310,7 +310,7 @@ def test_another_batch_size_needs_a_reset(llama):
     inject(llama, rules(max_seq_len=128))
     cache = HeteroCache(llama)
     llama(PROMPT, past_key_values=cache)
-    with pytest.raises(HeteroKVError, match="holds 1 sequences and was given 2"):
+    with pytest.raises(HeteroKVError, match="holds 1 sequences, but the call has 2"):
         llama(PROMPT.repeat(2, 1), past_key_values=cache)
     cache.reset()
     llama(PROMPT.repeat(2, 1), past_key_values=cache)

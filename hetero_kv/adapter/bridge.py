@@ -186,8 +186,8 @@ def _mask_function(
     """The mask function `hetero_kv`: builds no mask, and refuses calls that need one."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError(
-            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens, and the call has no HeteroCache, "
-            "which knows what is padding; give the whole model past_key_values=HeteroCache(model)"
+            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens, but the call has no HeteroCache "
+            "to record padding; pass past_key_values=HeteroCache(model) to the whole model"
         )
     if use_vmap:
         raise UnsupportedModelError(
@@ -232,13 +232,13 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
     if "ALL_ATTENTION_FUNCTIONS" not in used:
         reason = "its attention does not go through transformers' attention interface (ALL_ATTENTION_FUNCTIONS)"
     elif "update" not in used:
-        reason = "it does not hand its keys and values to a transformers cache in its forward"
+        reason = "its forward does not pass its keys and values to a transformers cache"
     elif not isinstance(getattr(module, "layer_idx", None), int):
-        reason = "it has no layer_idx that says which cache layer it uses"
+        reason = "it has no layer_idx, which selects its cache layer"
     elif getattr(module, "is_cross_attention", False):
         reason = "it is cross-attention"
     elif getattr(module, "is_kv_shared_layer", False):
-        reason = "it has no keys and values of its own, but another layer's"
+        reason = "it uses the keys and values of another layer"
     if reason:
         raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
 

@@ -48,9 +48,10 @@ def refuse_other_caches(model: Any, arguments: dict[str, Any]) -> None:
             isinstance(value, Cache) and not isinstance(value, HeteroCache)
         ):
             raise HeteroKVError(
-                f"{type(model).__name__} was called with {name}, a {type(value).__name__}{_size(value)}, and without a "
-                f"HeteroCache: pass {_NAME}=HeteroCache(model), or leave it out, or call hetero_kv.eject(model) first. "
-                "Keys and values that were computed elsewhere (PEFT's prefix tuning) cannot go into a HeteroCache"
+                f"{type(model).__name__} was called with {name}, a {type(value).__name__}{_size(value)}, but without "
+                f"a HeteroCache: pass {_NAME}=HeteroCache(model), or omit the argument, or call "
+                "hetero_kv.eject(model) first. A HeteroCache cannot take keys and values that were computed outside "
+                "of it (PEFT's prefix tuning)"
             )
 
 
@@ -69,7 +70,7 @@ def _refuse_packed(call: ModelCall) -> None:
         and bool((positions.diff() != 1).any())
     ):
         raise UnsupportedModelError(
-            "position_ids begin anew within a row, as in packed sequences, which attend to themselves alone; pass each "
+            "position_ids restart within a row, as in packed sequences, which attend only to themselves; pass each "
             "sequence as a row, left-padded and with an attention_mask"
         )
 

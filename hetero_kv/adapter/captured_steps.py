@@ -145,7 +145,7 @@ class CapturedSteps:
             finally:
                 RECORDING.reset(token)
         if traffic.first is not None:
-            self._uncapturable[key] = f"on its way the model {traffic.first}"
+            self._uncapturable[key] = f"the forward {traffic.first}"
         return output
 
     def _captured(
@@ -182,7 +182,7 @@ class CapturedSteps:
         others = [layer for layer in cache.steps[0].group.layers if not isinstance(layer, FamilyLayer)]
         if others:
             raise NotCapturableError(
-                f"{len(others)} layers have a cache of transformers' own ({type(others[0]).__name__})"
+                f"{len(others)} layers use a cache of transformers' own ({type(others[0]).__name__})"
             )
         if has_global_hooks():
             raise NotCapturableError("torch calls global hooks for every module")
@@ -197,7 +197,7 @@ class CapturedSteps:
             raise NotCapturableError(f"the model is called with {', '.join(odd)}")
         device = next(iter(inputs.values())).device
         if any(parameter.device != device for parameter in self._model.parameters()):
-            raise NotCapturableError(f"not all weights lie on {device}")
+            raise NotCapturableError(f"not all weights are on {device}")
 
     def _recorded(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> _CapturedToken:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
@@ -211,7 +211,7 @@ class CapturedSteps:
         finally:
             RECORDING.reset(token)
         if len(recording.attentions) != len(cache.layers):
-            raise NotCapturableError(f"{len(cache.layers)} layers attended {len(recording.attentions)} times")
+            raise NotCapturableError(f"{len(cache.layers)} layers made {len(recording.attentions)} attention calls")
         _require_plain(output)
         return _CapturedToken(self._model, segments, recording, inputs_copied, output)
 
@@ -234,10 +234,10 @@ def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
 def _require_plain(output: Any) -> None:
     """Raise NotCapturableError for an output with tensors other than the last hidden states."""
     if not isinstance(output, ModelOutput):
-        raise NotCapturableError("return_dict=False was asked for")
+        raise NotCapturableError("the call sets return_dict=False")
     others = [name for name in output if name not in ("last_hidden_state", *CACHE_NAMES)]
     if others:
-        raise NotCapturableError(f"the model gives {', '.join(others)} too")
+        raise NotCapturableError(f"the model also returns {', '.join(others)}")
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def _length_hidden(cache: HeteroCache) -> Iterator[None]:
     query_offset = cache.get_query_offset
 
     def refuse(layer_idx: int = 0) -> int:
-        raise NotCapturableError("the model asks for the number of stored tokens, which is another one for each token")
+        raise NotCapturableError("the model reads the number of stored tokens, which changes with every token")
 
     def offset(layer_idx: int = 0) -> int:
         del cache.__dict__["get_seq_length"]

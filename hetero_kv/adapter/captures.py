@@ -47,7 +47,7 @@ class Captures:
         Raises UnsupportedModelError when captures are required and all attempts have run out of memory.
         """
         self._tries += 1
-        full = "the GPU has too little memory left for graphs, tried"
+        full = "the GPU has too little free memory for graphs, tried"
         if self._tries >= _TRIES:
             self.refuse(f"{full} {self._tries} times")
             return
@@ -58,6 +58,6 @@ class Captures:
         """Record why tokens are not captured. Raises UnsupportedModelError when captures are required."""
         if self.setting == _ON:
             raise UnsupportedModelError(
-                f"cuda_graphs is on, and a token cannot be captured: {reason}; set cuda_graphs to auto or off"
+                f"cuda_graphs is on, but a token cannot be captured: {reason}; set cuda_graphs to auto or off"
             )
         self.state = f"{_OFF}: {reason}"

@@ -88,8 +88,8 @@ class ChunkedDecoderLayer(Operator):
 
         if hidden_states.dim() != 3:
             raise UnsupportedModelError(
-                f"{self.path}: hidden states of shape {list(hidden_states.shape)}; ChunkedDecoderLayer cuts "
-                "[batch, tokens, hidden] into chunks and knows no others"
+                f"{self.path}: hidden states have the shape {list(hidden_states.shape)}; ChunkedDecoderLayer supports "
+                "[batch, tokens, hidden] only"
             )
         total = hidden_states.shape[1]
         if self._native is _FOREIGN:
@@ -171,8 +171,8 @@ def _mixer_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
     outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outermost) != 1:
         raise UnsupportedModelError(
-            f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} attention modules, or others with a state, "
-            f"with a layer_idx{_named(outermost)}; ChunkedDecoderLayer needs exactly one; match decoder layers only"
+            f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} modules with a layer_idx (attention or "
+            f"recurrent){_named(outermost)}; ChunkedDecoderLayer needs exactly one; match decoder layers only"
         )
     return outermost[0]
 
@@ -187,11 +187,11 @@ def _refuse_unsliceable(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     for name, value in (*((f"positional argument {i + 1}", a) for i, a in enumerate(args)), *kwargs.items()):
         if isinstance(value, torch.Tensor) and name not in chunking.SEQUENCE_DIM:
             raise UnsupportedModelError(
-                f"{path}: the layer is given {name}, a tensor of shape {list(value.shape)}; ChunkedDecoderLayer does "
-                f"not know how to cut it into chunks (it knows {', '.join(chunking.SEQUENCE_DIM)})"
+                f"{path}: the layer receives {name}, a tensor of shape {list(value.shape)}, which ChunkedDecoderLayer "
+                f"cannot cut into chunks (it can cut {', '.join(chunking.SEQUENCE_DIM)})"
             )
         if name.startswith("output_") and value:
             raise UnsupportedModelError(
-                f"{path}: {name}={value!r} would be recorded once per chunk; ask for it without a HeteroCache, "
-                "after hetero_kv.eject(model)"
+                f"{path}: {name}={value!r} would be recorded once per chunk; request it without a HeteroCache, after "
+                "hetero_kv.eject(model)"
             )

@@ -23,8 +23,8 @@ class ChunkedModule(Operator):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         if bridge.is_attention(module):
             raise UnsupportedModelError(
-                f"{path} ({type(module).__name__}) is attention, by which tokens see each other; ChunkedModule is for "
-                "what treats every token alone, such as the final norm"
+                f"{path} ({type(module).__name__}) is attention, which mixes tokens; ChunkedModule is for modules "
+                "that process each token separately, such as the final norm"
             )
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -59,9 +59,9 @@ KEYS_VALUES = register(Term("keys_values", "keys and values, in blocks", in_dram
 REPRESENTATIVES = register(Term("representatives", "representatives of the blocks", in_dram=True))
 SLIDING = register(Term("sliding", "the model's own sliding windows"))
 MASKS = register(Term("masks", "the mask of a chunk, in layers without an operator"))
-FOLLOWING = register(Term("following", "what layers compute of a prompt's attention and keys (prefill; an estimate)"))
+FOLLOWING = register(Term("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
 UNTOUCHED = register(Term("untouched", "layers without an operator"))
-STATES = register(Term("states", "states of layers that are no attention"))
+STATES = register(Term("states", "states of layers without attention"))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class StateFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        return "that are no attention, with a state"
+        return "without attention, with a state"
 
     def shares(self, demand: Demand) -> Iterator[Share]:
         # The state and its copy for the rollback of a failed forward.

@@ -142,22 +142,22 @@ def require_own_weights(model: nn.Module) -> None:
     """
     if type(model).__name__ == _COMPILED:
         raise UnsupportedModelError(
-            "the model is what torch.compile made of one; inject into that one (model._orig_mod), and compile it, if "
-            "at all, with model.compile()"
+            "the model is the result of torch.compile; inject into the original model (model._orig_mod), and compile "
+            "it with model.compile() if needed"
         )
     for path, module in model.named_modules():
         kind = type(module)
         # Classes of torch.distributed, and classes that mix one in (`fully_shard`).
         if any(each.__module__.startswith(_SHARDED) for each in kind.__mro__):
             raise UnsupportedModelError(
-                f"{path or 'the model'} is a {kind.__name__}, whose weights are shared out among processes; operators "
-                "need a model whose weights are all in this one: load it without FSDP"
+                f"{path or 'the model'} is a {kind.__name__}, whose weights are sharded across processes; operators "
+                "need a model with all its weights in this process: load it without FSDP"
             )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and type(tensor).__module__.startswith(_SHARDED):
                 raise UnsupportedModelError(
-                    f"{f'{path}.{name}'.lstrip('.')} is a {type(tensor).__name__}, shared out among processes; "
-                    "operators need a model whose weights are all in this one: load it without tp_plan and FSDP"
+                    f"{f'{path}.{name}'.lstrip('.')} is a {type(tensor).__name__}, sharded across processes; "
+                    "operators need a model with all its weights in this process: load it without tp_plan and FSDP"
                 )
 
 

@@ -99,7 +99,7 @@ class FusedDecodeLayer:
         if not _has_form(layer, operator):
             return None
         path, dtype = cls(layer, operator), layer.input_layernorm.weight.dtype
-        return path if agrees(path, layer, _TOLERANCE[dtype], "the native path of a token") else None
+        return path if agrees(path, layer, _TOLERANCE[dtype], "the fused decode layer") else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, one per row, can take the path."""

@@ -85,7 +85,7 @@ class FusedPrefillLayer:
         if not has_llama_form(layer, operator):
             return None
         way = cls(layer, operator)
-        return way if agrees(way, layer, _TOLERANCE, "the short way of prompts", logging.INFO) else None
+        return way if agrees(way, layer, _TOLERANCE, "the fused prefill layer", logging.INFO) else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, of a model on a CPU, can take the path."""

@@ -66,8 +66,8 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
             if passed is None:
                 return generate(*args, **kwargs)
             raise HeteroKVError(
-                "generate was given use_cache=False (or the model's generation_config says so) beside a HeteroCache, "
-                "in which every token is stored; leave one of the two out"
+                "generate received use_cache=False (or the model's generation_config sets it) together with a "
+                "HeteroCache, which stores every token; omit one of the two"
             )
         cache = new_cache() if passed is None else passed
         named = as_cache(model.forward, cache) if passed is None else {}
@@ -80,8 +80,8 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
 def _refuse_implementation(name: str | None) -> None:
     if name is not None and name not in _USUAL:
         raise HeteroKVError(
-            f"cache_implementation={name!r} chooses one of transformers' own caches, and an injected model computes "
-            "with a HeteroCache; leave it out, or call hetero_kv.eject(model) first"
+            f"cache_implementation={name!r} selects one of transformers' own caches, but an injected model needs a "
+            "HeteroCache; omit it, or call hetero_kv.eject(model) first"
         )
 
 
@@ -89,7 +89,7 @@ def _refused(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
-            f"{method.__name__} (continuous batching) keeps keys and values in pages of transformers' own; call "
+            f"{method.__name__} (continuous batching) keeps keys and values in transformers' own pages; call "
             "model.generate on the injected model, or hetero_kv.eject(model) first"
         )
 

@@ -178,22 +178,22 @@ def _require_unchanged(model: Any, cache: HeteroCache) -> None:
     """Raise if the config has changed since the rules were injected, or since the cache got its tokens."""
     if model.config._attn_implementation != bridge.IMPLEMENTATION:
         raise UnsupportedModelError(
-            f"the attention implementation of {type(model).__name__} was set to "
-            f"{model.config._attn_implementation!r} after inject (set_attn_implementation), and its operators compute "
-            "attention themselves; call hetero_kv.eject(model), set it, and inject again"
+            f"the attention implementation of {type(model).__name__} was set to {model.config._attn_implementation!r} "
+            "after inject (set_attn_implementation), but its operators compute attention themselves; call "
+            "hetero_kv.eject(model), set it, and inject again"
         )
     depth = getattr(model.config, "num_hidden_layers", None)
     if cache.depth is None:
         cache.depth = depth
     elif cache.depth != depth:
         raise HeteroKVError(
-            f"num_hidden_layers of {type(model).__name__} is {depth}, and the tokens in the cache passed through "
-            f"{cache.depth} layers; take a HeteroCache for each depth, or set config.num_hidden_layers back"
+            f"num_hidden_layers of {type(model).__name__} is {depth}, but the tokens in the cache passed through "
+            f"{cache.depth} layers; use a HeteroCache for each depth, or restore config.num_hidden_layers"
         )
     if depth is not None and depth < len(cache.layers) and cache.strided_layers:
         raise UnsupportedModelError(
-            f"tokens leave {type(model).__name__} behind {depth} of {len(cache.layers)} layers (assistant_early_exit), "
-            f"and layers of kind {type(cache.strided_layers[0]).__name__} wait until tokens have passed through all; "
+            f"tokens leave {type(model).__name__} after {depth} of {len(cache.layers)} layers (assistant_early_exit), "
+            f"but layers of kind {type(cache.strided_layers[0]).__name__} need tokens that pass through all layers; "
             "generate without it, or inject rules that keep every token"
         )
 
@@ -202,11 +202,11 @@ def _refuse_conflicts(model: Any, kwargs: dict[str, Any]) -> None:
     """Raise for arguments and states that contradict a HeteroCache."""
     if kwargs.get("use_cache") is False:
         raise HeteroKVError(
-            "use_cache=False was given beside a HeteroCache, in which every token is stored; leave one of the two out"
+            "use_cache=False was passed together with a HeteroCache, which stores every token; omit one of the two"
         )
     if model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is in training with gradient checkpointing, which takes the cache from its "
+            f"{type(model).__name__} is training with gradient checkpointing, which withholds the cache from its "
             "layers; call model.eval(), or hetero_kv.eject(model) to train it"
         )
     _refuse_recording(model, kwargs)
@@ -216,7 +216,7 @@ def _refuse_recording(model: Any, kwargs: dict[str, Any]) -> None:
     for name in _RECORDED:
         if getattr(model.config, name, False) or kwargs.get(name):
             raise UnsupportedModelError(
-                f"{name} would be recorded once per chunk and layer; ask for it without a HeteroCache, after "
+                f"{name} would be recorded once per chunk and layer; request it without a HeteroCache, after "
                 "hetero_kv.eject(model)"
             )
 

@@ -48,13 +48,13 @@ def obstacle(model: nn.Module) -> str | None:
     """The part of a module that cannot work with hidden states in DRAM; None when all parts can."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if any(layer.is_recurrent for layer in model.modules() if isinstance(layer, ChunkedDecoderLayer)):
-        return "some of its layers have a state"
+        return "some of its layers are recurrent"
     for name, child in model.named_children():
         modules = child if isinstance(child, nn.ModuleList) else [child]
         if child is embedding or all(isinstance(each, ChunkedDecoderLayer | ChunkedModule) for each in modules):
             continue
         if any(True for _ in child.parameters()):
-            return f"{name} ({type(child).__name__}) is no part that runs in chunks"
+            return f"{name} ({type(child).__name__}) does not run in chunks"
     return None if isinstance(embedding, nn.Module) else "it has no input embeddings"
 
 
@@ -97,7 +97,7 @@ def offload_hidden_states(model: Any, forward: Callable[..., Any], engine: Engin
         if reason := obstacle(model):
             if engine.hidden_device == DRAM:
                 raise UnsupportedModelError(
-                    f"hidden_device is {DRAM!r}, and the hidden states of {type(model).__name__} cannot lie in DRAM: "
+                    f"hidden_device is {DRAM!r}, but the hidden states of {type(model).__name__} cannot be in DRAM: "
                     f"{reason}; set hidden_device to {GPU}"
                 )
             return forward(*args, **kwargs)
@@ -209,8 +209,8 @@ class _Offload:
         states = self.stream.states
         if hidden_states.shape != states.shape:
             raise UnsupportedModelError(
-                f"hidden states became {list(hidden_states.shape)} between layers, and were {list(states.shape)}; set "
-                f"hidden_device to {GPU}"
+                f"hidden states have the shape {list(hidden_states.shape)} between layers, but had "
+                f"{list(states.shape)} before; set hidden_device to {GPU}"
             )
         if hidden_states.data_ptr() != states.data_ptr():
             states.copy_(hidden_states)  # the model has made others of them

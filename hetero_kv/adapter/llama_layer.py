@@ -178,13 +178,13 @@ def agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: 
     except Exception as error:
         # The layer needs something that the trial lacks: it runs without the fast path.
         _say_once(
-            logging.WARNING, fast_path.operator, f"{name} cannot be tried on random input ({type(error).__name__})"
+            logging.WARNING, fast_path.operator, f"{name} cannot be tested on random input ({type(error).__name__})"
         )
         _logger.debug("%s", fast_path.operator.path, exc_info=error)
         return False
     if difference <= tolerance:
         return True
-    _say_once(level, fast_path.operator, f"{name} differs from the layer", f" by {difference:.2g} of its size")
+    _say_once(level, fast_path.operator, f"{name} differs from the layer", f" by a relative {difference:.2g}")
     return False
 
 
@@ -202,7 +202,7 @@ def _say_once(level: int, operator: AttentionOperator, what: str, more: str = ""
     if what not in logged:
         logged.add(what)
         _logger.log(
-            level, "%s: %s%s, so that it is not used; of other layers of this model the same is not said again",
+            level, "%s: %s%s; it is not used, and this warning is not repeated for other layers of this model",
             operator.path, what, more,
         )  # fmt: skip
 

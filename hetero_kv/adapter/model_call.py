@@ -55,11 +55,13 @@ class ModelCall:
         """(rows, tokens). Raises HeteroKVError when there are none."""
         tokens = self.given
         if not isinstance(tokens, torch.Tensor):
-            raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
+            raise HeteroKVError(
+                "the model was called with a HeteroCache but without input_ids and inputs_embeds; pass one of them"
+            )
         if tokens.dim() < 2 or not tokens.shape[1]:
             raise HeteroKVError(
-                f"the model was called with {list(tokens.shape)} token ids or embeddings; give it [rows, tokens], one "
-                "token or more"
+                f"the model was called with token ids or embeddings of shape {list(tokens.shape)}; pass [rows, "
+                "tokens] with at least one token"
             )
         return tokens.shape[0], tokens.shape[1]
 
@@ -83,9 +85,9 @@ class ModelCall:
                 cut[name] = _logits_of_part(value, chunk, total)
             elif isinstance(value, torch.Tensor):
                 raise UnsupportedModelError(
-                    f"the model is given {name}, a tensor of shape {list(value.shape)}, and tokens that pass in parts "
-                    f"(strides, or rows of several lengths); {', '.join(_TOKEN_DIM)} and attention_mask are known how "
-                    "to be cut, and no others"
+                    f"the model receives {name}, a tensor of shape {list(value.shape)}, and tokens that pass in parts "
+                    f"(strides, or rows of several lengths); only {', '.join(_TOKEN_DIM)} and attention_mask can be "
+                    "split"
                 )
         return replace(self, arguments=cut)
 
@@ -141,7 +143,7 @@ def _logits_of_part(to_keep: Any, chunk: slice, total: int) -> Any:
         indices = torch.where(to_keep < 0, to_keep + total, to_keep)
         if (indices.diff() <= 0).any():
             raise UnsupportedModelError(
-                f"logits_to_keep is {to_keep.tolist()}, and the tokens pass in parts; give rising indices, or a "
+                f"logits_to_keep is {to_keep.tolist()}, but the tokens pass in parts; pass rising indices, or a "
                 "number of last tokens"
             )
         return indices[(indices >= chunk.start) & (indices < chunk.stop)] - chunk.start
@@ -154,8 +156,8 @@ def _logits_of_part(to_keep: Any, chunk: slice, total: int) -> Any:
 def _named(output: Any) -> ModelOutput:
     if not isinstance(output, ModelOutput):
         raise HeteroKVError(
-            "return_dict=False was asked for, and the tokens passed in parts (strides, or rows of several lengths); "
-            "read the output's names"
+            "return_dict=False is not supported for tokens that pass in parts (strides, or rows of several lengths); "
+            "read the output by its names"
         )
     return output
 
@@ -190,8 +192,8 @@ def joined_rows(outputs: Sequence[Any], slices: Sequence[BatchSlice], call: Mode
             continue
         if last[name].dim() != 3:
             raise UnsupportedModelError(
-                f"the model gives {name} {list(last[name].shape)} for rows of different lengths, where one of each "
-                "token's is wanted; pass rows of one length together, or each by itself"
+                f"the model returns {name} {list(last[name].shape)} for rows of different lengths, but one entry per "
+                "token is needed; pass rows of equal length together, or each row by itself"
             )
         joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2])
         for output, batch_slice in zip(outputs, slices, strict=True):

@@ -128,7 +128,7 @@ class Operator(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Called by copy.deepcopy and pickle, which would copy forwards that still refer to the original model.
         raise HeteroKVError(
-            f"a model with operators in it ({self.path}: {type(self).__name__}) cannot be copied or pickled; call "
+            f"a model with operators ({self.path}: {type(self).__name__}) cannot be copied or pickled; call "
             "hetero_kv.eject(model) first, and inject the rules into the copy"
         )
 
@@ -164,8 +164,8 @@ class Operator(nn.Module):
         except TypeError as error:
             # torch.func.functional_call exchanges parameters so, for tensors.
             raise HeteroKVError(
-                f"{self.path}.{name} is a {type(value).__name__}, which cannot replace what is there ({error}); assign "
-                "a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"
+                f"{self.path}.{name} is a {type(value).__name__}, which cannot replace the present value ({error}); "
+                "assign a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"
             ) from error
 
     def __getattr__(self, name: str) -> Any:
@@ -252,8 +252,8 @@ class AttentionOperator(Operator):
         incomplete.
         """
         raise HeteroKVError(
-            f"{self.path} ({type(self).__name__}) does not load a recorded prefill; prefill the prompt under its "
-            "own rules: model(input_ids, past_key_values=HeteroCache(model))"
+            f"{self.path} ({type(self).__name__}) cannot load a recorded prefill; prefill the prompt under its own "
+            "rules: model(input_ids, past_key_values=HeteroCache(model))"
         )
 
     @abstractmethod
@@ -296,7 +296,7 @@ class AttentionOperator(Operator):
         if service.calls != 1:
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.wrapped).__name__}) called its attention function {service.calls} times in "
-                "one forward, not once; leave it out with `class: default`"
+                "one forward instead of once; exclude it with `class: default`"
             )
         return output
 

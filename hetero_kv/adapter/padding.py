@@ -25,8 +25,8 @@ def tokens_per_row(call: ModelCall, past: PaddingMask) -> list[int]:
         return every
     if mask.shape != (rows, past.count + width):
         raise UnsupportedModelError(
-            f"the attention mask has the shape {list(mask.shape)}, and the batch has {rows} rows, {past.count} columns "
-            f"before and {width} new ones; give one of [{rows}, {past.count + width}]"
+            f"the attention mask has the shape {list(mask.shape)}, but the batch has {rows} rows, {past.count} past "
+            f"columns and {width} new ones; pass one of shape [{rows}, {past.count + width}]"
         )
     if not past.is_ragged and bool(mask.all()):
         return every
@@ -36,18 +36,18 @@ def tokens_per_row(call: ModelCall, past: PaddingMask) -> list[int]:
     if different.any():
         row = int(different.nonzero()[0])
         raise UnsupportedModelError(
-            f"the attention mask of row {row} hides other columns of the past than were padding when they came; begin "
-            "it with cache.attention_mask"
+            f"the attention mask of row {row} hides past columns that were not padding, or shows padding; begin the "
+            "mask with cache.attention_mask"
         )
     counts = new.sum(dim=1)
     expected = torch.arange(width) >= width - counts[:, None]
     if not torch.equal(new, expected):
         row = int((new != expected).any(dim=1).nonzero()[0])
-        where = "in the middle of others" if new[row, -1] else "on the right"
+        where = "between other tokens" if new[row, -1] else "on the right"
         raise UnsupportedModelError(
-            f"the attention mask of row {row} hides columns {where}; hetero_kv computes causal attention over rows "
-            'that are padded on the left: tokenize with padding_side="left"'
+            f"the attention mask of row {row} hides columns {where}; hetero_kv computes causal attention over "
+            'left-padded rows: tokenize with padding_side="left"'
         )
     if not counts.any():
-        raise UnsupportedModelError("the attention mask hides every token of the call; give at least one")
+        raise UnsupportedModelError("the attention mask hides every token of the call; show at least one")
     return counts.tolist()

@@ -207,7 +207,7 @@ class QuantizedExperts(QuantizedModule):
         """The wrapped module's own forward, its weights being numbers."""
         for leaf in self.projections:
             if self.parts[leaf]:
-                _logger.warning("%s: one projection is kept as numbers, and so is %s", self.path, leaf)
+                _logger.warning("%s: one projection is kept unquantized, so %s is too", self.path, leaf)
                 self._give(leaf, self._unpacked(leaf))
                 self._forget(leaf)
         dtype = getattr(self.wrapped, self.projections[0]).dtype

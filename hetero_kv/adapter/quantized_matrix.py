@@ -48,8 +48,8 @@ class QuantizedMatrix(QuantizedModule):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         if not isinstance(module, cls.replaces):
             raise UnsupportedModelError(
-                f"{path} ({type(module).__name__}) is no torch.nn.{cls.replaces.__name__}; leave it out with "
-                "`class: default`"
+                f"{path} ({type(module).__name__}) is no torch.nn.{cls.replaces.__name__}; exclude it with `class: "
+                "default`"
             )
 
     @classmethod

@@ -60,8 +60,8 @@ class QuantizedModule(Operator):
         left = self.wrapped._parameters.get(leaf)
         if left is None or left.numel() or type(self.wrapped) is not self._kind:
             raise UnsupportedModelError(
-                f"the weights of {self.path} are packed, and since then others stand in their place, or something "
-                "that makes others of them (a parametrization, pruning); call hetero_kv.eject(model) before that"
+                f"the weights of {self.path} were packed, and were replaced or reparametrized afterwards (a "
+                "parametrization, pruning); call hetero_kv.eject(model) before such a change"
             )
 
     def own_forward(self, *args: Any) -> torch.Tensor:
@@ -74,21 +74,21 @@ class QuantizedModule(Operator):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `Operator`. Raises UnsupportedModelError while the weights are packed: no tensors of the model's."""
-        self._require_numbers("be had")
+        self._require_numbers("be read")
         return super().state_dict(*args, **kwargs)
 
     def _require_numbers(self, done: str) -> None:
         if any(True for _ in self.packed_weights()):
             raise UnsupportedModelError(
-                f"the weights of {self.path} are packed, and cannot {done} as a state dict (save_pretrained, "
+                f"the weights of {self.path} are packed and cannot {done} as a state dict (save_pretrained, "
                 "push_to_hub, load_state_dict); call hetero_kv.eject(model) first, which unpacks them"
             )
 
     def require_removable(self) -> None:
         if self.wrapped.__dict__.get("forward") is not self._stand_in:
             raise UnsupportedModelError(
-                f"the forward of {self.path}.wrapped was replaced after inject; take that back first "
-                "(accelerate.hooks.remove_hook_from_module, say)"
+                f"the forward of {self.path}.wrapped was replaced after inject; undo that first (for example by "
+                "accelerate.hooks.remove_hook_from_module)"
             )
 
     def uninstall(self) -> nn.Module:
@@ -154,7 +154,10 @@ class QuantizedModule(Operator):
         """Weights that are kept as numbers, rows of `columns`, in their type; says so where codes were asked for."""
         if asked := QUANTIZED.get(self.settings.weights):
             _logger.warning(
-                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers", self.path, columns, asked
+                "%s: rows of %d weights do not divide into blocks of %s; they are kept unquantized",
+                self.path,
+                columns,
+                asked,
             )
         return numbers.to(self.number_type())
 
@@ -162,8 +165,8 @@ class QuantizedModule(Operator):
         """Raise UnsupportedModelError where weights to be quantized lie on something else than a CPU or a CUDA GPU."""
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedModelError(
-                f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {device}, where there "
-                "are no kernels for quantized weights; set weights to auto, or device to cpu"
+                f"{self.path}: weights is {self.settings.weights!r}, but the model computes on {device}, which has no "
+                "kernels for quantized weights; set weights to auto, or device to cpu"
             )
 
     def kept_otherwise(self, stored: str, kept: str | None, columns: int) -> str | None:

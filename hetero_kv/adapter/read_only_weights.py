@@ -43,7 +43,7 @@ class ReadOnlyWeight(torch.Tensor):
         own = next((each for each in changed if isinstance(each, cls)), None)
         if own is not None:
             raise UnsupportedModelError(
-                f"the weights of {own._of} are packed, and a change to what is unpacked of them ({name}) would be "
+                f"the weights of {own._of} are packed, so that a change to their unpacked copy ({name}) would be "
                 "lost; call hetero_kv.eject(model) first, or set weights to fp32 or bf16"
             )
         with torch._C.DisableTorchFunctionSubclass():

@@ -77,8 +77,8 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
     difference = _difference(passed([count], 1.0), one_by_one)
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{path} ({type(mixer).__name__}) computes a prompt otherwise than its tokens one by one, by "
-            f"{difference:.2g} of its size, so that a prompt cannot be cut into chunks; run the model without rules"
+            f"{path} ({type(mixer).__name__}) computes a prompt differently from its tokens one by one (relative "
+            f"difference {difference:.2g}), so that a prompt cannot be cut into chunks; run the model without rules"
         )
     return _difference(passed([_BEFORE, _BEHIND], _LARGER), passed([1] * count, _LARGER)) <= tolerance
 
@@ -138,8 +138,8 @@ def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:
 def _state_shape(path: str, module: nn.Module, config: Any, layer: Any, dtype: Any) -> StateShape:
     if not is_state(layer):
         raise UnsupportedModelError(
-            f"{path} ({type(module).__name__}) keeps a state in layer {module.layer_idx} of the cache, which is a "
-            f"{type(layer).__name__} and holds keys and values too; hetero_kv knows layers with either"
+            f"{path} ({type(module).__name__}) keeps a state in layer {module.layer_idx} of the cache, a "
+            f"{type(layer).__name__} that also stores keys and values; hetero_kv supports layers with one of the two"
         )
     try:
         with torch.device("meta"), torch.no_grad():
@@ -147,6 +147,6 @@ def _state_shape(path: str, module: nn.Module, config: Any, layer: Any, dtype: A
             _called(empty, torch.zeros(1, 1, config.hidden_size, dtype=dtype), layer)
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"{path} ({type(module).__name__}): how large its state is cannot be found ({error})"
+            f"{path} ({type(module).__name__}): the size of its state cannot be determined ({error})"
         ) from error
     return StateShape(named_states(layer))

@@ -25,7 +25,7 @@ class _KeyProbe:
 
 
 def require_constant_rotation(
-    path: str, module: nn.Module, operator: str, remedy: str = "take one that keeps positions (tova, h2o)"
+    path: str, module: nn.Module, operator: str, remedy: str = "use one that keeps positions (tova, h2o)"
 ) -> None:
     """Raise UnsupportedModelError for a rotary embedding whose frequencies change with the sequence's length."""
     config: Any = module.config
@@ -48,7 +48,7 @@ def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], us
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
         raise UnsupportedModelError(
-            f"{path} ({type(module).__name__}) is given no position_embeddings (cos, sin), by which {use}"
+            f"{path} ({type(module).__name__}) receives no position_embeddings (cos, sin), by which {use}"
         )
     return embeddings[0], embeddings[1]
 
@@ -93,7 +93,7 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
     rotation = found_rotation(keys_under, cos[:1, :1])
     if rotation is None:
         raise UnsupportedModelError(
-            f"{path} ({type(module).__name__}) rotates its keys in a way that is not known (pairs of channels, in "
-            f"halves or side by side, at one end of a head, are), by which {use}"
+            f"{path} ({type(module).__name__}) rotates its keys in an unknown way (known: pairs of channels, in "
+            f"halves or adjacent, at one end of a head), by which {use}"
         )
     return rotation

@@ -50,8 +50,8 @@ class RotaryTable:
         if not self.is_source(cos):
             if cos.shape[0] > 1 and not torch.equal(cos, cos[:1].expand_as(cos)):
                 raise HeteroKVError(
-                    "the sequences of this batch are at different positions; an operator that undoes the rotation of "
-                    "keys takes batches whose prompts have equal length: group them by length, or run them one by one"
+                    "the sequences of this batch are at different positions, but an operator that undoes the "
+                    "rotation of keys needs prompts of equal length: group them by length, or run them one by one"
                 )
             self._source, self._recorded = cos, start
         if stop <= self._recorded:
@@ -116,7 +116,7 @@ class RotaryTable:
         table = cls(rotation)
         cos = part.tensors.get("cos")
         if cos is None or cos.dtype not in _DTYPES:
-            raise part.wrong("cos is missing, or no table of numbers")
+            raise part.wrong("cos is missing, or not a floating-point table")
         positions = cos.shape[0] if cos.ndim else 0
         for name, target in (("cos", table._cos), ("sin", table._sin)):
             target.append(part.tensor(name, (positions, pairs), cos.dtype, device))

@@ -36,8 +36,8 @@ def stream_weights(model: Any, device: torch.device) -> None:
     others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]
     if len(others) != len(layers):
         raise UnsupportedModelError(
-            f"{len(others) - len(layers)} layers of {type(model).__name__} are no ChunkedDecoderLayers, and its "
-            "weights lie in DRAM; add a rule for them, or set weights_device to gpu"
+            f"{len(others) - len(layers)} layers of {type(model).__name__} are not ChunkedDecoderLayers, but its "
+            "weights are in DRAM; add a rule for them, or set weights_device to gpu"
         )
     LayerStream(layers, device, _follow)
 

@@ -134,8 +134,8 @@ class Batch:
         count = len(self.sequences)
         if count != batch and count and self.columns.count:
             raise HeteroKVError(
-                f"the cache holds {count} sequences and was given {batch}; use a HeteroCache for "
-                "each batch, or cache.reset() between them"
+                f"the cache holds {count} sequences, but the call has {batch}; use a HeteroCache for each batch, or "
+                "call cache.reset() between them"
             )
         if count == batch:
             return
@@ -232,8 +232,8 @@ class Batch:
         """
         if tokens_to_remove > 0:
             raise HeteroKVError(
-                f"crop was given {tokens_to_remove}; it takes how many columns to forget as a negative number: "
-                f"crop({-tokens_to_remove}) forgets {tokens_to_remove}"
+                f"crop received {tokens_to_remove}; pass the number of columns to drop as a negative number: "
+                f"crop({-tokens_to_remove}) drops {tokens_to_remove}"
             )
         if not self.sequences:
             return
@@ -293,7 +293,9 @@ class Batch:
         chosen = rows.tolist() if isinstance(rows, torch.Tensor) else [int(row) for row in rows]
         count = len(self.sequences)
         if not chosen or not all(0 <= row < count for row in chosen):
-            raise HeteroKVError(f"rows are {chosen}, and the cache holds {count}; give indices from 0 to {count - 1}")
+            raise HeteroKVError(
+                f"rows are {chosen}, but the cache holds {count} sequences; pass indices from 0 to {count - 1}"
+            )
         if chosen == list(range(count)):
             return
         homes = [(group, row) for group in self.groups for row in range(len(group.sequences))]
@@ -318,8 +320,8 @@ class Batch:
         """
         if other is self or other._maker is not self._maker:
             raise HeteroKVError(
-                "only another HeteroCache of the same injected model can join; fork() this one to have its rows twice, "
-                "and prefill other models' prompts anew"
+                "only another HeteroCache of the same injected model can join; call fork() to duplicate the rows of "
+                "this one, and prefill other models' prompts again"
             )
         if not other.sequences:
             return

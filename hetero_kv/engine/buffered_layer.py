@@ -173,6 +173,6 @@ class BufferedLayer(FamilyLayer):
 
 def _too_large(found: float, storage: StorageType, setting: str) -> HeteroKVError:
     return HeteroKVError(
-        f"a key or value of {found:.0f} is beyond {setting} {storage.name}, which ends at {storage.largest:.0f}; set "
-        f"{setting} to a type with a wider range, such as FP32"
+        f"a key or value of {found:.0f} exceeds the range of {setting} {storage.name}, whose largest value is "
+        f"{storage.largest:.0f}; set {setting} to a type with a wider range, such as FP32"
     )

@@ -166,7 +166,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise HeteroKVError(
             "a HeteroCache cannot be pickled (torch.save, multiprocessing): it belongs to a model in this process; "
-            "cache.save(path) writes it into a file, and HeteroCache.load(path, model) goes on from there"
+            "cache.save(path) writes it to a file, and HeteroCache.load(path, model) reads it back"
         )
 
     # -- called by the layers of a model
@@ -280,7 +280,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
 
     def _fork(self) -> HeteroCache:
         if self.steps:
-            raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
+            raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after the prompt")
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         clone.in_use = OneThread()
@@ -326,7 +326,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
     def _extend(self, other: Self) -> None:
         if self.depth and other.depth and self.depth != other.depth:
             raise HeteroKVError(
-                f"rows that passed through {other.depth} layers cannot join those that passed through {self.depth}"
+                f"rows that passed through {other.depth} layers cannot join rows that passed through {self.depth}"
             )
         super().extend(other)
         self.depth, other.depth = self.depth or other.depth, None

@@ -38,8 +38,8 @@ def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
 
 def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
     return CacheFullError(
-        f"the cache is full: max_seq_len is {group.store.capacity} tokens, {group.length} are stored and {tokens} "
-        f"more were to be added; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
+        f"the cache is full: max_seq_len is {group.store.capacity} tokens, {group.length} are stored, and {tokens} "
+        f"more do not fit; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
     )
 
 
@@ -47,9 +47,9 @@ def blocks_exhausted(store: Store, layout: Layout, tokens: int, left: int) -> Ca
     """The error for `tokens` tokens without free blocks, when only `left` fit."""
     allocator = store.allocators[layout]
     return CacheFullError(
-        f"the blocks that this cache shares with its forks are used up: {tokens} tokens were to be added and the "
-        f"{allocator.free_blocks} blocks that are free of {allocator.num_blocks} have room for {left}; reset or "
-        f"drop a fork, give the first cache more forks (HeteroCache(model, forks={store.forks + 1})){_shorter(left)}"
+        f"the blocks that this cache shares with its forks are used up: {tokens} more tokens do not fit, and the "
+        f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {left}; reset or drop a fork, "
+        f"plan more forks for the first cache (HeteroCache(model, forks={store.forks + 1})){_shorter(left)}"
     )
 
 

@@ -172,8 +172,8 @@ class EqualLengthGroup:
         }
         if stuck:
             raise HeteroKVError(
-                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(sorted(stuck))}, "
-                "which do not keep every token; fork() it before what may have to be forgotten"
+                f"this cache cannot roll back (assisted decoding?): its layers of kind {', '.join(sorted(stuck))} do "
+                "not keep every token; fork() it before tokens that may be dropped"
             )
 
     def snapshot(self) -> GroupSnapshot:

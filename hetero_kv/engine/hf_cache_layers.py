@@ -61,8 +61,8 @@ def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
         return recurrent_state.saved(layer)
     if type(layer) not in _GROWING:
         raise ContextError(
-            f"layer {layer_idx} is one of transformers' own, {type(layer).__name__}, which is not known to be saved; "
-            f"what is: {', '.join(kind.__name__ for kind in _GROWING)}, states, and layers with an operator"
+            f"layer {layer_idx} is transformers' own {type(layer).__name__}, which cannot be saved; supported are "
+            f"{', '.join(kind.__name__ for kind in _GROWING)}, recurrent states, and layers with an operator"
         )
     part = SavedPart(numbers={"seen": getattr(layer, "cumulative_length", None)})
     if layer.is_initialized:

@@ -73,8 +73,8 @@ class FamilyLayer(CacheLayerMixin):
         """
         if self.group.step is None:
             raise HeteroKVError(
-                f"layer {self.layer_idx} of a HeteroCache was given keys and values outside of a forward of its own "
-                "model, whose rules alone store them; pass the cache to the injected model that it was made for"
+                f"layer {self.layer_idx} of a HeteroCache received keys and values outside of a forward of its model, "
+                "whose operators store them; pass the cache to the injected model that it was made for"
             )
         return key_states, value_states
 
@@ -176,7 +176,7 @@ class FamilyLayer(CacheLayerMixin):
         """
         raise ContextError(
             f"layer {self.layer_idx} ({type(self).__name__}) cannot be saved: its class has no `saved` and `restore`; "
-            "take another operator for that layer, or give its cache layer the two"
+            "use another operator for that layer, or add both methods to its cache layer"
         )
 
     def restore(self, part: SavedPart, place: Place) -> None:

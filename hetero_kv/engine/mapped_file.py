@@ -36,8 +36,8 @@ class MappedFile:
         (size, _), (size_now, _) = self._known, now
         how = "was changed" if size_now == size else f"had {size:,} bytes and has {size_now:,}"
         raise DamagedContextError(
-            f"{self.path} {how} while a context was in use that lies in it: what comes next would be wrong; load the "
-            "context again, which names what is damaged and computes it anew from its tokens"
+            f"{self.path} {how} while a context was mapped from it, and further answers would be wrong; load the "
+            "context again, which names the damaged blocks and recomputes them from their tokens"
         )
 
 

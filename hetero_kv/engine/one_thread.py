@@ -27,8 +27,8 @@ class OneThread:
         if not self._lock.acquire(blocking=False):
             names = [each.name for each in threading.enumerate() if each.ident == self._thread]
             raise CacheInUseError(
-                f"the cache is in use by another thread ({', '.join(names) or self._thread}); give each thread a "
-                "HeteroCache of its own, HeteroCache(model) or cache.fork(), or wait until the other one has finished"
+                f"the cache is in use by another thread ({', '.join(names) or self._thread}); give each thread its "
+                "own HeteroCache by HeteroCache(model) or cache.fork(), or wait until the other thread has finished"
             )
         self._thread = threading.get_ident()
         self.depth += 1

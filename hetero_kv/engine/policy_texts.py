@@ -30,8 +30,8 @@ class PolicyTexts:
                 self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
             except (OSError, ValueError) as error:
                 raise HeteroKVError(
-                    f"the eviction policy needs a tokenizer, and there is none in {self._model_name!r} ({error}); give "
-                    "one: HeteroCache(model, tokenizer=tokenizer)"
+                    f"the eviction policy needs a tokenizer, but {self._model_name!r} has none ({error}); pass one: "
+                    "HeteroCache(model, tokenizer=tokenizer)"
                 ) from error
         self._tokens[text] = self.tokenizer.encode(text, add_special_tokens=False)
         return self._tokens[text]

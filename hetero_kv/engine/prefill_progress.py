@@ -50,7 +50,7 @@ class PrefillProgress:
         Raises HeteroKVError for less than one token.
         """
         if question is not None and question < 1:
-            raise HeteroKVError(f"question is {question}; give its number of tokens, at least 1, or None")
+            raise HeteroKVError(f"question is {question}; pass its number of tokens, at least 1, or None")
         try:
             self._question = question
             yield

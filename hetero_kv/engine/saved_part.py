@@ -59,7 +59,7 @@ class SavedPart:
         )
         if not fits or found.dtype != dtype:
             expected = ["any" if extent is None else extent for extent in shape]
-            raise self.wrong(f"{name} is {found.dtype} {list(found.shape)}, where {dtype} {expected} is wanted")
+            raise self.wrong(f"{name} is {found.dtype} {list(found.shape)}; expected {dtype} {expected}")
         return found.to(device)
 
     def like(self, name: str, other: torch.Tensor, extent: int | None = None) -> torch.Tensor:
@@ -72,14 +72,14 @@ class SavedPart:
         """As `tensor`, on the CPU, with numbers in [0, stop)."""
         found = self.tensor(name, shape, dtype, torch.device("cpu"))
         if found.numel() and (int(found.min()) < 0 or int(found.max()) >= stop):
-            raise self.wrong(f"{name} has numbers outside of 0 to {stop - 1}")
+            raise self.wrong(f"{name} has values outside of 0 to {stop - 1}")
         return found
 
     def integer(self, name: str, least: int = 0, most: int = _LARGEST) -> int:
         """The whole number of this name. Raises DamagedContextError outside of [least, most]."""
         found = self.numbers.get(name)
         if type(found) is not int or not least <= found <= most:
-            raise self.wrong(f"{name} is {shown(found)}, where a whole number from {least} to {most} is wanted")
+            raise self.wrong(f"{name} is {shown(found)}; expected a whole number from {least} to {most}")
         return found
 
     def optional_integer(self, name: str, least: int = 0, most: int = _LARGEST) -> int | None:
@@ -90,7 +90,7 @@ class SavedPart:
         """The number of this name. Raises DamagedContextError for anything else."""
         found = self.numbers.get(name)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise self.wrong(f"{name} is {shown(found)}, where a number is wanted")
+            raise self.wrong(f"{name} is {shown(found)}; expected a number")
         return float(found)
 
     def tally(self, name: str) -> Tally:
@@ -99,7 +99,7 @@ class SavedPart:
         match found:
             case [float() | int() as total, int() as count] if count >= 0:
                 return Tally(total, count)
-        raise self.wrong(f"{name} is {shown(found)}, where a sum and a count are wanted")
+        raise self.wrong(f"{name} is {shown(found)}; expected a sum and a count")
 
     def wrong(self, what: str) -> DamagedContextError:
         """The error for contents that do not fit."""

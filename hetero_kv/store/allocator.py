@@ -75,7 +75,9 @@ class BlockAllocator:
         Raises MemoryError if fewer are free; nothing is allocated then.
         """
         if count > self.free_blocks:
-            raise MemoryError(f"the block pool has {self.free_blocks} free blocks of {self.num_blocks}, {count} wanted")
+            raise MemoryError(
+                f"the block pool has {self.free_blocks} free blocks of {self.num_blocks}, and {count} are needed"
+            )
         reused = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
         fresh = count - len(reused)
         ids = np.array([*reused, *range(self._untouched, self._untouched + fresh)], dtype=np.int32)

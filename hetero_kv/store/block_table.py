@@ -57,7 +57,8 @@ class BlockTable:
         missing = needed - present + (allocator.copies_to_own(self.ids[present - 1 :]) if is_open else 0)
         if missing > allocator.free_blocks:
             raise MemoryError(
-                f"the block pool has {allocator.free_blocks} free blocks of {allocator.num_blocks}, {missing} wanted"
+                f"the block pool has {allocator.free_blocks} free blocks of {allocator.num_blocks}, and {missing} are "
+                "needed"
             )
         if is_open:
             self.own(present - 1, present)

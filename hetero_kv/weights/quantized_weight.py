@@ -107,9 +107,7 @@ class QuantizedWeight(PackedWeight):
         for start in range(0, rows, _STEP_ROWS):
             numbers = weight[start : start + _STEP_ROWS].detach().to("cpu", torch.float32).numpy()
             if not np.isfinite(numbers).all():
-                raise HeteroKVError(
-                    f"a weight of {list(weight.shape)} holds numbers that are not finite; check its file"
-                )
+                raise HeteroKVError(f"a weight of {list(weight.shape)} has values that are not finite; check its file")
             blocks.append(gguf.quantize(numbers, gguf.GGMLQuantizationType[name]))
         packed = cls.of_blocks(np.concatenate(blocks), name, columns)
         blocks.clear()

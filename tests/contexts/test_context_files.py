@@ -209,7 +209,7 @@ def test_a_layer_that_does_not_say_how_it_is_saved_is_named(tmp_path, monkeypatc
     cache = saved(model, tmp_path / "c")
     cache.groups[0].layers[1] = DynamicCache().layer_class_to_replicate()
     monkeypatch.setattr("hetero_kv.engine.hf_cache_layers._GROWING", ())
-    with pytest.raises(ContextError, match="layer 1 is one of transformers' own, DynamicLayer"):
+    with pytest.raises(ContextError, match="layer 1 is transformers' own DynamicLayer, which cannot be saved"):
         cache.save(tmp_path / "c")
 
 

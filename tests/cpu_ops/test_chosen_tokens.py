@@ -160,5 +160,5 @@ def test_with_room_for_every_token_nothing_is_estimated():
 
 
 def test_tokens_whose_keys_are_not_looked_at_cannot_be_chosen():
-    with pytest.raises(ValueError, match="a rerank other than 1"):
+    with pytest.raises(ValueError, match="rerank must not be 1"):
         Problem(1).step(BlockChoice(tokens=BLOCK))

@@ -32,9 +32,9 @@ def test_python_is_refused_before_and_after_it_was_compiled():
     def fresh(given):
         return given[0]
 
-    with pytest.raises(TypeError, match="fresh is compiled for kernels alone"):
+    with pytest.raises(TypeError, match="fresh is compiled for kernels only"):
         fresh(numbers)
     _kernel(numbers)
     assert _ratio.signatures
-    with pytest.raises(TypeError, match="_ratio is compiled for kernels alone"):
+    with pytest.raises(TypeError, match="_ratio is compiled for kernels only"):
         _ratio(numbers)

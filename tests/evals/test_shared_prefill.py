@@ -222,7 +222,7 @@ def test_an_operator_shares_only_if_it_says_so(model):
     recording = record_prefill(model, random_tokens(20))
     operator = next(inject(model, "dense", command_line=small("dense")).attention_operators())
     assert AttentionOperator.prefills_exactly is False
-    with pytest.raises(HeteroKVError, match=r"self_attn \(RetrievalAttention\) does not load a recorded prefill"):
+    with pytest.raises(HeteroKVError, match=r"self_attn \(RetrievalAttention\) cannot load a recorded prefill"):
         AttentionOperator.load_prefill(operator, operator.new_cache_layer(), None, recording.layers[0])
 
 

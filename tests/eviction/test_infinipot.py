@@ -259,7 +259,7 @@ def test_the_catalyst_asks_the_question_that_is_known():
     [
         ({"kept_ratio": 1.0}, "kept_ratio is 1.0; it must be above 0 and below 1"),
         ({"budget": 1}, "needs at least 2 entries"),
-        ({"catalyst": " "}, "catalyst is ' '; it must have words"),
+        ({"catalyst": " "}, "catalyst is ' '; it must contain text"),
         ({"catalyst": "Look: {question}"}, "question is ''; the catalyst has a place for it"),
         ({"catalyst": "Look!", "question": "why"}, "no place for the question; write {question}"),
     ],

@@ -103,7 +103,7 @@ def test_a_budget_is_a_number_a_list_or_a_pyramid():
 
 
 def test_a_list_of_the_wrong_length_is_an_error():
-    with pytest.raises(HeteroKVError, match="second_block_count lists 3 numbers and the model has 4 layers"):
+    with pytest.raises(HeteroKVError, match="second_block_count lists 3 numbers, but the model has 4 layers"):
         layer_budget("second_block_count", (1, 2, 3), 0, 4)
 
 

@@ -150,4 +150,4 @@ def test_an_entry_that_is_no_pattern_is_none(own_folder, row):
 def test_a_folder_that_cannot_be_written_is_warned_of(own_folder, caplog):
     own_folder.write_text("a file")
     known_patterns.KnownPatterns("model").add("key", [], 1)
-    assert "searched again next time" in caplog.text
+    assert "cannot be saved, and will be searched again" in caplog.text

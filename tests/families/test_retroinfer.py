@@ -83,5 +83,5 @@ def test_keys_of_some_directions_are_clustered_by_them():
 
 
 def test_clusters_that_do_not_divide_a_block_are_refused():
-    with pytest.raises(HeteroKVError, match="cluster_tokens is 12; clusters lie with blocks"):
+    with pytest.raises(HeteroKVError, match="cluster_tokens is 12; clusters are stored with blocks"):
         RetroInferSettings(block_size=32, cluster_tokens=12)

@@ -111,7 +111,7 @@ def test_policies_of_strides_refuse_a_sparse_prefill_by_name(qwen2, recipe):
 
 
 def test_grouped_positions_refuse_a_sparse_prefill(qwen2):
-    with pytest.raises(ConfigError, match="take dense"):
+    with pytest.raises(ConfigError, match="set dense"):
         inject(qwen2, "self_extend", command_line={"prefill": "flexprefill"})
 
 
@@ -165,7 +165,7 @@ def test_on_a_gpu_prompts_attend_to_everything_and_it_is_said(caplog):
         ids = torch.randint(1, 97, (1, 150)).to(device)
         exact = logits(model, "dense", ids)
         assert torch.equal(logits(model, "flexprefill", ids), exact)
-    assert "prompts attend to everything" in caplog.text
+    assert "prompts attend to all tokens" in caplog.text
 
 
 @pytest.mark.parametrize(("length", "matches"), [(16384, 0), (16385, 2)])
@@ -198,5 +198,5 @@ def test_the_first_layer_that_would_leave_keys_out_says_that_it_cannot(architect
     assert prompts
     assert not any(prompt._can(step, elsewhere) for prompt in prompts)
     assert [record.getMessage() for record in caplog.records] == [
-        "prefill flexprefill is for models on a CPU; on meta prompts attend to everything"
+        "prefill flexprefill is sparse only on a CPU; on meta prompts attend to all tokens"
     ]

@@ -279,7 +279,9 @@ def test_weights_that_are_shared_out_among_processes_are_refused():
         weight = model.model.layers[0].mlp.up_proj.weight
         shared = distribute_tensor(weight.detach(), DeviceMesh("cpu", [0]), [Replicate()])
         model.model.layers[0].mlp.up_proj.weight = nn.Parameter(shared)
-        with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp\.up_proj\.weight is a .*shared out"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"layers\.0\.mlp\.up_proj\.weight is a .*sharded across processes"
+        ):
             injected(model)
     finally:
         destroy_process_group()

@@ -107,7 +107,7 @@ def test_experts_of_odd_widths_stay_numbers_and_it_is_said(caplog):
     model = tiny_model("mixtral", intermediate_size=40)
     wanted = tiny_model("mixtral", intermediate_size=40).state_dict()
     inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
-    assert "rows of 40 weights are no whole blocks of Q8_0" in caplog.text
+    assert "rows of 40 weights do not divide into blocks of Q8_0" in caplog.text
     assert not any(any(module.parts.values()) for module in experts_of(model))
     assert logits_of(model, SHORT).isfinite().all()
     eject(model)

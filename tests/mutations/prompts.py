@@ -46,14 +46,14 @@ PROMPTS = (
         ("tests/operators/test_last_layer.py::test_who_listens_behind_the_layers_hears_every_token",),
     ),
     Mutation(
-        "the short way of prompts is taken whoever listens to a layer's parts",
+        "the fused prefill layer runs although a layer's parts have hooks",
         "hetero_kv/adapter/chunked_decoder_layer.py",
         "if not is_plain_but_for_projections(self.wrapped):",
         "if False:",
         ("tests/operators/test_prompts_short_way.py::test_who_listens_to_a_part_hears_it_and_nothing_is_written_over",),
     ),
     Mutation(
-        "the short way of prompts is that of the parts a layer once had",
+        "the fused prefill layer keeps the parts that a layer had before",
         "hetero_kv/adapter/chunked_decoder_layer.py",
         "if there != self._tried_with:",
         "if self._tried_with is None:",
@@ -70,7 +70,7 @@ PROMPTS = (
         ("tests/operators/test_prompts_short_way.py::test_what_attention_might_compute_by_is_not_ignored",),
     ),
     Mutation(
-        "the short way of prompts is taken though it differs from the layer",
+        "the fused prefill layer runs although it differs from the layer",
         "hetero_kv/adapter/llama_layer.py",
         "if difference <= tolerance:",
         "if difference <= 9 * tolerance + 1:",

@@ -112,14 +112,14 @@ def test_a_reset_cache_begins_anew(llama):
 def test_going_back_is_refused_by_name(llama):
     cache = bounded(llama, policy="h2o", budget=24)
     logits(llama, cache, tokens(30))
-    with pytest.raises(HeteroKVError, match=r"cannot go back.*BoundedLayer"):
+    with pytest.raises(HeteroKVError, match=r"cannot roll back.*BoundedLayer"):
         cache.crop(-3)
 
 
 def test_another_number_of_sequences_is_refused(llama):
     cache = bounded(llama, policy="h2o", budget=24)
     logits(llama, cache, tokens(30, batch=2))
-    with pytest.raises(HeteroKVError, match=r"holds 2 sequences and was given 1; .*reset"):
+    with pytest.raises(HeteroKVError, match=r"holds 2 sequences, but the call has 1; .*reset"):
         logits(llama, cache, tokens(1))
 
 

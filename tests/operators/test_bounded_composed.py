@@ -187,7 +187,7 @@ def test_places_beyond_what_the_model_was_trained_for_are_warned_of_once(llama, 
     bounded_attention._warn.cache_clear()
     bounded(llama, policy="streaming_llm", budget=500, stride=40)
     assert [record.message for record in caplog.records] == [
-        "policy streaming_llm may give entries 540 positions, and the model was trained for 512: answers may get "
+        "policy streaming_llm may give entries 540 positions, but the model was trained for 512: answers may get "
         "worse when the budget is full; set a budget or a stride that is 28 smaller"
     ]
     caplog.clear()

@@ -145,5 +145,5 @@ def test_a_catalyst_without_a_tokenizer_is_an_error_with_the_remedy(probe, llama
 def test_a_policy_that_keeps_too_many_is_named(probe, llama, monkeypatch):
     monkeypatch.setattr(probe, "evict", lambda self, entries, budget: entries)
     cache = probed(llama, budget=20)
-    with pytest.raises(HeteroKVError, match="policy probe left 30 entries where the budget is 20"):
+    with pytest.raises(HeteroKVError, match="policy probe left 30 entries, but the budget is 20"):
         logits(llama, cache, tokens(30))

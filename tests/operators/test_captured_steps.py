@@ -130,7 +130,7 @@ def asking(module, args, output):
     return output * (1.0 if bool((output > 1e9).any()) else 0.5)
 
 
-ASKED = rf"on its way the model waits for the device \(test_captured_steps.py:{asking.__code__.co_firstlineno + 2}\)"
+ASKED = rf"the forward waits for the device \(test_captured_steps.py:{asking.__code__.co_firstlineno + 2}\)"
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_rotations_that_change_with_the_length_are_not_captured(gpu, failed):
     model = model_on(torch.device("cuda", 0), tiny_model("llama", rope_parameters=scaled).to(torch.bfloat16))
     told(model, injected(model, small_recipe("shadowkv")), random_tokens(PROMPT + 3), prompt=PROMPT)
     state = model.hetero_kv_injection.captures.state
-    assert state.startswith("off: on its way the model waits for the device (modeling_rope_utils.py:")
+    assert state.startswith("off: the forward waits for the device (modeling_rope_utils.py:")
     assert not failed
 
 
@@ -198,7 +198,7 @@ def test_graphs_that_are_asked_for_and_cannot_be_are_refused(gpu, llama, recipe,
     tokens = random_tokens(PROMPT + 3)
     told(llama, cache, tokens[:, :-1], prompt=PROMPT)
     before = cache.get_seq_length()
-    with pytest.raises(UnsupportedModelError, match=f"cuda_graphs is on, and a token cannot be captured: .*{message}"):
+    with pytest.raises(UnsupportedModelError, match=f"cuda_graphs is on, but a token cannot be captured: .*{message}"):
         told(llama, cache, tokens[:, -1:])
     assert cache.get_seq_length() == before
 
@@ -260,7 +260,7 @@ def test_where_memory_runs_out_tokens_run_as_they_are_and_are_captured_later(gpu
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs=graphs))
     actual = told(llama, cache, tokens[:, : PROMPT + 3], prompt=PROMPT)
     report = llama.hetero_kv_injection.captures
-    assert report.state == "not yet: the GPU has too little memory left for graphs, tried 1 of 4 times"
+    assert report.state == "not yet: the GPU has too little free memory for graphs, tried 1 of 4 times"
     crowded.holds = False
     actual += told(llama, cache, tokens[:, PROMPT + 3 : PROMPT + 5])
     assert report.state.startswith("not yet")
@@ -274,14 +274,14 @@ def test_where_memory_runs_out_tokens_run_as_they_are_and_are_captured_later(gpu
 def test_it_is_tried_a_few_times_to_find_memory(gpu, llama, crowded):
     told(llama, injected(llama, small_recipe("shadowkv")), random_tokens(PROMPT + 20), prompt=PROMPT)
     state = llama.hetero_kv_injection.captures.state
-    assert state == "off: the GPU has too little memory left for graphs, tried 4 times"
+    assert state == "off: the GPU has too little free memory for graphs, tried 4 times"
     assert crowded.tries == 4
 
 
 def test_graphs_that_are_asked_for_are_refused_once_memory_was_looked_for_in_vain(gpu, llama, crowded):
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs="on"))
     told(llama, cache, random_tokens(PROMPT + 11), prompt=PROMPT)
-    with pytest.raises(UnsupportedModelError, match="too little memory left for graphs, tried 4 times"):
+    with pytest.raises(UnsupportedModelError, match="too little free memory for graphs, tried 4 times"):
         told(llama, cache, random_tokens(1))
 
 
@@ -300,7 +300,7 @@ def test_a_layer_without_an_operator_is_not_captured(gpu, llama):
     chunked = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
     inject(llama, parse_rules({"rules": [first, others, chunked], "long_context": {"max_seq_len": 256}}))
     told(llama, HeteroCache(llama), random_tokens(PROMPT + 4), prompt=PROMPT)
-    assert llama.hetero_kv_injection.captures.state.startswith("off: 1 layers have a cache of transformers' own")
+    assert llama.hetero_kv_injection.captures.state.startswith("off: 1 layers use a cache of transformers' own")
 
 
 def test_a_captured_token_launches_a_graph_for_every_attention_and_one_more(gpu, llama):

@@ -145,7 +145,7 @@ def test_evaluations_count_what_attention_attends_to_and_prefill_every_method_by
 
 
 def test_going_back_to_any_token_is_refused_by_name(talk):
-    with pytest.raises(HeteroKVError, match=r"cannot go back.*LinearAttentionLayer.*fork\(\)"):
+    with pytest.raises(HeteroKVError, match=r"cannot roll back.*LinearAttentionLayer.*fork\(\)"):
         talk.cache.fork().crop(-1)
 
 
@@ -224,7 +224,7 @@ def test_a_catalyst_leaves_nothing_in_a_state():
 REFUSED = {
     "falcon_h1": (
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
-        r"FalconH1DecoderLayer.*2 attention modules, or others.*mamba.*self_attn.*exactly one",
+        r"FalconH1DecoderLayer.*2 modules with a layer_idx .attention or recurrent.*mamba.*self_attn.*exactly one",
     ),
     "zamba2": (
         {**_MIXED, "mamba_headdim": 16, "num_mem_blocks": 1, "hybrid_layer_ids": [1], "mamba_ngroups": 1},
@@ -255,9 +255,9 @@ def test_attention_whose_layers_around_it_are_not_chunked_is_refused_by_name():
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        ("infllm_stream", "InfLLMStreamAttention would clip distances"),
-        ("self_extend", "SelfExtendAttention would group positions"),
-        ("shadowkv", "ShadowKVAttention would undo the rotation"),
+        ("infllm_stream", "InfLLMStreamAttention clips distances"),
+        ("self_extend", "SelfExtendAttention groups positions"),
+        ("shadowkv", "ShadowKVAttention undoes the rotation"),
         ("streaming_llm", "BoundedAttention with policy streaming_llm"),
     ],
 )

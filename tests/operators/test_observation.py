@@ -112,5 +112,5 @@ def test_a_vote_is_the_questions_and_the_window_is_kept(llama, policy):
 
 def test_a_question_without_tokens_is_refused(llama):
     put(llama, rules_of("RetrievalAttention", **SMALL))
-    with pytest.raises(HeteroKVError, match="question is 0; give its number of tokens"), HeteroCache(llama).asking(0):
+    with pytest.raises(HeteroKVError, match="question is 0; pass its number of tokens"), HeteroCache(llama).asking(0):
         pass

@@ -84,5 +84,5 @@ def test_what_cannot_be_tried_is_said_once_for_a_model(monkeypatch, caplog):
     assert len(said) == 4
     assert all("TypeError" in each for each in said)
     assert {each.split(":")[1].partition(" cannot")[0].strip() for each in said} == {
-        "the native path of a token", "the short way of prompts",
+        "the fused decode layer", "the fused prefill layer",
     }  # fmt: skip

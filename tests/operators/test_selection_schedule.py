@@ -94,5 +94,5 @@ def test_budgets_may_differ_by_layer(deep_llama, monkeypatch):
     logits(deep_llama, cache, random_tokens(90), random_tokens(1, 1))
     assert [positions.shape[2] for _, _, positions, *_ in record] == [7, 5, 3, 1]
     eject(deep_llama)
-    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers and the model has 4 layers"):
+    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers, but the model has 4 layers"):
         injected(deep_llama, second_block_count=[1, 2])

@@ -48,7 +48,7 @@ def test_a_rank_above_the_models_channels_says_what_fits(llama):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparse_budget": 3}, "sparse_budget is 3; that is fewer tokens than one chunk of landmark_chunk_size 4"),
+        ({"sparse_budget": 3}, "sparse_budget is 3; it is less than one chunk of landmark_chunk_size 4 tokens"),
         ({"sparse_budget": 1.5}, "sparse_budget is 1.5; as a share of the sequence .* at most 1.0"),
         ({"sparse_budget": 0.0}, "sparse_budget is 0.0; as a share of the sequence it must be above 0"),
         ({"rank": 0}, "rank is 0; it must be a whole number of at least 1"),

@@ -127,5 +127,7 @@ def test_q8_0_takes_half_and_q4_0_a_quarter_of_the_dram_of_fp16():
 
 
 def test_vectors_that_are_no_whole_groups_are_refused_with_a_remedy():
-    with pytest.raises(HeteroKVError, match=r"Q8_0 stores numbers in groups of 32.*dimension 80; set kv_type to FP16"):
+    with pytest.raises(
+        HeteroKVError, match=r"Q8_0 stores numbers in groups of 32.*dimension 80; set kv_type .* to FP16"
+    ):
         storage.Q8_0.bytes_per_vector(80)

@@ -170,5 +170,5 @@ def test_keys_for_a_layer_outside_of_a_forward_are_refused(llama):
     cache, keys = HeteroCache(llama), torch.zeros(1, 2, 3, 16)
     with pytest.raises(HeteroKVError, match="given to a model without its rules"):
         cache.update(keys, keys, 0)
-    with pytest.raises(HeteroKVError, match="layer 1 of a HeteroCache was given keys and values outside of a forward"):
+    with pytest.raises(HeteroKVError, match="layer 1 of a HeteroCache received keys and values outside of a forward"):
         cache.layers[1].update(keys, keys)

@@ -67,16 +67,16 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     ),
     "use_cache=False beside a cache": (
         lambda call: call.generate(use_cache=False, past_key_values=HeteroCache(call.model)),
-        "use_cache=False .* beside a HeteroCache",
+        "use_cache=False .* together with a HeteroCache",
     ),
     "a forward of use_cache=False beside a cache": (
         lambda call: call.model(PROMPT, use_cache=False, past_key_values=HeteroCache(call.model)),
-        "use_cache=False was given beside a HeteroCache",
+        "use_cache=False was passed together with a HeteroCache",
     ),
     **{
         f"cache_implementation={name!r}": (
             lambda call, name=name: call.generate(cache_implementation=name),
-            f"cache_implementation='{name}' chooses one of transformers' own caches",
+            f"cache_implementation='{name}' selects one of transformers' own caches",
         )
         for name in ("static", "offloaded_static", "offloaded", "quantized", "paged")
     },
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     ),
     "a DynamicCache": (
         lambda call: call.generate(past_key_values=DynamicCache(config=UNTOUCHED.config)),
-        "past_key_values, a DynamicCache, and without a HeteroCache",
+        "past_key_values, a DynamicCache, but without a HeteroCache",
     ),
     "a StaticCache": (
         lambda call: call.generate(past_key_values=StaticCache(config=UNTOUCHED.config, max_cache_len=99)),
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     "generate_batch": (lambda call: call.model.generate_batch([[5, 6, 7]]), "generate_batch .continuous batching"),
     "more rows than the cache has": (
         lambda call: call.generate(past_key_values=ran(call), num_return_sequences=2, **SAMPLED),
-        "the cache holds 1 sequences and was given 2",
+        "the cache holds 1 sequences, but the call has 2",
     ),
     "another model's cache": (
         lambda call: call.generate(past_key_values=HeteroCache(call.assistant)),

@@ -89,7 +89,7 @@ class BoundedAttention(AttentionOperator):
         """Pass identity rotations to the wrapped module if the policy re-indexes positions; see AttentionOperator."""
         if self.policy.reindexed:
             use = (
-                f"{_NAME} with policy {self.settings.policy} would re-index positions; take a policy that keeps "
+                f"{_NAME} with policy {self.settings.policy} would re-index positions; use a policy that keeps "
                 "positions (tova, h2o)"
             )
             cos, sin = position_embeddings(self.path, self.wrapped, kwargs, use)
@@ -128,8 +128,8 @@ class BoundedAttention(AttentionOperator):
         is_full = most is not None and known >= most and known >= most + _longest_catalyst(cache)
         if not is_full and not layer.rotary.record(cos, sin, layer.get_seq_length()):
             raise UnsupportedModelError(
-                f"{self.path}: the model rotates a position otherwise than before; {_NAME} with policy "
-                f"{self.settings.policy} needs one rotation per position, take one that keeps positions (tova, h2o)"
+                f"{self.path}: the model rotates a position differently than before; {_NAME} with policy "
+                f"{self.settings.policy} needs one rotation per position, use one that keeps positions (tova, h2o)"
             )
         layer.rotary.know(cos, layer.length)
 
@@ -139,8 +139,8 @@ class BoundedAttention(AttentionOperator):
         """See AttentionOperator: exact attention to the cached entries, and causal attention among the new tokens."""
         if call.sliding_window is not None:
             raise UnsupportedModelError(
-                f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
-                "use SlidingWindowAttention there"
+                f"{self.path}: the model requests a sliding window of {call.sliding_window}; use "
+                "SlidingWindowAttention there"
             )
         cached = layer.num_entries
         keys, values = layer.extend(call.k, call.v)
@@ -253,9 +253,10 @@ def _warn_of_far_positions(operator: BoundedAttention) -> None:
     trained = getattr(operator._own_config, "max_position_embeddings", None)
     if operator.policy.reindexed and most is not None and trained and most > trained:
         _warn(
-            f"policy {settings.policy} may give entries {most} positions, and the model was trained for {trained}: "
-            f"answers may get worse when the budget is full; set a budget"
-            f"{' or a stride' if isinstance(settings, StridedSettings) else ''} that is {most - trained} smaller"
+            f"policy {settings.policy} may give entries {most} positions, but the model was trained for {trained}: "
+            "answers may get worse when the budget is full; set a "
+            f"budget{' or a stride' if isinstance(settings, StridedSettings) else ''} that is {most - trained} "
+            "smaller"
         )
 
 
@@ -270,7 +271,7 @@ def _require_composable(bounded: Sequence[BoundedAttention]) -> None:
     if strided and full:
         raise HeteroKVError(
             f"{full[0].path} has policy {full[0].settings.policy}, which needs the whole prompt in one layer at a "
-            f"time, and {strided[0].path} has policy {strided[0].settings.policy}, for which strides of a prompt pass "
-            "through all layers; take policies of one kind in all BoundedAttention layers, and combine either with "
-            "RetrievalAttention"
+            f"time, but {strided[0].path} has policy {strided[0].settings.policy}, which needs each stride of a "
+            "prompt to pass through all layers; use policies of one kind in all BoundedAttention layers, or combine "
+            "one of them with RetrievalAttention"
         )

@@ -57,12 +57,12 @@ def _score_tokens(strided: StridedForward, policy: EvictionPolicy, layers: Seque
     tokens = strided.token_ids
     if tokens is None:
         raise HeteroKVError(
-            f"policy {policy.settings.policy} scores tokens by their logits, and the model was called with "
+            f"policy {policy.settings.policy} scores tokens by their logits, but the model was called with "
             "inputs_embeds; call it with input_ids"
         )
     if not strided.has_head:
         raise HeteroKVError(
-            f"policy {policy.settings.policy} needs the model's logits, and the decoder was called without its head; "
+            f"policy {policy.settings.policy} needs the model's logits, but the decoder was called without its head; "
             "call the whole model: model(input_ids, past_key_values=cache)"
         )
     entries = layers[0].entries

@@ -245,7 +245,7 @@ class BoundedLayer(FamilyLayer):
             self.entries = self.policy.evict(self.entries, self.budget)
             if self.num_entries > self.budget:
                 raise HeteroKVError(
-                    f"policy {self.policy.settings.policy} left {self.num_entries} entries where the budget is "
+                    f"policy {self.policy.settings.policy} left {self.num_entries} entries, but the budget is "
                     f"{self.budget}; its evict must return at most that many"
                 )
 

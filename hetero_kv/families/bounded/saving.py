@@ -48,8 +48,8 @@ def _numbers_of(policy: EvictionPolicy, name: str, value: object) -> dict[str, i
     numbers = policy.saved_memory(name, value)
     if numbers is None:
         raise ContextError(
-            f"policy {policy.settings.policy} remembers {name!r}, a {type(value).__name__}, and does not say how it is "
-            "saved; give the policy `saved_memory` and `restored_memory`, or have it remember tensors"
+            f"policy {policy.settings.policy} remembers {name!r}, a {type(value).__name__}, but does not define how "
+            "to save it; add `saved_memory` and `restored_memory` to the policy, or store tensors only"
         )
     return numbers
 
@@ -82,11 +82,11 @@ def _restored_entries(policy: EvictionPolicy, part: SavedPart, place: Place, len
         if name.startswith(_SCORE):
             shape = tensor.shape
             if len(shape) != 3 or tuple(shape[:2]) != (rows, kv_heads) or shape[2] > count:
-                raise part.wrong(f"{name} is {list(shape)}, where there are {count} entries")
+                raise part.wrong(f"{name} is {list(shape)}; expected {count} entries")
             scores[name.removeprefix(_SCORE)] = tensor.to(keys.device)
         elif name.startswith(_CARRIED):
             if not tensor.ndim or len(tensor) != rows:
-                raise part.wrong(f"{name} is not of {rows} rows")
+                raise part.wrong(f"{name} does not have {rows} rows")
             carried[name.removeprefix(_CARRIED)] = tensor.to(keys.device)
     remembered = {
         name.removeprefix(_CARRIED): _remembered(policy, part, name)

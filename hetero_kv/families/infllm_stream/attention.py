@@ -55,7 +55,7 @@ class InfLLMStreamSettings(SharedPositionSettings):
         super().validate()
         for name, value, why in _FIXED:
             if getattr(self, name) != value:
-                raise SettingError(name, getattr(self, name), f"{why} as they stream; take {value}")
+                raise SettingError(name, getattr(self, name), f"{why} in its stream; set {value}")
 
 
 class InfLLMStreamAttention(SelfExtendAttention):
@@ -69,7 +69,9 @@ class InfLLMStreamAttention(SelfExtendAttention):
     )
     settings_class = InfLLMStreamSettings
     continues_exactly = False
-    rotation_use = "InfLLMStreamAttention would clip distances; use RetrievalAttention there"
+    rotation_use = (
+        "InfLLMStreamAttention clips distances, which needs one rotation per position; use RetrievalAttention there"
+    )
     layer_class = InfLLMStreamLayer
 
     settings: InfLLMStreamSettings

@@ -54,7 +54,7 @@ def layer_budget(key: str, budget: Budget, layer_idx: int, num_layers: int) -> i
     if isinstance(budget, tuple):
         if len(budget) != num_layers:
             raise ConfigError(
-                f"{key} lists {len(budget)} numbers and the model has {num_layers} layers; give one number per layer"
+                f"{key} lists {len(budget)} numbers, but the model has {num_layers} layers; set one number per layer"
             )
         return budget[layer_idx]
     return int(budget)

@@ -92,7 +92,7 @@ class ExactPrefill(AttentionOperator):
 
     def _refuse_window(self, window: int) -> None:
         raise UnsupportedModelError(
-            f"{self.path}: the model asks for a sliding window of {window}; use SlidingWindowAttention there"
+            f"{self.path}: the model requests a sliding window of {window}; use SlidingWindowAttention there"
         )
 
     def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:

@@ -306,7 +306,7 @@ class RetrievalLayer(PrefillRepresentativesLayer):
     def restore(self, part: SavedPart, place: Place) -> None:
         rows, kv_heads, _, k_dim = place.keys.shape
         if self.group.sequences[0].tables[self.layout].length != self.group.length:
-            raise part.wrong("some tokens are in no block")
+            raise part.wrong("some tokens are not in any block")
         state = saving.restored_state(self, part, rows, kv_heads)
         self.pending = saving.restored_pending_queries(part, rows, kv_heads, k_dim, self.group.length)
         saving.require_sound_selections(self, part)

@@ -66,5 +66,5 @@ class PagedSettings:
                     "block_size",
                     self.block_size,
                     f"{name} {kind.name} needs a multiple of {multiple}, such as "
-                    f"{-(-self.block_size // multiple) * multiple}; or take {name} FP16",
+                    f"{-(-self.block_size // multiple) * multiple}; or set {name} to FP16",
                 )

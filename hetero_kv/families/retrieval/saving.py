@@ -48,12 +48,12 @@ def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: 
     if part.has("candidates"):
         found = part.indices("candidates", (rows, None, None), torch.int32, end).numpy()
         if found.shape[1] not in (1, kv_heads) or not _ascends(found):
-            raise part.wrong("candidates are no choices of blocks")
+            raise part.wrong("candidates are not valid block choices")
         candidates = np.ascontiguousarray(found)
     if part.has("accumulated"):
         accumulated = part.tensor("accumulated", (rows, kv_heads, None), torch.float32, _CPU)
         if accumulated.shape[2] > max(0, length - open_start):
-            raise part.wrong("accumulated has more tokens than are open")
+            raise part.wrong("accumulated has more tokens than there are in unfinalized blocks")
     recall, share, blocks = (part.tally(name) for name in _TALLIES)
     return RetrievalState(None, candidates, end, open_start, accumulated, recall, share, blocks)
 
@@ -78,7 +78,7 @@ def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:
     shared, layout, rows = layer.group.shared, layer.layout, len(layer.group.sequences)
     selections, selected_at = shared.get(SELECTIONS, {}), shared.get(SELECTED_AT, {})
     if selections.keys() != selected_at.keys():
-        raise part.wrong("it is not known when blocks were selected")
+        raise part.wrong("the step at which blocks were selected is missing")
     for key, positions in selections.items():
         if tuple(key[1:4]) != (layout.block_size, layout.sink_blocks, layout.local_len):
             continue

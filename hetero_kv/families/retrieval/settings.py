@@ -212,8 +212,8 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             raise SettingError(
                 "attend_to",
                 self.attend_to,
-                "single tokens are chosen by scores of their keys, at which rerank 1 does not look; take rerank all or "
-                "a number from 2 on, or attend_to blocks",
+                "single tokens are chosen by scores of their keys, which rerank 1 does not compute; set rerank to "
+                "all or to 2 or more, or attend_to to blocks",
             )
         self._require_reachable_target()
         self._require_groups()
@@ -221,14 +221,15 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             raise SettingError(
                 "representative_num",
                 self.representative_num,
-                f"a block of block_size {self.block_size} has no more keys than that; take fewer, or larger blocks",
+                f"it exceeds the {self.block_size} keys of a block (block_size); set a smaller number, or larger "
+                "blocks",
             )
         if self.representative_reduce == "mean" and representatives.get(self.representative_type).score != "dot":
             raise SettingError(
                 "representative_reduce",
                 self.representative_reduce,
-                f"representative_type {self.representative_type} is no keys that a query is multiplied with; take max, "
-                "or DYNAMIC or FIXED",
+                f"representative_type {self.representative_type} does not consist of keys, which a query is "
+                "multiplied with; set max, or representative_type DYNAMIC or FIXED",
             )
         if self.kernel_size % 2 == 0:
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
@@ -240,16 +241,15 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             raise SettingError(
                 "target_mass",
                 self.target_mass,
-                "a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none for "
-                "second_block_count blocks",
+                "a share of 0 has no effect; set a share above 0, such as 0.9, or none for second_block_count blocks",
             )
         most = self.second_block_count
         if self.target_mass != "none" and isinstance(most, int) and self.least_block_count > most:
             raise SettingError(
                 "least_block_count",
                 self.least_block_count,
-                f"with target_mass second_block_count, which is {most}, is the most that is attended to; take "
-                f"{most} or fewer, or a larger second_block_count",
+                f"with target_mass second_block_count, which is {most}, limits the attended blocks; set {most} or "
+                "fewer, or a larger second_block_count",
             )
 
     def _require_groups(self) -> None:
@@ -262,8 +262,8 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         raise SettingError(
             "group_blocks",
             self.group_blocks,
-            f"representatives of representative_type {self.representative_type} do not tell those of a group of "
-            f"blocks; take one of {known}, or group_blocks 1",
+            f"representatives of representative_type {self.representative_type} cannot be combined to those of a "
+            f"group of blocks; use one of {known}, or set group_blocks to 1",
         )
 
     def _require_mean(self) -> None:
@@ -278,6 +278,6 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 raise SettingError(
                     key,
                     getattr(self, key),
-                    f"representative_type {self.representative_type} holds no mean to estimate a block by; take "
-                    f"{known}, or {key} {neutral}",
+                    f"representative_type {self.representative_type} has no mean to estimate a block by; use {known}, "
+                    f"or set {key} to {neutral}",
                 )

@@ -44,7 +44,9 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
     meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
     settings_class: ClassVar[type[SharedPositionSettings]] = SelfExtendSettings
     prefills_exactly = False
-    rotation_use = "SelfExtendAttention would group positions; use RetrievalAttention there"
+    rotation_use = (
+        "SelfExtendAttention groups positions, which needs one rotation per position; use RetrievalAttention there"
+    )
 
     #: The class of its cache layers.
     layer_class: ClassVar[type[SelfExtendLayer]] = SelfExtendLayer
@@ -76,7 +78,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         if not layer.rotary.record(cos, sin, layer.get_seq_length()):
             raise UnsupportedModelError(
-                f"{self.path}: the model rotates a position otherwise than before; {type(self).__name__} needs one "
+                f"{self.path}: the model rotates a position differently than before; {type(self).__name__} needs one "
                 "rotation per position, use RetrievalAttention there"
             )
 

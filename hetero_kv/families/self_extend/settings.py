@@ -21,7 +21,7 @@ class SharedPositionSettings(RetrievalSettings):
         """Check settings against each other. Raises SettingError."""
         super().validate()
         if self.prefills_sparsely:
-            raise SettingError("prefill", self.prefill, "grouped positions have an attention of their own; take dense")
+            raise SettingError("prefill", self.prefill, "grouped positions need their own attention; set dense")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,10 @@ class ShadowKVAttention(RopeCapture):
     settings_class = ShadowKVSettings
     prefills_exactly = True
     statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE, READ_BYTES)
-    rotation_use = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
+    rotation_use = (
+        "ShadowKVAttention undoes the rotation of keys, which needs one rotation per position; use RetrievalAttention "
+        "there"
+    )
 
     settings: ShadowKVSettings
 
@@ -79,7 +82,7 @@ class ShadowKVAttention(RopeCapture):
         channels, rank = shape.kv_heads * shape.k_dim, self.settings.rank
         if rank != "auto" and rank > channels:
             raise HeteroKVError(
-                f"{self.path}: rank is {rank}, and the keys of this layer have {shape.kv_heads} kv heads of "
+                f"{self.path}: rank is {rank}, but the keys of this layer have {shape.kv_heads} kv heads of "
                 f"{shape.k_dim}, {channels} channels together; set rank to auto, or to at most {channels} (full rank)"
             )
         return channels
@@ -136,8 +139,8 @@ class ShadowKVAttention(RopeCapture):
     def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:
             raise UnsupportedModelError(
-                f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
-                "use SlidingWindowAttention there"
+                f"{self.path}: the model requests a sliding window of {call.sliding_window}; use "
+                "SlidingWindowAttention there"
             )
 
     # -- decode

@@ -50,7 +50,7 @@ def restore(layer: LowRankLayer, part: SavedPart, place: Place) -> tuple[int, Ou
     length, chunk_size = layer.group.length, layer.chunk_size
     end = part.integer("context", 0, length // chunk_size * chunk_size)
     if end % chunk_size or end != layer.group.sequences[0].tables[layer.layout].length:
-        raise part.wrong(f"context is {end}, and its values are others")
+        raise part.wrong(f"context is {end}, which does not match its values")
     dim, device = place.keys.shape[3], place.keys.device
     layer.factors.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
     layer.read = part.tally("read")
@@ -86,7 +86,7 @@ def _restored_outliers(part: SavedPart, place: Place, chunks: int, chunk_size: i
     cosines = part.tensor("cosines", ids.shape, torch.float32, place.keys.device)
     slots = part.tensor("slots", (rows, kv_heads, None), torch.int64, _CPU)
     if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= chunks):
-        raise part.wrong("slots hold chunks that are not there")
+        raise part.wrong("slots hold chunks that do not exist")
     # Outliers, slots, and a scratch chunk.
     total = ids.shape[2] + slots.shape[2] + 1
     keys = part.tensor("resident_keys", (rows, kv_heads, total, chunk_size, dim), place.keys.dtype, place.keys.device)

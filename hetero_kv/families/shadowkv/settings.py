@@ -103,6 +103,6 @@ class ShadowKVSettings(PrefillSettings):
             raise SettingError(
                 "sparse_budget",
                 budget,
-                f"that is fewer tokens than one chunk of landmark_chunk_size {self.landmark_chunk_size}; give at least "
+                f"it is less than one chunk of landmark_chunk_size {self.landmark_chunk_size} tokens; set at least "
                 f"{self.landmark_chunk_size} tokens, a share of the sequence (0.0156 is 1.56 %), or all",
             )

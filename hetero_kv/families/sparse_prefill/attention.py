@@ -88,7 +88,7 @@ class PromptAttention:
         if q.device.type != "cpu" and step not in _warned:
             _warned.add(step)
             name = self._settings.prefill
-            _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
+            _logger.warning("prefill %s is sparse only on a CPU; on %s prompts attend to all tokens", name, q.device)
         return q.device.type == "cpu"
 
     def _sparse(self, chunk: Chunk, length: int, whole: int) -> tuple[torch.Tensor, torch.Tensor]:

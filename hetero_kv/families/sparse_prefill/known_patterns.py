@@ -71,12 +71,12 @@ class KnownPatterns:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, json.dumps({"format": _FORMAT, "layers": layers}) + "\n")
         except OSError as error:
-            _logger.warning("the prefill patterns of this model are searched again next time: %s", error)
+            _logger.warning("the prefill patterns of this model cannot be saved, and will be searched again: %s", error)
             return
         if is_first:
             _logger.warning(
-                "minference: patterns of this model's heads are found at %s tokens, and kept in %s; remove the file to "
-                "have them found anew", f"{tokens:,}", self.path,
+                "minference: patterns of this model's heads are found at %s tokens, and saved in %s; remove the file "
+                "to search again", f"{tokens:,}", self.path,
             )  # fmt: skip
 
     def _read(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class KnownPatterns:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, ConfigError, RecursionError) as error:
-            _logger.warning("%s is no file of prefill patterns, and is written anew: %s", self.path, error)
+            _logger.warning("%s is not a file of prefill patterns, and will be overwritten: %s", self.path, error)
             return {}
         layers = content.get("layers") if isinstance(content, dict) and content.get("format") == _FORMAT else None
         return layers if isinstance(layers, dict) else {}

@@ -46,8 +46,7 @@ class SlidingWindowAttention(AttentionOperator):
     def prefill_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if call.sliding_window not in (None, layer.window):
             raise UnsupportedModelError(
-                f"{self.path}: the model asks for a window of {call.sliding_window} where its config says "
-                f"{layer.window}"
+                f"{self.path}: the model requests a window of {call.sliding_window}, but its config has {layer.window}"
             )
         keys, values = layer.extend(call.k, call.v)
         if step.is_decode:

@@ -64,8 +64,8 @@ class QuantizedType(StorageType):
     def elements(self, dim: int) -> int:
         if not self.takes(dim):
             raise HeteroKVError(
-                f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
-                f"{dim}; set kv_type to FP16 or BF16, or key_type or value_type where it is theirs"
+                f"kv_type {self.name} stores numbers in groups of {GROUP}, but this model's heads have dimension "
+                f"{dim}; set kv_type (or the key_type or value_type in use) to FP16 or BF16"
             )
         return dim // GROUP * self.group_bytes
 

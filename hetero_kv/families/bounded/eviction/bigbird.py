@@ -29,8 +29,7 @@ class BigBirdSettings(StridedSettings):
             raise SettingError(
                 "window_ratio",
                 self.window_ratio,
-                f"with global_ratio {self.global_ratio} it takes more than the budget; give at most "
-                f"{1 - self.global_ratio:g}",
+                f"with global_ratio {self.global_ratio} it exceeds the budget; set at most {1 - self.global_ratio:g}",
             )
 
 

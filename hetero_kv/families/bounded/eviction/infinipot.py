@@ -51,7 +51,7 @@ class InfiniPotSettings(BoundedSettings):
                 "kept_ratio", self.kept_ratio, "it must be above 0 and below 1, so that a full pot gets room (0.5)"
             )
         if not self.catalyst.strip():
-            raise SettingError("catalyst", self.catalyst, f"it must have words, such as {GENERAL!r}")
+            raise SettingError("catalyst", self.catalyst, f"it must contain text, such as {GENERAL!r}")
         has_place = "{question}" in self.catalyst
         if has_place and not self.question:
             raise SettingError("question", self.question, "the catalyst has a place for it, {question}; give one")

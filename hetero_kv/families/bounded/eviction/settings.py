@@ -51,7 +51,7 @@ class BoundedSettings(Settings):
             raise SettingError(
                 "budget",
                 self.budget,
-                f"policy {self.policy} with these settings needs at least {self.least} entries; give at least "
+                f"policy {self.policy} with these settings needs at least {self.least} entries; set at least "
                 f"{self.least}, or a share of the sequence (0.2 is 20 %)",
             )
 

@@ -207,7 +207,7 @@ class Chooser(ABC, Generic[S]):
 
     def choose(self, query: TokenQuery) -> ChosenTokens:
         """Choose tokens for a query that may be a guess; the newest token's key may not be stored yet."""
-        raise NotImplementedError("a chooser that looks ahead chooses")
+        raise NotImplementedError("a chooser that looks ahead must implement `choose`")
 
     @abstractmethod
     def attend(self, query: TokenQuery) -> ContextAttention:

@@ -62,7 +62,8 @@ class RetroInferSettings(TokenSettings):
             raise SettingError(
                 "cluster_tokens",
                 self.cluster_tokens,
-                f"clusters lie with blocks, whose block_size {self.block_size} is no multiple of it; take a divisor",
+                f"clusters are stored with blocks, and block_size {self.block_size} is not a multiple of it; set a "
+                "divisor",
             )
 
 
