@@ -167,7 +167,7 @@ def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c,
 
 
 @intrinsic
-def turn_words(typingctx, source, s_at, s_row, target, t_at, t_row):
+def transpose_words(typingctx, source, s_at, s_row, target, t_at, t_row):
     """Transpose `TILE` x `TILE` words: target[t_at + j * t_row + i] = source[s_at + i * s_row + j]."""
     words = ir.VectorType(_WORD, TILE)
 
@@ -182,7 +182,7 @@ def turn_words(typingctx, source, s_at, s_row, target, t_at, t_row):
         rows = [builder.load(line(source_pointer, arguments[2], each), align=4, typ=words) for each in range(TILE)]
         # At each level, words are exchanged with the row whose number differs in one bit.
         for bit in (8, 4, 2, 1):
-            turned = list(rows)
+            transposed = list(rows)
             for low in (each for each in range(TILE) if not each & bit):
                 high = low | bit
                 masks = (
@@ -191,8 +191,8 @@ def turn_words(typingctx, source, s_at, s_row, target, t_at, t_row):
                 )
                 for number, mask in zip((low, high), masks, strict=True):
                     chosen = ir.Constant(ir.VectorType(_WORD, TILE), mask)
-                    turned[number] = builder.shuffle_vector(rows[low], rows[high], chosen)
-            rows = turned
+                    transposed[number] = builder.shuffle_vector(rows[low], rows[high], chosen)
+            rows = transposed
         for each, row in enumerate(rows):
             builder.store(row, line(place, arguments[5], each), align=4)
         return context.get_dummy_value()

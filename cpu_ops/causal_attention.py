@@ -120,7 +120,7 @@ def _region(
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
         first, last = total * thread // threads, total * (thread + 1) // threads
         # The queries of a tile are contiguous, so that they stay in the L1 cache.
-        turned_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
+        transposed_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
         wide_keys, wide_values, wide_offset = scratch(tokens, k_pad), scratch(tokens, v_pad), scratch(1, k_pad)
         scores, sums = scratch(tokens, tile_columns), scratch(q_pad, v_pad)
         most, fresh, totals = np.empty((3, q_pad), np.float32)
@@ -141,7 +141,7 @@ def _region(
             for n in range(queries):
                 query, lane = q[row, n // group, head, n % group], n % tile_columns
                 for d in range(k_dim):
-                    turned_q[n // tile_columns, d * tile_columns + lane] = query[d] * factor
+                    transposed_q[n // tile_columns, d * tile_columns + lane] = query[d] * factor
             most[:], totals[:], sums[:] = -np.inf, 0, 0
             base = starts[index + 1] - q_len
             within = np.int64(0)
@@ -181,17 +181,17 @@ def _region(
                         if wide and vectors == 4:
                             multiply_tile(
                                 lanes, height, 4, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                                transposed_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
                             )  # fmt: skip
                         elif vectors == 2:
                             multiply_tile(
                                 lanes, height, 2, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                                transposed_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
                             )  # fmt: skip
                         else:
                             multiply_tile(
                                 lanes, height, 1, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                                transposed_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
                             )  # fmt: skip
                     stop = min(column + vectors * lanes, queries)
                     if softcapped:

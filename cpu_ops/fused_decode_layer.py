@@ -67,10 +67,10 @@ def _rotated(x, first, heads, dim, cos, sin, out):
             at = first + head * dim
             for i in range(half):
                 low, high = x[row, at + i], x[row, at + half + i]
-                turned = low * number(cos[row, i]) - high * number(sin[row, i])
-                out[row, head, 0, i] = rounded(out, turned)
-                turned = high * number(cos[row, half + i]) + low * number(sin[row, half + i])
-                out[row, head, 0, half + i] = rounded(out, turned)
+                transposed = low * number(cos[row, i]) - high * number(sin[row, i])
+                out[row, head, 0, i] = rounded(out, transposed)
+                transposed = high * number(cos[row, half + i]) + low * number(sin[row, half + i])
+                out[row, head, 0, half + i] = rounded(out, transposed)
 
 
 @device_function

@@ -53,7 +53,7 @@ def next_listed(runs, run, token, stop, listed):
 
 
 @device_function
-def hide(listed, filled, position, scores):
+def mask_future(listed, filled, position, scores):
     """Mask scores [tokens, queries] of tokens after a query; the first query is at `position`."""
     for t in range(filled):
         for i in range(min(scores.shape[1], listed[t] - position)):

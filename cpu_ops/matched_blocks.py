@@ -23,8 +23,8 @@ from cpu_ops.qk_tile import (
     QKTileShape,
     capped,
     free_block_weights,
-    hide_behind,
     keys_of_block,
+    mask_after,
     score_block,
     tile_queries,
 )
@@ -171,7 +171,7 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
         q, past_k, k, runs, starts, scale, softcap, shares = arguments_at("match blocks", variant, arguments)
         before, n, (key_blocks, blocks, heads) = past_k.shape[0], k.shape[0], shares.shape
         factor = np.float32(1 if softcapped else scale * LOG2_E)
-        turned_q, gathered = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
+        transposed_q, gathered = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
         scores, sums, mosts = scratch(tokens, columns), scratch(key_blocks, columns), scratch(key_blocks, columns)
         most, totals, fresh = np.empty((3, columns), np.float32)
         by_item = shares.reshape(key_blocks, blocks * heads)
@@ -185,7 +185,7 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
         queries, step = heads * blocks * samples, tokens // samples
         for first in range(thread * columns, queries, threads * columns):
             count, nearest, farthest = min(columns, queries - first), before + n, 0
-            turned_q[:], named[:] = 0, 0
+            transposed_q[:], named[:] = 0, 0
             for column in range(count):
                 (block, head), number = divmod((first + column) // samples, heads), (first + column) % samples
                 position = min(block * tokens + (number + 1) * step, n) - 1
@@ -195,16 +195,16 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
                     own = starts[head * blocks + block : head * blocks + block + 2]
                     _mark(runs, own[0], own[1], bits[column], named)
                 for d in range(words):
-                    turned_q[d, column] = q[head, position, d]
+                    transposed_q[d, column] = q[head, position, d]
             most[:], totals[:] = LEAST, 0
             for key_block in range(-(-farthest // tokens)):
                 start = key_block * tokens
                 keys, key_at = keys_of_block(past_k, k, start, whole_rows, gathered)
-                score_block(kind, lanes, vectors, depth, keys, key_at, turned_q, 0, scores)
+                score_block(kind, lanes, vectors, depth, keys, key_at, transposed_q, 0, scores)
                 if softcapped:
                     capped(scores, scale, softcap)
                 if start + tokens > nearest:
-                    hide_behind(scores, start, seen[:count])
+                    mask_after(scores, start, seen[:count])
                 for i in range(0, columns, lanes):
                     if rows_most(lanes, lanes, scores, i, columns, tokens, most, i, fresh, i):
                         for column in range(i, i + lanes):

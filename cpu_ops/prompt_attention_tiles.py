@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
+from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.device_function import device_function
@@ -31,7 +31,7 @@ _KEYS = 96
 
 
 @device_function(error_model="numpy")
-def _hide(scores, place, group, first, window):
+def _mask_unseen(scores, place, group, first, window):
     """Mask the scores [tokens, columns] that queries do not see; a column's query index is `place` + column.
 
     place: token * group + head in group, with tokens of the chunk. first: the scores' first token, relative to the
@@ -65,10 +65,10 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
         # Transposed queries, in tiles of `side` queries.
-        turned_q = scratch(item_columns // side * depth, side).view(np.uint32)
-        sums, turned_sums = scratch(item_columns // side * v_pad, side), scratch(side, v_pad)
+        transposed_q = scratch(item_columns // side * depth, side).view(np.uint32)
+        sums, transposed_sums = scratch(item_columns // side * v_pad, side), scratch(side, v_pad)
         key_words, query_words = scratch(tokens, depth).view(np.uint32), scratch(side, depth).view(np.uint32)
-        value_words, turned_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
+        value_words, transposed_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
         scores, weights = scratch(tokens, side), scratch(pairs, side).view(np.uint32)
         most, totals = np.empty((2, item_columns), np.float32)
         fresh, rescale = np.empty((2, side), np.float32)
@@ -92,7 +92,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 for d in range(0, depth, lanes):
                     for i in range(0, side, lanes):
                         at = (tile // side * depth + d) * side + i
-                        turn_words(query_words, i * depth + d, depth, turned_q, at, side)
+                        transpose_words(query_words, i * depth + d, depth, transposed_q, at, side)
             most[:], totals[:], sums[:] = LEAST, 0, 0
             end: Any = past + (first + count - 1) // group + 1
             begin: Any = max(0, past + first // group + 1 - window)
@@ -111,7 +111,9 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     pair_rows(v_dim, last, last, value_words, (filled // 2) * v_pad)
                 for pair in range(0, whole // 2, lanes):
                     for d in range(0, v_dim, lanes):
-                        turn_words(value_words, pair * v_pad + d, v_pad, turned_values, d * pairs + pair, pairs)
+                        transpose_words(
+                            value_words, pair * v_pad + d, v_pad, transposed_values, d * pairs + pair, pairs
+                        )
                 for tile in range(0, count, side):
                     # The first and the last token of this tile's queries.
                     earliest = past + (first + tile) // group
@@ -120,12 +122,22 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         continue
                     for t in range(0, whole, side):
                         multiply_by_tiles(
-                            0, key_words, t * depth, depth, depth, turned_q, tile * depth, side, scores, t * side, side
+                            0,
+                            key_words,
+                            t * depth,
+                            depth,
+                            depth,
+                            transposed_q,
+                            tile * depth,
+                            side,
+                            scores,
+                            t * side,
+                            side,
                         )
                     if softcapped:
                         cap_products(scores, whole, before_cap, softcap)
                     if start + whole - 1 > earliest or start + window <= latest:
-                        _hide(scores[:whole], first + tile, group, start - past, window)
+                        _mask_unseen(scores[:whole], first + tile, group, start - past, window)
                     below = tile // side * v_pad
                     grown = False
                     for i in range(0, side, lanes):
@@ -137,13 +149,13 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     for d in range(0, v_pad, side):
                         at = (below + d) * side
                         multiply_by_tiles(
-                            1, turned_values, d * pairs, pairs, whole // 2, weights, 0, side, sums, at, side
+                            1, transposed_values, d * pairs, pairs, whole // 2, weights, 0, side, sums, at, side
                         )
             for tile in range(0, count, side):
-                divide_sums(totals, tile, rescale, sums, tile // side * v_pad, v_dim, turned_sums)
+                divide_sums(totals, tile, rescale, sums, tile // side * v_pad, v_dim, transposed_sums)
                 for i in range(min(side, count - tile)):
                     token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
-                    round_row(turned_sums[i, :v_dim], out[row, token, query])
+                    round_row(transposed_sums[i, :v_dim], out[row, token, query])
                     lse[row, query, token] = (most[tile + i] * factor + np.log2(totals[tile + i])) * LN_2
         end_tiles(found)
         return np.int64(0 * code_version)

@@ -104,7 +104,7 @@ def keys_of_block(past_k, k, start, whole_rows, gathered):
 
 
 @device_function(error_model="numpy")
-def hide_behind(scores, start, seen):
+def mask_after(scores, start, seen):
     """Mask scores [tokens, columns] of the tokens from `start` on: column c sees only tokens before `seen[c]`."""
     for column in range(seen.size):
         for t in range(max(seen[column] - start, 0), scores.shape[0]):

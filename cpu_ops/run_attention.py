@@ -19,7 +19,7 @@ from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
-from cpu_ops.listed_keys import MASKED, address_in, hide, next_listed, places_of
+from cpu_ops.listed_keys import MASKED, address_in, mask_future, next_listed, places_of
 from cpu_ops.matrix_tiles import multiply_tile
 from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -158,7 +158,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
         # Float32 queries are scaled. Scaling bfloat16 queries would lose precision, so their scores are scaled instead.
         scaling = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
         factor = scaling if in_bfloat16 and not softcapped else np.float32(1)
-        turned_q, keys = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
+        transposed_q, keys = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
         scores, sums = scratch(tokens, columns), scratch(rows_padded, v_pad)
         values = scratch(tokens // per_word, v_pad).view(q.dtype)
         if in_bfloat16:
@@ -170,11 +170,11 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
             kv_head, first = head // (heads // kv_heads), block * columns
             count = min(columns, n - first)
             key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
-            turned_q[:] = 0
+            transposed_q[:] = 0
             for i in range(count):
                 for d in range(depth):
                     word = q[row, head, first + i, d]
-                    turned_q[d, i] = word if in_bfloat16 else word * scaling
+                    transposed_q[d, i] = word if in_bfloat16 else word * scaling
             most[:], totals[:], sums[:] = MASKED, 0, 0
             run, token = starts[item], np.int64(0)
             while run < starts[item + 1]:
@@ -191,7 +191,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                         odd = address_in(value_places, past, listed[2 * pair + 1])
                         pair_rows(v_dim, even, odd, values, pair * v_dim)
                     for t in range(0, filled, height):
-                        score_tile_bf16(height, depth, columns, keys, t * depth, turned_q, columns, scores[t:])
+                        score_tile_bf16(height, depth, columns, keys, t * depth, transposed_q, columns, scores[t:])
                 else:
                     for t in range(filled):
                         copy_row(v_dim, address_in(value_places, past, listed[t]), values, t * v_pad)
@@ -199,7 +199,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                         for t in range(0, filled, height):
                             multiply_tile(
                                 lanes, height, vectors, 0, keys, t * k_dim, k_dim, 1, k_dim,
-                                turned_q, i, columns, scores, t * columns + i, columns,
+                                transposed_q, i, columns, scores, t * columns + i, columns,
                             )  # fmt: skip
                 if softcapped:
                     for t in range(filled):
@@ -208,7 +208,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                                 scores[t, i] *= scaling
                         row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
                 if listed[filled - 1] > past + first:
-                    hide(listed, filled, past + first, scores)
+                    mask_future(listed, filled, past + first, scores)
                 if in_bfloat16 and filled % 2:
                     scores[filled] = MASKED
                 for i in range(0, columns, lanes):

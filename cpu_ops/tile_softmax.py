@@ -7,7 +7,7 @@ because calling a function for these took a sixth longer.
 
 import numpy as np
 
-from cpu_ops.amx_tiles import TILE, turn_words
+from cpu_ops.amx_tiles import TILE, transpose_words
 from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.listed_keys import outgrown
@@ -41,10 +41,10 @@ def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_di
 
 
 @device_function(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
-def divide_sums(totals, at, rescale, sums, below, v_dim, turned):
-    """Divide sums[below : below + v_dim] by totals[at:] and write them, transposed, to turned, one row per query.
+def divide_sums(totals, at, rescale, sums, below, v_dim, transposed):
+    """Divide sums[below : below + v_dim] by totals[at:] and write them, transposed, to `transposed`, one row per query.
 
-    sums: [rows, queries]. rescale: a buffer [queries]. turned: [queries, v_dim rounded up].
+    sums: [rows, queries]. rescale: a buffer [queries]. transposed: [queries, v_dim rounded up].
     """
     queries = rescale.size
     for i in range(queries):
@@ -52,9 +52,14 @@ def divide_sums(totals, at, rescale, sums, below, v_dim, turned):
     for d in range(below, below + v_dim):
         for i in range(queries):
             sums[d, i] *= rescale[i]
-    words, turned_words = sums.view(np.uint32), turned.view(np.uint32)
+    words, transposed_words = sums.view(np.uint32), transposed.view(np.uint32)
     for d in range(0, v_dim, TILE):
         for i in range(0, queries, TILE):
-            turn_words(
-                words, (below + d) * queries + i, queries, turned_words, i * turned.shape[1] + d, turned.shape[1]
+            transpose_words(
+                words,
+                (below + d) * queries + i,
+                queries,
+                transposed_words,
+                i * transposed.shape[1] + d,
+                transposed.shape[1],
             )

@@ -22,8 +22,8 @@ from cpu_ops.qk_tile import (
     block_weights,
     capped,
     emit_weights,
-    hide_behind,
     keys_of_block,
+    mask_after,
     score_block,
     tile_queries,
 )
@@ -156,7 +156,7 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
         )
         (heads, queries), total, places = q.shape[:2], past_k.shape[0] + k.shape[0], by_place.shape[2]
         factor = np.float32(1 if softcapped else scale * LOG2_E)
-        turned_q, gathered = scratch(heads * depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
+        transposed_q, gathered = scratch(heads * depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
         scores, ahead, shifts = scratch(tokens, columns), scratch(heads, columns), scratch(heads, columns)
         fresh = np.empty(columns, np.float32)
         # The last query is in the first column. Column c's query is then c tokens earlier, and its key at a fixed
@@ -165,7 +165,7 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
         for head in range(heads):
             for column in range(queries):
                 for d in range(words):
-                    turned_q[head * depth + d, column] = q[head, queries - 1 - column, d]
+                    transposed_q[head * depth + d, column] = q[head, queries - 1 - column, d]
             if is_first:
                 continue
             for column in range(columns):
@@ -183,11 +183,11 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
             for start in range(span * span_tokens, end, tokens):
                 keys, key_at = keys_of_block(past_k, k, start, whole_rows, gathered)
                 for head in range(heads):
-                    score_block(kind, lanes, vectors, depth, keys, key_at, turned_q, head * depth * columns, scores)
+                    score_block(kind, lanes, vectors, depth, keys, key_at, transposed_q, head * depth * columns, scores)
                     if softcapped:
                         capped(scores, scale, softcap)
                     if start + tokens > total - queries:
-                        hide_behind(scores, start, seen)
+                        mask_after(scores, start, seen)
                     if not is_first:
                         _add_lines(
                             lanes, scores, factor, shifts, head * columns, by_token, head * by_token.shape[1] + start,

@@ -87,7 +87,7 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool
 def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `gpu_ops.window_step` supports a decoded token's query, key and value [batch, heads, 1, dim]."""
     backend = _present.get(_DEFAULT)
-    if backend.name not in ("auto", "triton") or not window_step.serves(q, k, v):
+    if backend.name not in ("auto", "triton") or not window_step.supports(q, k, v):
         return False
     backend.used.add(AttentionKernel.TRITON)
     return True

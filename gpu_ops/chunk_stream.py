@@ -52,29 +52,30 @@ class ChunkStream:
         return 2 * _SLOTS * chunk * batch * width * element
 
     def read(
-        self, chunks: Sequence[slice], beside: Callable[[slice], Any] = lambda chunk: None
+        self, chunks: Sequence[slice], copy_along: Callable[[slice], Any] = lambda chunk: None
     ) -> Iterator[tuple[torch.Tensor, Any]]:
         """Yields each chunk [batch, tokens, width] on the GPU, valid until the next one, which is copied meanwhile.
 
         Args:
             chunks: slices of tokens.
-            beside: copies further data for a chunk, on the stream of the copies; its result is yielded with the chunk.
+            copy_along: copies further data for a chunk, on the stream of the copies; its result is yielded with the
+                chunk.
         """
         current = torch.cuda.current_stream(self.device)
-        coming = [self._fetch(0, chunks[0], beside)]
+        coming = [self._fetch(0, chunks[0], copy_along)]
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):
-                coming.append(self._fetch(number + 1, chunks[number + 1], beside))
+                coming.append(self._fetch(number + 1, chunks[number + 1], copy_along))
             current.wait_event(self._ready[number % _SLOTS])
             arrived = self._arriving[number % _SLOTS][: chunk.stop - chunk.start]
             yield arrived.transpose(0, 1).contiguous(), coming.pop(0)
             self._used[number % _SLOTS].record(current)
 
-    def _fetch(self, number: int, chunk: slice, beside: Callable[[slice], Any]) -> Any:
+    def _fetch(self, number: int, chunk: slice, copy_along: Callable[[slice], Any]) -> Any:
         slot = number % _SLOTS
         self._inwards.wait_event(self._used[slot])
         with torch.cuda.stream(self._inwards):
-            along = beside(chunk)
+            along = copy_along(chunk)
             self._arriving[slot][: chunk.stop - chunk.start].copy_(self._host[chunk], non_blocking=True)
             self._ready[slot].record(self._inwards)
         return along

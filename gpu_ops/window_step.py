@@ -21,7 +21,7 @@ _LARGEST_HEAD = 256
 Runs = tuple[int, int, int, int]
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether Triton's kernels support a token's query, key and value [batch, heads, 1, dim]."""
     dtype = q.dtype
     is_alike = dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES

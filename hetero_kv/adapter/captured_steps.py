@@ -101,7 +101,7 @@ class CapturedSteps:
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
-        tokens = call.given
+        tokens = call.inputs
         leaves_early = cache.depth is not None and cache.depth < len(cache.layers)
         if tokens is None or not tokens.is_cuda or leaves_early:
             return call.run()
@@ -116,13 +116,13 @@ class CapturedSteps:
 
     def _arguments(self, call: ModelCall, cache: HeteroCache) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The tensors of a call including its positions, and its other arguments without the cache."""
-        assert call.given is not None
+        assert call.inputs is not None
         # The mask of a decoded token only marks rows without a token, which are handled before.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
             # Filled on the device from scalars, so that nothing is copied to it.
             past = [
-                torch.full((len(step.group.sequences), 1), step.past, device=call.given.device) for step in cache.steps
+                torch.full((len(step.group.sequences), 1), step.past, device=call.inputs.device) for step in cache.steps
             ]
             arguments["position_ids"] = past[0] if len(past) == 1 else torch.cat(past)
         for name in CACHE_NAMES:
@@ -155,7 +155,7 @@ class CapturedSteps:
         token = self._tokens.get(key)
         if token is not None and token.is_current:
             return token
-        if self._captures.rests():
+        if self._captures.backs_off():
             return None
         self._tokens.pop(key, None)
         while len(self._tokens) >= _KEPT:

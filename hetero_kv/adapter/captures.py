@@ -31,7 +31,7 @@ class Captures:
         """Whether capturing is switched off or impossible."""
         return self.setting == _OFF or (self.state is not None and self.state.startswith(_OFF))
 
-    def rests(self) -> bool:
+    def backs_off(self) -> bool:
         """Whether this token must run uncaptured, in the pause after memory ran out; counts the token."""
         is_one = self._resting > 0
         self._resting -= is_one

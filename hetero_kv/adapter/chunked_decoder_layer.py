@@ -65,8 +65,8 @@ class ChunkedDecoderLayer(Operator):
     def compile_own_kernels(self) -> None:
         """Try the native path of a token and the short path of a prompt, which compiles both."""
         if self._is_replaced:
-            self._native_way()
-            self._short_way()
+            self._fused_decode()
+            self._fused_prefill()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token is not chunked."""
@@ -81,7 +81,7 @@ class ChunkedDecoderLayer(Operator):
         if replaced and steps[0].is_decode:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
-            native = self._native_way()
+            native = self._fused_decode()
             if native is not None and not args and native.fits(hidden_states, kwargs):
                 return native(hidden_states, cache, kwargs)
             return self.wrapped(hidden_states, *args, **kwargs)
@@ -100,7 +100,7 @@ class ChunkedDecoderLayer(Operator):
         )
         is_on_cpu = hidden_states.device.type == "cpu"
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
-        short = self._short_way() if is_plain else None
+        short = self._fused_prefill() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
         is_last = self.layer_idx == len(cache.layers) - 1
         # Strided policies may read the logits of any token.
@@ -129,7 +129,7 @@ class ChunkedDecoderLayer(Operator):
         chunking.mark_reusable(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
-    def _native_way(self) -> FusedDecodeLayer | None:
+    def _fused_decode(self) -> FusedDecodeLayer | None:
         """The native path of a token; None where the layer, in its present state, has none that is equivalent."""
         native = self._native
         if native is _UNTRIED or (isinstance(native, FusedDecodeLayer) and not native.is_current):
@@ -137,7 +137,7 @@ class ChunkedDecoderLayer(Operator):
             self._native = native = _FOREIGN if is_theirs else FusedDecodeLayer.of(self.wrapped, self.attention)
         return None if native is _FOREIGN else native
 
-    def _short_way(self) -> FusedPrefillLayer | None:
+    def _fused_prefill(self) -> FusedPrefillLayer | None:
         """The short path of prompts; None where the layer, in its present state, has none that is equivalent."""
         if not is_plain_but_for_projections(self.wrapped):
             return None

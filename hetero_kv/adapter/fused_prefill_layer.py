@@ -84,8 +84,8 @@ class FusedPrefillLayer:
         """The short path of a decoder layer; None when the layer has another form, or the outputs differ."""
         if not has_llama_form(layer, operator):
             return None
-        way = cls(layer, operator)
-        return way if agrees(way, layer, _TOLERANCE, "the fused prefill layer", logging.INFO) else None
+        fast_path = cls(layer, operator)
+        return fast_path if agrees(fast_path, layer, _TOLERANCE, "the fused prefill layer", logging.INFO) else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, of a model on a CPU, can take the path."""

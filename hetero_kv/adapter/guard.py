@@ -291,5 +291,5 @@ def _slice_by_slice(
 
 
 def _device(call: ModelCall) -> torch.device:
-    assert call.given is not None
-    return call.given.device
+    assert call.inputs is not None
+    return call.inputs.device

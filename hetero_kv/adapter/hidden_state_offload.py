@@ -35,7 +35,7 @@ from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
 _FEW_CHUNKS = 2
 
 
-def lie_in_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
+def offloads_to_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
     """Whether the hidden states of a prompt are in DRAM between the layers of a model on a GPU.
 
     Args:
@@ -89,7 +89,7 @@ def offload_hidden_states(model: Any, forward: Callable[..., Any], engine: Engin
     @functools.wraps(forward)
     def offloading_forward(*args: Any, **kwargs: Any) -> Any:
         call = signature.call(args, kwargs)
-        if (tokens := call.given) is not None:
+        if (tokens := call.inputs) is not None:
             stream_weights(model, tokens.device)
         cache = passed_cache(call.arguments)
         if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
@@ -111,7 +111,7 @@ def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings)
     return (
         ids is not None
         and ids.device.type == "cuda"
-        and lie_in_dram(engine.hidden_device, ids.shape[1], engine.chunk_size)
+        and offloads_to_dram(engine.hidden_device, ids.shape[1], engine.chunk_size)
         and cache.strided is None
     )
 

@@ -46,14 +46,14 @@ class ModelCall:
         return self.arguments.get("input_ids")
 
     @property
-    def given(self) -> torch.Tensor | None:
+    def inputs(self) -> torch.Tensor | None:
         """The token ids, or the embeddings in their place."""
         return self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, tokens). Raises HeteroKVError when there are none."""
-        tokens = self.given
+        tokens = self.inputs
         if not isinstance(tokens, torch.Tensor):
             raise HeteroKVError(
                 "the model was called with a HeteroCache but without input_ids and inputs_embeds; pass one of them"

@@ -75,11 +75,11 @@ class RotaryTable:
         return True
 
     def is_known(self, cos: torch.Tensor, start: int) -> bool:
-        """Whether the last `know` had these arguments: an earlier layer of the same forward has recorded them."""
+        """Whether the last `set_known` had these arguments: an earlier layer of the same forward has recorded them."""
         known = self._known
         return known is not None and known[0] is cos and known[1] == start
 
-    def know(self, cos: torch.Tensor, start: int) -> None:
+    def set_known(self, cos: torch.Tensor, start: int) -> None:
         """Remember that `cos` from `start` on is fully recorded."""
         self._known = cos, start
 

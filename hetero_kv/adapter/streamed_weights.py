@@ -20,7 +20,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layers in lists for layer in layers if isinstance(layer, ChunkedDecoderLayer)]
 
 
-def lies_in_dram(layer: nn.Module, device: torch.device) -> bool:
+def is_in_dram(layer: nn.Module, device: torch.device) -> bool:
     """Whether a layer's weights are in DRAM while `device` computes."""
     return device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in layer.parameters())
 
@@ -31,7 +31,7 @@ def stream_weights(model: Any, device: torch.device) -> None:
     Raises UnsupportedModelError when some of the layers are no ChunkedDecoderLayers.
     """
     layers = decoder_layers(model)
-    if not layers or LayerStream.streams(layers[0]) or not any(lies_in_dram(each, device) for each in layers):
+    if not layers or LayerStream.streams(layers[0]) or not any(is_in_dram(each, device) for each in layers):
         return
     others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]
     if len(others) != len(layers):
@@ -53,6 +53,6 @@ def _follow(layer: nn.Module) -> None:
 def bytes_of_room(model: nn.Module, device: torch.device) -> int:
     """Bytes that the stream will take on `device`, if it is not set up yet; 0 for weights on the device."""
     layers = [layer for module in model.modules() for layer in decoder_layers(module)]
-    if not layers or LayerStream.streams(layers[0]) or not lies_in_dram(layers[0], device):
+    if not layers or LayerStream.streams(layers[0]) or not is_in_dram(layers[0], device):
         return 0
     return LayerStream.device_bytes([weight_bytes((*layer.parameters(), *layer.buffers())) for layer in layers])

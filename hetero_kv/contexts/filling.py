@@ -93,7 +93,7 @@ class Filling:
             layer_idx, name = path.split("/")[2:]
             if name in WRITTEN:
                 self._pools[int(layer_idx)] = pools[int(layer_idx)]
-                pools[int(layer_idx)].lies_in_file(blocks.start, blocks.stop)
+                pools[int(layer_idx)].is_in_file(blocks.start, blocks.stop)
             elif name in SCORED or name in pools[int(layer_idx)].auxiliary:
                 will_need(array[blocks].data_ptr(), array[blocks].nbytes)
             self._mapped[id(file)] = file

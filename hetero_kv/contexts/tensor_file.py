@@ -19,7 +19,7 @@ from hetero_kv.contexts.tensor_header import PREFIX, Entry
 from hetero_kv.durable_file import write_pieces_atomically
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.mapped_file import MappedFile
-from hetero_kv.store.memory import lay, whole_pages
+from hetero_kv.store.memory import map_file, whole_pages
 
 #: Tensors begin at a multiple of this.
 ALIGNMENT = 64
@@ -245,7 +245,7 @@ class TensorFile:
         content, position = target.flatten().view(torch.uint8).numpy(), self.offset(name, row)
         before, behind = len(content), 0
         if len(content) >= LEAST_MAPPED:
-            before, behind = lay(content, self.descriptor, position)
+            before, behind = map_file(content, self.descriptor, position)
         view = memoryview(content.data)
         self._read(view[:before], position)
         self._read(view[len(view) - behind :], position + len(view) - behind)

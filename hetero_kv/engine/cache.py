@@ -212,7 +212,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         if is_decode is None:
             is_decode = self._stride is None and slices[0].tokens == 1
         if not is_decode:
-            self._note_state()
+            self._record_state()
         whole, row = len(slices) > 1, 0
         steps = []
         try:
@@ -236,7 +236,7 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
             self.steps = ()
             self._present(self.groups[0])
 
-    def _note_state(self) -> None:
+    def _record_state(self) -> None:
         """Record the state of the model that computes the tokens of a prompt."""
         now, before = self._maker.state(), self.computed_under if self.columns.count else ()
         self.computed_under = before if any(now.is_like(each) for each in before) else (*before, now)

@@ -147,4 +147,4 @@ def _see(observation: Observation, other: Observation) -> None:
     """Add the queries of `other` to `observation`."""
     assert other.q is not None
     assert other.lse is not None
-    observation.watch(other.q, other.lse, other.scale, other.softcap)
+    observation.add(other.q, other.lse, other.scale, other.softcap)

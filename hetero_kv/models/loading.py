@@ -111,8 +111,8 @@ def open_model(
     """A model that rules can be put into before its weights are loaded, so that nothing is unpacked which an operator
     keeps packed. The arguments are those of `load_model`, and:
 
-        weights_device: `gpu`, `dram` or `auto`; see `lie_in_dram`. Where those of the layers lie in DRAM, the model
-            computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
+        weights_device: `gpu`, `dram` or `auto`; see `offloads_to_dram`. Where those of the layers lie in DRAM, the
+            model computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
 
     The weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing to
     convert in them; other models are loaded at once.

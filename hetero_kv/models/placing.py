@@ -30,7 +30,7 @@ def weight_bytes(tensors: Any, dtype: torch.dtype | None = None) -> int:
     return sum(sizes.values())
 
 
-def lie_in_dram(weights_device: str, weights: int, free: int | None) -> bool:
+def offloads_to_dram(weights_device: str, weights: int, free: int | None) -> bool:
     """Whether the layers' weights of a model on a GPU are in DRAM.
 
     Args:
@@ -48,13 +48,13 @@ def placed(model: Any, device: torch.device, weights_device: str) -> Any:
 
     Args:
         device: the computing device.
-        weights_device: see `lie_in_dram`.
+        weights_device: see `offloads_to_dram`.
 
     Raises ModelError if its layers' weights belong in DRAM, and it has no list of layers.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        if lie_in_dram(weights_device, weight_bytes((*model.parameters(), *model.buffers())), free):
+        if offloads_to_dram(weights_device, weight_bytes((*model.parameters(), *model.buffers())), free):
             return with_layers_in_dram(model, device)
     return model.to(device)
 

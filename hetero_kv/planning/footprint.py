@@ -28,7 +28,7 @@ from hetero_kv.adapter.footprint import (
     register,
     terms,
 )
-from hetero_kv.adapter.hidden_state_offload import lie_in_dram, obstacle, tables_stay_on_gpu
+from hetero_kv.adapter.hidden_state_offload import obstacle, offloads_to_dram, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.adapter.streamed_weights import bytes_of_room, decoder_layers
@@ -162,7 +162,7 @@ class Footprint:
         weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
         if device == "meta":
             weights = sum(weight_sizes(model, dtype, stored or {}).values())
-            if on_gpu and placing.lie_in_dram(injection.engine.weights_device, weights, gpu):
+            if on_gpu and placing.offloads_to_dram(injection.engine.weights_device, weights, gpu):
                 weights, in_dram = parted(model, weights, dtype, stored or {})
         return cls(
             layers=layers,
@@ -219,7 +219,7 @@ class Footprint:
         tables = batch * forward_tokens * 2 * self.rotary_dim * self.element
         ids = batch * forward_tokens * _ID_BYTES
         walks = self.on_gpu and not any(layer.passes_in_strides for layer in self.layers)
-        if not (walks and lie_in_dram(self.hidden_device, tokens, self.chunk_size)):
+        if not (walks and offloads_to_dram(self.hidden_device, tokens, self.chunk_size)):
             yield Share(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
             return
         on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)

@@ -109,7 +109,7 @@ class BlockAllocator:
             pool.copy(source, target)
         self.lengths[target] = self.lengths[source]
 
-    def know(self, table: BlockTable) -> None:
+    def register(self, table: BlockTable) -> None:
         """Register this table, so that `recount` counts its blocks."""
         self._tables.add(table)
 

@@ -28,7 +28,7 @@ class BlockTable:
     def __init__(self, allocator: BlockAllocator, capacity: int) -> None:
         self.allocator = allocator
         self._ids = np.empty(-(-capacity // allocator.block_size), dtype=np.int32)
-        allocator.know(self)
+        allocator.register(self)
 
     def __del__(self) -> None:
         if self.length:

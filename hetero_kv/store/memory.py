@@ -17,7 +17,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _LARGE = 1 << 22
 
 
-def untouched(size: int) -> np.ndarray:
+def reserve(size: int) -> np.ndarray:
     """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory, in huge pages if possible, when written.
 
     Raises MemoryError if the reservation fails.
@@ -31,8 +31,8 @@ def untouched(size: int) -> np.ndarray:
     return np.frombuffer(pages, dtype=np.uint8, count=size)
 
 
-def lay(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
-    """Map a file into bytes of `untouched` memory: whole pages are mapped, and read when they are touched.
+def map_file(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
+    """Map a file into bytes of `reserve` memory: whole pages are mapped, and read when they are touched.
 
     Later writes stay private to this process. The file must keep its length.
 

@@ -11,7 +11,7 @@ import torch
 
 from cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.store.key_codes import encode
-from hetero_kv.store.memory import untouched
+from hetero_kv.store.memory import reserve
 from hetero_kv.store.read_ahead import ReadAhead
 from hetero_kv.store.storage import FP16, FP32, StorageType
 
@@ -102,9 +102,9 @@ class BlockPool:
         self.block_size = block_size
         self.key_storage, self.value_storage = storage, value_storage or storage
         self.representative_storage = kind = representative_storage or storage.for_representatives
-        self.keys, self.key_array = _untouched((num_blocks, kv_heads, block_size), k_dim, storage)
-        self.values, self.value_array = _untouched((num_blocks, kv_heads, block_size), v_dim, self.value_storage)
-        self.representatives, self.representative_array = _untouched(
+        self.keys, self.key_array = _reserved((num_blocks, kv_heads, block_size), k_dim, storage)
+        self.values, self.value_array = _reserved((num_blocks, kv_heads, block_size), v_dim, self.value_storage)
+        self.representatives, self.representative_array = _reserved(
             (num_blocks, kv_heads, representative_num), k_dim, kind
         )
         self.value_means: torch.Tensor | None = None
@@ -112,9 +112,9 @@ class BlockPool:
         self.key_codes: torch.Tensor | None = None
         self.key_code_array: np.ndarray | None = None
         if value_means:
-            self.value_means, self.value_mean_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
+            self.value_means, self.value_mean_array = _reserved((num_blocks, kv_heads, 1), v_dim, kind)
         if key_codes:
-            memory = untouched(num_blocks * kv_heads * bytes_of_block(block_size, k_dim))
+            memory = reserve(num_blocks * kv_heads * bytes_of_block(block_size, k_dim))
             self.key_code_array = memory.reshape(num_blocks, kv_heads, 1, -1)
             self.key_codes = torch.from_numpy(self.key_code_array)
         self.group_representatives: torch.Tensor | None = None
@@ -123,22 +123,22 @@ class BlockPool:
         self.group_value_array: np.ndarray | None = None
         if grouped:
             shape = num_blocks, kv_heads, representative_num
-            self.group_representatives, self.group_array = _untouched(shape, k_dim, kind)
+            self.group_representatives, self.group_array = _reserved(shape, k_dim, kind)
         if grouped and value_means:
-            self.group_value_means, self.group_value_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
+            self.group_value_means, self.group_value_array = _reserved((num_blocks, kv_heads, 1), v_dim, kind)
         self.key_offsets, self.offset_array = None, None
         if offset_keys:
-            self.key_offsets, offsets = _untouched((num_blocks, kv_heads, 1), k_dim, FP16)
+            self.key_offsets, offsets = _reserved((num_blocks, kv_heads, 1), k_dim, FP16)
             self.offset_array = offsets[:, :, 0].view(np.uint16)
         self.accumulated: torch.Tensor | None = None
         if accumulates:
-            self.accumulated, _ = _untouched((num_blocks, kv_heads), block_size, FP32)
+            self.accumulated, _ = _reserved((num_blocks, kv_heads), block_size, FP32)
         self.read_ahead: ReadAhead | None = None
         self.auxiliary: dict[str, torch.Tensor] = {}
         self.auxiliary_kernel_arrays: dict[str, np.ndarray] = {}
         for name, each in (auxiliary or {}).items():
             of_pool = num_blocks, kv_heads, *each.shape
-            self.auxiliary[name], self.auxiliary_kernel_arrays[name] = _untouched(of_pool, each.dim, each.storage)
+            self.auxiliary[name], self.auxiliary_kernel_arrays[name] = _reserved(of_pool, each.dim, each.storage)
 
     @property
     def bytes_per_block(self) -> int:
@@ -151,7 +151,7 @@ class BlockPool:
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
         return {name: array for name, array in kept.items() if array is not None} | self.auxiliary
 
-    def lies_in_file(self, start: int, stop: int) -> None:
+    def is_in_file(self, start: int, stop: int) -> None:
         """Record that the pages of blocks [start, stop) are mapped from a file."""
         if self.read_ahead is None:
             read = [array for name in WRITTEN if (array := self.arrays.get(name)) is not None and array[0].numel()]
@@ -324,13 +324,13 @@ def _offset(keys: torch.Tensor) -> torch.Tensor:
     return keys.float().mean(dim=-2, keepdim=True).clamp(-limit, limit).half()
 
 
-def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
+def _reserved(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
     """Allocate `shape` vectors of `dim` numbers; the operating system backs them with memory as they are written.
 
     The memory consists of whole pages that nothing else uses: a GPU reads it after it has been page-locked, and no page
     can be locked twice.
     """
-    memory = untouched(math.prod(shape) * storage.bytes_per_vector(dim))
+    memory = reserve(math.prod(shape) * storage.bytes_per_vector(dim))
     as_tensor = torch.from_numpy(memory).view(storage.dtype).reshape(*shape, storage.elements(dim))
     # Not -1, which is ambiguous for vectors without numbers: a pool may store values alone.
     as_array = memory.view(storage.kernel_dtype)

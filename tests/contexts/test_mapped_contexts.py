@@ -23,14 +23,14 @@ def model():
 @pytest.fixture
 def mapped(monkeypatch):
     """Counts the bytes that are mapped."""
-    counted, lay = [], tensor_file.lay
+    counted, map_file = [], tensor_file.map_file
 
     def noted(target, descriptor, offset):
-        before, behind = lay(target, descriptor, offset)
+        before, behind = map_file(target, descriptor, offset)
         counted.append(len(target) - before - behind)
         return before, behind
 
-    monkeypatch.setattr(tensor_file, "lay", noted)
+    monkeypatch.setattr(tensor_file, "map_file", noted)
     return counted
 
 

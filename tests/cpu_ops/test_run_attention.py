@@ -36,7 +36,7 @@ KERNELS = [
 def turned():
     """Have values turned however few queries attend to them, which chunks of these tests are too short for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_attention_tiles, "_TURNED_FROM", 0)
+        patch.setattr(run_attention_tiles, "_TRANSPOSED_FROM", 0)
         yield
 
 
@@ -133,12 +133,12 @@ def test_values_are_turned_for_some_kv_heads_at_a_time_or_none(monkeypatch):
     runs, starts = random_runs(np.random.default_rng(5), 12, 100, 150, 0.5)
     together = chosen_attention(*given_tensors, runs, starts, SCALE)
     head_bytes = 250 // 32 * 32 * 64 * 2
-    assert 6 * head_bytes <= run_attention_tiles._TURNED_BYTES
+    assert 6 * head_bytes <= run_attention_tiles._TRANSPOSED_BYTES
     for room in (0, 2 * head_bytes):
-        monkeypatch.setattr(run_attention_tiles, "_TURNED_BYTES", room)
+        monkeypatch.setattr(run_attention_tiles, "_TRANSPOSED_BYTES", room)
         assert all(map(torch.equal, together, chosen_attention(*given_tensors, runs, starts, SCALE)))
     # Tokens come in another order then.
-    monkeypatch.setattr(run_attention_tiles, "_TURNED_FROM", 1000)
+    monkeypatch.setattr(run_attention_tiles, "_TRANSPOSED_FROM", 1000)
     out, lse = chosen_attention(*given_tensors, runs, starts, SCALE)
     assert (out - together[0]).abs().max() <= 2**-7 * out.abs().max()
     assert (lse - together[1]).abs().max() < 1e-5

@@ -83,7 +83,7 @@ SINGLE_TOKENS = (
         ("tests/cpu_ops/test_token_attention.py",),
     ),
     Mutation(
-        "what is learned of a short prompt serves every long one behind it",
+        "what is learned of a short prompt supports every long one behind it",
         "hetero_kv/families/token_retrieval/choosers/chooser.py",
         "return tokens >= LEARNED_ANEW * learned",
         "return False",

@@ -290,7 +290,7 @@ def test_memory_is_looked_for_less_and_less_often():
     behind = []
     for _ in range(3):
         report.run_out()
-        behind.append(sum(iter(report.rests, False)))
+        behind.append(sum(iter(report.backs_off, False)))
     assert behind == [16, 64, 256]
 
 

@@ -97,7 +97,7 @@ def test_values_are_looked_at_once_for_a_token():
 def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkeypatch, stored):
     model = model_on(torch.device("cuda", 0), tiny_model("llama", head_dim=32))
     without_waits = answer(model, value_type=stored)
-    monkeypatch.setattr(device_decode, "serves", lambda layer, keys: False)
+    monkeypatch.setattr(device_decode, "supports", lambda layer, keys: False)
     by_host = answer(model, value_type=stored)
     for actual, expected in zip(without_waits[:2], by_host[:2], strict=True):
         torch.testing.assert_close(actual, expected)
@@ -127,7 +127,7 @@ def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
 def test_what_is_still_read_is_let_go_of_when_it_has_been(gpu, monkeypatch, by_host):
     model = model_on(torch.device("cuda", 0), model_of("llama"))
     if by_host:
-        monkeypatch.setattr(device_decode, "serves", lambda layer, keys: False)
+        monkeypatch.setattr(device_decode, "supports", lambda layer, keys: False)
     cache = injected(model, **SPARSE)
     *before, last = random_tokens(106).split([100, *[1] * 6], dim=1)
     logits(model, cache, *before)

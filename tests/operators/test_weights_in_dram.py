@@ -13,7 +13,7 @@ from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.placing import decoder_layers, lie_in_dram, placed, weight_bytes, with_layers_in_dram
+from hetero_kv.models.placing import decoder_layers, offloads_to_dram, placed, weight_bytes, with_layers_in_dram
 from hetero_kv.planning.footprint import Footprint
 
 CUDA = torch.device("cuda")
@@ -96,9 +96,9 @@ def test_a_model_goes_where_its_setting_says():
         where += [{each.device.type for each in placed(tiny_model("llama"), CUDA, "dram").parameters()}]
         assert where == [{"cpu", "cuda"}] * 2
         assert gpu.memory.peak[0] < weight_bytes(large.parameters())
-    assert not lie_in_dram("gpu", 100, 10)
-    assert not lie_in_dram("auto", 90, 100)
-    assert lie_in_dram("auto", 91, 100)
+    assert not offloads_to_dram("gpu", 100, 10)
+    assert not offloads_to_dram("auto", 90, 100)
+    assert offloads_to_dram("auto", 91, 100)
 
 
 def test_a_model_without_a_list_of_layers_is_refused_by_name():

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from hetero_kv.store.memory import lay, untouched
+from hetero_kv.store.memory import lay, reserve
 
 PAGE = mmap.PAGESIZE
 
@@ -25,7 +25,7 @@ def file(tmp_path):
 @pytest.mark.parametrize(("start", "size", "offset"), [(0, 4 * PAGE, PAGE), (40, 5 * PAGE + 7, 40), (0, PAGE + 1, 0)])
 def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, offset):
     content, descriptor = file
-    memory = untouched(8 * PAGE)
+    memory = reserve(8 * PAGE)
     memory[:] = 255
     target = memory[start : start + size]
     before, behind = lay(target, descriptor, offset)
@@ -41,7 +41,7 @@ def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, 
 
 
 def test_what_does_not_lie_alike_in_its_pages_or_fills_none_is_to_be_read(file):
-    memory = untouched(4 * PAGE)
+    memory = reserve(4 * PAGE)
     assert lay(memory[1:], file[1], 0) == (4 * PAGE - 1, 0)
     assert lay(memory[: PAGE - 1], file[1], 0) == (PAGE - 1, 0)
     assert not memory.any()
@@ -49,5 +49,5 @@ def test_what_does_not_lie_alike_in_its_pages_or_fills_none_is_to_be_read(file):
 
 def test_no_room_is_a_memory_error_and_none_is_wanted_for_nothing():
     with pytest.raises(MemoryError, match="Unable to allocate"):
-        untouched(1 << 62)
-    assert untouched(0).size == 0
+        reserve(1 << 62)
+    assert reserve(0).size == 0

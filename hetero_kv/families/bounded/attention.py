@@ -131,7 +131,7 @@ class BoundedAttention(AttentionOperator):
                 f"{self.path}: the model rotates a position differently than before; {_NAME} with policy "
                 f"{self.settings.policy} needs one rotation per position, use one that keeps positions (tova, h2o)"
             )
-        layer.rotary.know(cos, layer.length)
+        layer.rotary.set_known(cos, layer.length)
 
     # -- attention
 

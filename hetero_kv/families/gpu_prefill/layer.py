@@ -29,7 +29,7 @@ class GpuPrefillCache(BufferedLayer):
         """A new writer for a prompt; the buffer has the prompt's first tokens, or all of them."""
 
     @property
-    def stored_apart(self) -> int:
+    def tokens_in_pieces(self) -> int:
         """The number of tokens before a prompt that are loaded in pieces, by default all; blocks are not split.
 
         Only the last block may be incomplete.
@@ -58,17 +58,17 @@ class GpuPrefillCache(BufferedLayer):
         if not keys.is_cuda:
             return super()._loaded_buffer(keys, values)
         assert self._prefilling is not None
-        past, first = self._prefilling.past, self.stored_apart
+        past, first = self._prefilling.past, self.tokens_in_pieces
         tokens = self._prefilling.length - first
         new_keys, new_values = (like.new_empty(*like.shape[:2], tokens, like.shape[3]) for like in (keys, values))
         return PrefillBuffer(new_keys, new_values, past, past, first)
 
     def pieces(self, start: int, like: torch.Tensor) -> Pieces:
-        """The first `stored_apart` tokens, from position `start` on, where a block begins.
+        """The first `tokens_in_pieces` tokens, from position `start` on, where a block begins.
 
         In the form of `stored_pieces`, on the GPU of `like` and in its dtype.
         """
-        return self._pieces_between(start, self.stored_apart, like)
+        return self._pieces_between(start, self.tokens_in_pieces, like)
 
     def _pieces_between(self, start: int, stop: int, like: torch.Tensor) -> Pieces:
         """The stored positions [start, stop), in the form of `pieces`."""

@@ -100,7 +100,7 @@ def _gathering(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Fil
     return fill
 
 
-def attention_behind_pieces(
+def attention_after_pieces(
     pieces: Pieces, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a chunk to `pieces`, to past_k [batch, kv_heads, past, k_dim] and past_v, and to itself.

@@ -83,7 +83,7 @@ class PromptWriting:
         self._write_out.drop()
 
     def _new(self, stop: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Keys and values of the positions from `_written` to `stop`, with the tensors that `_note` needs of them.
+        """Keys and values of the positions from `_written` to `stop`, with their inputs to `_record_piece`.
 
         Moves `_written` to `stop`.
         """
@@ -100,8 +100,8 @@ class PromptWriting:
         keys, values, notes = self._new(stop)
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
-            new_keys, new_values, *noted = copies
-            self._note(*noted)
+            new_keys, new_values, *recorded = copies
+            self._record_piece(*recorded)
             for ids, row_keys, row_values in zip(self._table, new_keys, new_values, strict=True):
                 self._pool.write(ids, start, row_keys, row_values)
 
@@ -121,7 +121,7 @@ class PromptWriting:
             derived = self._derived(part, None, self._vectors_of)
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
-            self._note(*copies[: len(notes)])
+            self._record_piece(*copies[: len(notes)])
             by_name = dict(zip((*stored, *derived), copies[len(notes) :], strict=True))
             for row, table in enumerate(self._table.astype(np.int64)):
                 ids = torch.from_numpy(table[first : first + count])
@@ -167,7 +167,7 @@ class PromptWriting:
 
         return arrived
 
-    def _note(self, ends: torch.Tensor, sums: torch.Tensor | None = None) -> None:
+    def _record_piece(self, ends: torch.Tensor, sums: torch.Tensor | None = None) -> None:
         found = ends.abs().amax(dim=1).tolist()
         self.largest = [max(pair) for pair in zip(self.largest, found, strict=True)]
         if sums is not None:

@@ -22,7 +22,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
 
     _represented: torch.Tensor | None = None
 
-    def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
+    def record_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
         """See SelfExtendLayer: adds the products of keys with the window's later queries."""
         if self.accumulates:
             (scores,) = on_host(local_scores(q, start, keys, first, self.positions.neighbours))
@@ -40,7 +40,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         first = max(self.state.open_start, start - positions.neighbours + 1)
         keys, q = (on_device(part, rotary.cos.device) for part in (self.read_keys(first, length), grouped))
         q = positions.neighbouring_queries(q, start, rotary)
-        self.note_neighbours(q, start, positions.neighbouring_keys(keys, first, rotary), first)
+        self.record_neighbours(q, start, positions.neighbouring_keys(keys, first, rotary), first)
 
     def representatives_before(self, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Representatives of the Context's blocks before block `end` of the sequence being prefilled.

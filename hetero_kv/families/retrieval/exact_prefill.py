@@ -16,7 +16,7 @@ from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
-from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_after_pieces
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
@@ -55,7 +55,7 @@ class ExactPrefill(AttentionOperator):
         else:
             out, lse = self._attended_chunk(layer, step, call)
         if layer.state.observation is not None:
-            layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
+            layer.state.observation.add(call.q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)
 
     def _attended_chunk(
@@ -66,7 +66,7 @@ class ExactPrefill(AttentionOperator):
         assert layer.prefill_buffer is not None
         if not layer.prefill_buffer.first:
             return self.attend_chunk(step, call, past_k, past_v)
-        return attention_behind_pieces(layer.pieces(0, call.k), call, past_k, past_v)
+        return attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
 
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor

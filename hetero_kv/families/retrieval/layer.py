@@ -166,7 +166,7 @@ class RetrievalLayer(PrefillRepresentativesLayer):
                 pool.write(ids, step.past, row_keys, row_values)
         return blocks
 
-    def window_step(self, call: AttentionCall, local_start: int, wants_window: bool) -> WindowStep:
+    def window_step(self, call: AttentionCall, local_start: int, needs_window_lse: bool) -> WindowStep:
         """Append a decoded token to the window and start its transfer to the CPU; Local now begins at `local_start`.
 
         The device sends query, key, value and the window's log-sum-exp. The CPU returns attention over the blocks and
@@ -182,7 +182,7 @@ class RetrievalLayer(PrefillRepresentativesLayer):
             self._settle()
             self.staging = Staging(q.device, *shapes)
         window_step = TritonWindowStep if is_joint else TorchWindowStep
-        return window_step(self.window, self.staging, call, local_start, wants_window)
+        return window_step(self.window, self.staging, call, local_start, needs_window_lse)
 
     def _settle(self) -> None:
         """Wait for the log-sum-exp of the newest pending query, if the device has not sent it yet."""

@@ -14,7 +14,7 @@ class Observation:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over all keys that a query sees.
         scale, softcap: of the scores, as the attention was called with.
-        known: the result of `accumulated_attention` for the whole sequence, if it has been computed already; `watch`
+        known: the result of `accumulated_attention` for the whole sequence, if it has been computed already; `add`
             discards it.
     """
 
@@ -26,7 +26,7 @@ class Observation:
         self.softcap: float | None = None
         self.known: torch.Tensor | None = None
 
-    def watch(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
+    def add(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
         """Add a chunk's queries [batch, heads, tokens, k_dim] and their lse [batch, heads, tokens]."""
         q, lse = q[:, :, -self.window :], lse[:, :, -self.window :]
         if self.q is not None and self.lse is not None and q.shape[2] < self.window:

@@ -47,16 +47,16 @@ class TritonWindowStep:
     """
 
     def __init__(
-        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, wants_window: bool
+        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, needs_window_lse: bool
     ) -> None:
-        self._staging, self._call, self._wants_window = staging, call, wants_window
+        self._staging, self._call, self._needs_window_lse = staging, call, needs_window_lse
         inputs = call.q, call.k, call.v, local_start, call.scale, call.softcap
         self._parts = window.take(*inputs, staging.rooms)
         staging.send_written()
 
     def arrived(self) -> Arrived:
         q, k, v, window_lse = self._staging.arrived()
-        return q, k, v, np.logaddexp.reduce(window_lse, axis=2) if self._wants_window else None
+        return q, k, v, np.logaddexp.reduce(window_lse, axis=2) if self._needs_window_lse else None
 
     def merged(self) -> Merged:
         return self._joined(*self._staging.sent_back())
@@ -81,11 +81,11 @@ class TorchWindowStep:
     """
 
     def __init__(
-        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, wants_window: bool
+        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, needs_window_lse: bool
     ) -> None:
-        self._staging, self._call, self._wants_window = staging, call, wants_window
+        self._staging, self._call, self._needs_window_lse = staging, call, needs_window_lse
         window.append(call.k, call.v, local_start)
-        if wants_window:
+        if needs_window_lse:
             self._in_window = window.attend(call.q, call.scale, call.softcap)
             staging.send(call.q, call.k, call.v, self._in_window[1].view(staging.back[1].shape))
         else:
@@ -94,7 +94,7 @@ class TorchWindowStep:
 
     def arrived(self) -> Arrived:
         q, k, v, window_lse = self._staging.arrived()
-        return q, k, v, window_lse if self._wants_window else None
+        return q, k, v, window_lse if self._needs_window_lse else None
 
     def merged(self) -> Merged:
         out, lse = self._staging.sent_back()

@@ -26,7 +26,7 @@ class WindowedDecode(RetrievalDecode):
         native = self._native_of(layer, blocks, call, torch.float32)
         # To choose by attention masses, the CPU needs the window's log-sum-exp.
         window_step = layer.window_step(
-            call, blocks.finalized * layer.layout.block_size, wants_window=self.choice is not None
+            call, blocks.finalized * layer.layout.block_size, needs_window_lse=self.choice is not None
         )
         q, k, v, window_lse = window_step.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))

@@ -24,7 +24,7 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import UnsupportedModelError
-from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_after_pieces
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
@@ -109,7 +109,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
         if layer.state.observation is not None:
-            layer.state.observation.watch(grouped.q, lse, call.scale, call.softcap)
+            layer.state.observation.add(grouped.q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)
 
     def _near(
@@ -125,7 +125,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
         near = slice(first - start + past_k.shape[2], None)
         before = layer.positions.neighbouring_keys(past_k[:, :, near], first, layer.rotary)
         keys, values = torch.cat([before, call.k], dim=2), torch.cat([past_v[:, :, near], call.v], dim=2)
-        layer.note_neighbours(call.q, start, keys, first)
+        layer.record_neighbours(call.q, start, keys, first)
         return sliding_window_attention(call.q, keys, values, window, call.scale, call.softcap)
 
     def _far(
@@ -144,7 +144,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
         keys, values = buffer.keys, buffer.values
         far = replace(grouped, q=q, k=keys[:, :, own], v=values[:, :, own], sink=None)
         stored = layer.pieces(0, q) if buffer.first else iter(())
-        return attention_behind_pieces(stored, far, keys[:, :, past], values[:, :, past])
+        return attention_after_pieces(stored, far, keys[:, :, past], values[:, :, past])
 
     def decode_step(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if call.sliding_window is not None:

@@ -46,13 +46,13 @@ class SelfExtendLayer(RetrievalLayer):
         return pool
 
     @property
-    def stored_apart(self) -> int:
-        """See FusedPrefillLayer. The buffer also loads Local, which has all neighbours of the prompt's first token."""
+    def tokens_in_pieces(self) -> int:
+        """See GpuPrefillCache. The buffer also loads Local, which has all neighbours of the prompt's first token."""
         size, length = self.layout.block_size, self.group.length
         return max(0, min(self.context_end, (length - self.positions.neighbours) // size)) * size
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See FusedPrefillLayer; the buffer includes Local."""
+        """See GpuPrefillCache; the buffer includes Local."""
         buffer = super()._loaded_buffer(keys, values)
         if keys.is_cuda and buffer.first < buffer.past:
             for first, stored_keys, stored_values in self._pieces_between(buffer.first, buffer.past, keys):
@@ -60,7 +60,7 @@ class SelfExtendLayer(RetrievalLayer):
                 buffer.keys[:, :, part], buffer.values[:, :, part] = stored_keys, stored_values
         return buffer
 
-    def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
+    def record_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
         """Hook that a chunk's attention to neighbours calls, with queries and keys rotated to their own positions.
 
         Args:

@@ -37,22 +37,22 @@ class GroupedPositions:
     def grouped_keys(self, keys: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """Rotate keys [batch, kv_heads, n, dim] from their own positions, from `start` on, to their grouped ones."""
         own, grouped = _own(keys, start, table), _shared(keys, start, table, self.of_keys)
-        return _turned(keys, own, grouped, table)
+        return _rotated_to(keys, own, grouped, table)
 
     def neighbouring_keys(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """The inverse of `grouped_keys`: rotate keys from grouped positions back to their own."""
         own, shared = _own(grouped, start, table), _shared(grouped, start, table, self.of_keys)
-        return _turned(grouped, shared, own, table)
+        return _rotated_to(grouped, shared, own, table)
 
     def grouped_queries(self, q: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """Rotate queries [batch, heads, n, dim] from their own positions, from `start` on, to their grouped ones."""
         own, grouped = _own(q, start, table), _shared(q, start, table, self.of_queries)
-        return _turned(q, own, grouped, table)
+        return _rotated_to(q, own, grouped, table)
 
     def neighbouring_queries(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """The inverse of `grouped_queries`: rotate queries from grouped positions back to their own."""
         own, shared = _own(grouped, start, table), _shared(grouped, start, table, self.of_queries)
-        return _turned(grouped, shared, own, table)
+        return _rotated_to(grouped, shared, own, table)
 
 
 #: Cosines and sines [n, pairs] of a rotation.
@@ -76,7 +76,7 @@ def _shared(
     return table.cos[at], table.sin[at]
 
 
-def _turned(vectors: torch.Tensor, present: _Angles, target: _Angles, table: RotaryTable) -> torch.Tensor:
+def _rotated_to(vectors: torch.Tensor, present: _Angles, target: _Angles, table: RotaryTable) -> torch.Tensor:
     """Rotate vectors [batch, heads, n, dim] from their `present` angles to the `target` angles, in their dtype."""
     layout = table.rotation.layout
     plain = torch.empty(vectors.shape, dtype=torch.float32, device=vectors.device)

@@ -26,7 +26,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
-from hetero_kv.families.gpu_prefill.pieces import attention_behind_pieces
+from hetero_kv.families.gpu_prefill.pieces import attention_after_pieces
 from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
@@ -131,7 +131,7 @@ class ShadowKVAttention(RopeCapture):
         past_k, past_v = layer.extend(call.k, call.v)
         assert layer.prefill_buffer is not None
         if layer.prefill_buffer.first:
-            out, _ = attention_behind_pieces(layer.pieces(0, call.k), call, past_k, past_v)
+            out, _ = attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
         else:
             out, _ = self.prompt_attention(step, call, past_k, past_v)
         return out.to(call.q.dtype)
@@ -150,9 +150,9 @@ class ShadowKVAttention(RopeCapture):
             self._require_full(call)
         layer.store(step, call.k, call.v)
         decoded = self._decoded_in_torch
-        if cpu_decode.serves(layer, call):
+        if cpu_decode.supports(layer, call):
             decoded = self._decoded_by_kernels
-        elif layer.context.outliers is not None and device_decode.serves(layer, call.k):
+        elif layer.context.outliers is not None and device_decode.supports(layer, call.k):
             decoded = self._decoded_without_waits
         out, lse, missed = decoded(layer, step, call)
         layer.read = layer.read.plus(read_bytes(layer, missed))
@@ -211,7 +211,7 @@ class ShadowKVAttention(RopeCapture):
         """Chunks of the Context that this step attends to apart from the outliers, [batch, kv_heads, n] int64."""
         assert layer.context.outliers is not None
         count = self._count(layer, layer.context.outliers.ids)
-        if count and cpu_decode.serves(layer, call):
+        if count and cpu_decode.supports(layer, call):
             return torch.from_numpy(cpu_decode.chosen(layer, call, cpu_decode.queries(call), count, self.threads))
         return self._chosen_in_torch(layer, call)
 

@@ -212,7 +212,7 @@ class ContextLayer(GpuPrefillCache):
     # -- reading tokens
 
     @property
-    def stored_apart(self) -> int:
+    def tokens_in_pieces(self) -> int:
         """The Context's tokens; Recent is on the compute device. See GpuPrefillCache."""
         return self.context.length
 

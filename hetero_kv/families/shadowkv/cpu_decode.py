@@ -19,7 +19,7 @@ from hetero_kv.store.growing_tensor import GrowingTensor
 _KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def serves(layer: LowRankLayer, call: AttentionCall) -> bool:
+def supports(layer: LowRankLayer, call: AttentionCall) -> bool:
     """Whether the kernels support this layer's tensors: in DRAM, and all of one dtype."""
     rotary = layer.factors.rotary
     if call.k.device.type != "cpu" or call.k.dtype not in _KINDS or rotary is None:

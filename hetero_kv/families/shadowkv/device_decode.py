@@ -17,7 +17,7 @@ from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
 
 
-def serves(layer: LowRankLayer, keys: torch.Tensor) -> bool:
+def supports(layer: LowRankLayer, keys: torch.Tensor) -> bool:
     """Whether the kernels can load chunks for this layer: a GPU that Triton supports, and mapped values."""
     return runs_triton(keys) and layer.values_are_mapped()
 

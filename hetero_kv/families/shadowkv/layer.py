@@ -73,7 +73,7 @@ class LowRankLayer(ContextLayer):
     @property
     def counted(self) -> LowRankStatistics:
         """The counts, including those on a GPU, for which this waits."""
-        by_step = self.missed.taken(len(self.group.sequences))
+        by_step = self.missed.pop_misses(len(self.group.sequences))
         if by_step:
             beyond = sum(bytes_of_missed(self, missed, rows) for missed, rows in by_step)
             self.read = self.read._replace(total=self.read.total + beyond)
@@ -136,7 +136,7 @@ class LowRankLayer(ContextLayer):
         # In the store, which forks share, because memory can be page-locked only once.
         if self.layer_idx not in self.group.store.mapped and runs_triton(values):
             self.group.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
-        self._watch(step, values)
+        self._check_storable(step, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             if len(self.missed) > MAX_UNREAD:
@@ -165,7 +165,7 @@ class LowRankLayer(ContextLayer):
         self.recent_keys.drop_first(count)
         self.recent_values.drop_first(count)
 
-    def _watch(self, step: Step, values: torch.Tensor) -> None:
+    def _check_storable(self, step: Step, values: torch.Tensor) -> None:
         """Ensure that no value is stored that its storage type would turn into infinity."""
         if values.device.type == "cpu" and not step.is_decode:
             self._require_finite(None, values)

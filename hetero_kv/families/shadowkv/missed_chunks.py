@@ -34,7 +34,7 @@ class MissedChunks:
         """Returns the next step's row, [heads] int32, for the caller to fill."""
         return self._steps.room(torch.empty(0, heads, dtype=torch.int32, device=device), 1)[0]
 
-    def taken(self, rows: int) -> list[tuple[int, int]]:
+    def pop_misses(self, rows: int) -> list[tuple[int, int]]:
         """Returns each step's misses, over all heads, with its number of sequences; clears the log.
 
         Waits for the device if the log is not empty.

@@ -79,11 +79,11 @@ class OutlierChoice:
         else:
             residents = self._before.residents
             present = residents.outlier_keys, residents.outlier_values
-            keys, values = (_taken(old, new, picked) for old, new in zip(present, self._chunks, strict=True))
+            keys, values = (_chunks_of(old, new, picked) for old, new in zip(present, self._chunks, strict=True))
         return Outliers(ids.gather(2, picked), cosines.gather(2, picked), ResidentChunks(keys, values))
 
 
-def _taken(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+def _chunks_of(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     """Chunks by their index in `old` followed by `new`, without concatenating the two."""
     known = old.shape[2]
     if known == 0:

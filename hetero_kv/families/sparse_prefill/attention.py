@@ -64,7 +64,7 @@ class PromptAttention:
         if settings.prefill == "minference" and self._known(chunk) is None:
             out, lse = self._dense(chunk)
             if step.part.is_last and length >= _SEARCHED_FROM * settings.prefill_from:
-                self._watch(step, chunk, out, length)
+                self._collect_queries(step, chunk, out, length)
             return out, lse
         if chunk.total <= settings.prefill_from:
             return self._dense(chunk)
@@ -132,7 +132,7 @@ class PromptAttention:
             self._tried = self._file.of_layer(self._key, heads)
         return self._tried
 
-    def _watch(self, step: Step, chunk: Chunk, exact: torch.Tensor, length: int) -> None:
+    def _collect_queries(self, step: Step, chunk: Chunk, exact: torch.Tensor, length: int) -> None:
         """Collect the prompt's last queries over its chunks; search patterns once all of them are there.
 
         exact: [batch, heads, n, v_dim], the chunk's dense attention. length: see `__call__`.

@@ -231,7 +231,7 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> ChosenTokens | None:
         """The choice made before the layer was called, or None; finalizes the blocks that the step completes if so."""
-        ahead = None if self.ahead is None else self.ahead.taken(step)
+        ahead = None if self.ahead is None else self.ahead.pop_choice(step)
         if ahead is None and blocks.newly_finalized[0] != blocks.newly_finalized[1]:
             layer.finalize(step)
         return ahead

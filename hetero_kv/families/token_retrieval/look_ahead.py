@@ -85,7 +85,7 @@ class LookAhead:
         if call is not None:
             self._chosen[step] = self._operator.chosen_for(step, call)
 
-    def taken(self, step: Step) -> ChosenTokens | None:
+    def pop_choice(self, step: Step) -> ChosenTokens | None:
         """Returns a step's choice and forgets it; None if there was none."""
         return self._chosen.pop(step, None)
 

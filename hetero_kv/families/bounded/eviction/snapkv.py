@@ -67,7 +67,7 @@ class WindowVote(EvictionPolicy[V]):
         if not attended.is_decoded:
             carried = entries.carried.get("window")
             observation = copy.copy(carried or Observation(self.settings.observed(attended.question)))
-            observation.watch(attended.q, attended.lse, attended.scale, attended.softcap)
+            observation.add(attended.q, attended.lse, attended.scale, attended.softcap)
             return entries.carrying(window=observation)
         votes = entries.score("vote").clone()
         votes[..., -window:] += attended.column_sums().mean(dim=2)[..., -window:]
