@@ -25,7 +25,7 @@ from gpu_ops.host_traffic import traffic_observed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
-from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError, Recording, Rehearsal
+from hetero_kv.adapter.graph_recording import RECORDING, GraphRecording, NotCapturableError, Rehearsal
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
@@ -49,7 +49,12 @@ class _CapturedToken:
     """
 
     def __init__(
-        self, model: nn.Module, segments: Segments, recording: Recording, inputs: dict[str, torch.Tensor], output: Any
+        self,
+        model: nn.Module,
+        segments: Segments,
+        recording: GraphRecording,
+        inputs: dict[str, torch.Tensor],
+        output: Any,
     ) -> None:
         self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
         self._output = replace(output, **{_cache_field(output): None})
@@ -203,7 +208,7 @@ class CapturedSteps:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
         inputs_copied = {name: tensor.clone() for name, tensor in inputs.items()}
         segments = Segments(next(iter(inputs.values())).device)
-        recording = Recording(segments)
+        recording = GraphRecording(segments)
         token = RECORDING.set(recording)
         try:
             with _length_hidden(cache), segments.captured():

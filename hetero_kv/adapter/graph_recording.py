@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Work = Callable[["HeteroCache"], torch.Tensor]
 
 #: The recording in progress, or its rehearsal.
-RECORDING: ContextVar[Recording | Rehearsal | None] = ContextVar("hetero_kv_recording", default=None)
+RECORDING: ContextVar[GraphRecording | Rehearsal | None] = ContextVar("hetero_kv_recording", default=None)
 
 
 class NotCapturableError(RuntimeError):
     """A forward has a part that cannot be captured, which the message names."""
 
 
-class Recording:
+class GraphRecording:
     """A decoded token's forward without its attentions, which are recorded as functions.
 
     Attributes:

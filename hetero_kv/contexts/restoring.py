@@ -19,7 +19,7 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.recurrent_state import StateShape
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.sequence import Layout
 
 
@@ -37,7 +37,7 @@ class Shapes:
     device: torch.device
     states: Mapping[int, StateShape]
 
-    def place(self, layer_idx: int, rows: int, parts: list[SavedPart], made: dict[int, object]) -> Place:
+    def place(self, layer_idx: int, rows: int, parts: list[SavedPart], made: dict[int, object]) -> RestoreTarget:
         """The Place in which a layer of `rows` rows is restored."""
         shape = self.by_layer[layer_idx]
         keys, values = (
@@ -45,7 +45,7 @@ class Shapes:
             for dim in (shape.k_dim, shape.v_dim)
         )
         state = self.states.get(layer_idx)
-        return Place(keys, values, parts, made, state.tensors if state else {})
+        return RestoreTarget(keys, values, parts, made, state.tensors if state else {})
 
 
 def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool) -> None:

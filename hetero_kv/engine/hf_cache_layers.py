@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hetero_kv.engine import recurrent_state
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 
 C = TypeVar("C", bound=Cache)
 
@@ -70,16 +70,16 @@ def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
     return part
 
 
-def restore(layer: CacheLayerMixin, part: SavedPart, place: Place, length: int) -> None:
+def restore(layer: CacheLayerMixin, part: SavedPart, target: RestoreTarget, length: int) -> None:
     """Restore an empty layer of `length` tokens from saved data. Raises DamagedContextError when that does not fit."""
     if recurrent_state.is_state(layer):
-        return recurrent_state.restore(layer, part, place)
+        return recurrent_state.restore(layer, part, target)
     stored = length
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = part.integer("seen", length, length)
         stored = min(length, layer.sliding_window - 1)
-    layer.lazy_initialization(place.keys, place.values)
-    layer.keys, layer.values = part.like("keys", place.keys, stored), part.like("values", place.values, stored)
+    layer.lazy_initialization(target.keys, target.values)
+    layer.keys, layer.values = part.like("keys", target.keys, stored), part.like("values", target.values, stored)
 
 
 def forked(cache: C) -> C:

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.engine.statistics import NO_NUMBERS, Tally
 from hetero_kv.errors import HeteroKVError
@@ -179,7 +179,7 @@ class FamilyLayer(CacheLayerMixin):
             "use another operator for that layer, or add both methods to its cache layer"
         )
 
-    def restore(self, part: SavedPart, place: Place) -> None:
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
         """Restore an empty layer from `saved`'s data. The group has its sequences; the blocks are filled later.
 
         `part` comes from an untrusted file: everything read from it is checked.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 
 _TENSORS = ("conv_states", "recurrent_states")
 _NOTES = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
@@ -79,11 +79,11 @@ def saved(layer: LinearAttentionLayer) -> SavedPart:
     return part
 
 
-def restore(layer: LinearAttentionLayer, part: SavedPart, place: Place) -> None:
+def restore(layer: LinearAttentionLayer, part: SavedPart, target: RestoreTarget) -> None:
     """Restore an empty layer's state from `saved`'s data. Raises DamagedContextError for data that does not fit."""
-    rows = len(place.keys)
-    for name, shape in place.states.items():
-        state = part.tensor(name, (rows, *shape.shape[1:]), shape.dtype, place.keys.device)
+    rows = len(target.keys)
+    for name, shape in target.states.items():
+        state = part.tensor(name, (rows, *shape.shape[1:]), shape.dtype, target.keys.device)
         kind, number = name.split(".")
         index = int(number)
         # The state is written to in place, so that the mapped file is copied.

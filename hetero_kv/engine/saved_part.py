@@ -107,7 +107,7 @@ class SavedPart:
 
 
 @dataclass
-class Place:
+class RestoreTarget:
     """The target of a restored layer.
 
     Attributes:

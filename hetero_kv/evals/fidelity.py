@@ -19,7 +19,7 @@ from hetero_kv.evals.teacher_forcing import Continuation, force
 from hetero_kv.evals.text_windows import text_windows
 
 
-class Fidelity(LogitsTask):
+class FidelityTask(LogitsTask):
     """Teacher forcing of the untouched model's greedy continuation through each method.
 
     Prompts are the user's files, each whole, as a question in the chat template; without files, passages of the
@@ -121,4 +121,4 @@ def _continuation(model: ConfiguredModel, sample: Sample, ready: Prefilled) -> t
     return Continuation(tuple(answer.tokens), torch.cat(logits[1:])), cost
 
 
-register(Fidelity())
+register(FidelityTask())

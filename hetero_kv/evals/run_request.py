@@ -99,7 +99,7 @@ def require_methods(tasks: Iterable[str], request: TaskRequest, subjects: Sequen
 def require_room(tasks: Iterable[str], options: RunOptions, configured: ConfiguredModel | None) -> None:
     """Raise ConfigError for a length beyond `max_seq_len`."""
     # Prompt files are used at their full length.
-    by_length = set(tasks) - ({fidelity.Fidelity.name} if options.prompt_files else set())
+    by_length = set(tasks) - ({fidelity.FidelityTask.name} if options.prompt_files else set())
     if configured is None or not by_length:
         return
     for length in options.lengths:

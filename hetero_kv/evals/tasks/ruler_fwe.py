@@ -15,7 +15,7 @@ from hetero_kv.evals.tasks.registry import TaskRequest, register
 
 MAX_NEW_TOKENS = 50
 PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
-ASKED = 3
+REQUESTED = 3
 NOISE = "..."
 _LETTERS = 6
 _TOKENS_PER_WORD_OF_VOCABULARY = 50
@@ -38,7 +38,7 @@ class FrequentWords(GeneratedTask):
         """The sample of one cell."""
         rng = cell.random("vocabulary")
         coded = Different(lambda: "".join(rng.choices(string.ascii_lowercase, k=_LETTERS)))
-        vocabulary = [NOISE, *coded.take(max(cell.length // _TOKENS_PER_WORD_OF_VOCABULARY, ASKED + 1))]
+        vocabulary = [NOISE, *coded.take(max(cell.length // _TOKENS_PER_WORD_OF_VOCABULARY, REQUESTED + 1))]
         order = cell.random("order").getrandbits(64)
 
         def build(drawn: int) -> str:
@@ -52,7 +52,7 @@ class FrequentWords(GeneratedTask):
             )
 
         prompt = self.fitted(cell, request, build, PREFIX, least=_LEAST_DRAWN)
-        return self.sample(cell, (prompt.text,), (tuple(vocabulary[1 : 1 + ASKED]),), PREFIX, drawn=prompt.units)
+        return self.sample(cell, (prompt.text,), (tuple(vocabulary[1 : 1 + REQUESTED]),), PREFIX, drawn=prompt.units)
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
         """The share of the three words that occur in the answer."""

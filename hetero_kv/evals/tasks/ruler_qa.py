@@ -31,7 +31,7 @@ _TRIED_LAST = 200
 
 
 @dataclass(frozen=True)
-class Question:
+class RulerQuestion:
     """A question: its text, its right answers, the documents that answer it, and others of the same article."""
 
     text: str
@@ -46,7 +46,7 @@ class RulerQA(GeneratedTask):
     max_new_tokens = MAX_NEW_TOKENS
     needs_data_file = True
 
-    def __init__(self, name: str, data: str, read: Callable[[Any], Iterator[Question]]) -> None:
+    def __init__(self, name: str, data: str, read: Callable[[Any], Iterator[RulerQuestion]]) -> None:
         self.name = f"ruler/{name}"
         self.meaning = f"a question of {data} among other questions' documents (needs the data file)"
         self.data = data
@@ -108,8 +108,8 @@ class RulerQA(GeneratedTask):
 
 @lru_cache(maxsize=4)
 def _questions(
-    task: str, data: str, read: Callable[[Any], Iterator[Question]], path: Path
-) -> tuple[list[Question], list[str]]:
+    task: str, data: str, read: Callable[[Any], Iterator[RulerQuestion]], path: Path
+) -> tuple[list[RulerQuestion], list[str]]:
     """All questions of a file, and its distinct documents, sorted."""
     text = text_of(path, f"task {task}: data file")
     try:
@@ -121,7 +121,7 @@ def _questions(
     return questions, sorted({document for q in questions for document in (*q.documents, *q.related)})
 
 
-def squad_questions(data: Any) -> Iterator[Question]:
+def squad_questions(data: Any) -> Iterator[RulerQuestion]:
     """The answerable questions of SQuAD's JSON: `data[].paragraphs[].qas[]`."""
     for article in data["data"]:
         contexts = [paragraph["context"] for paragraph in article["paragraphs"]]
@@ -131,14 +131,14 @@ def squad_questions(data: Any) -> Iterator[Question]:
             for qa in paragraph["qas"]:
                 if not qa.get("is_impossible", False):
                     answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
-                    yield Question(qa["question"], answers, (own,), related)
+                    yield RulerQuestion(qa["question"], answers, (own,), related)
 
 
-def hotpot_questions(data: Any) -> Iterator[Question]:
+def hotpot_questions(data: Any) -> Iterator[RulerQuestion]:
     """The questions of HotpotQA's JSON: a list of `question`, `answer`, `context` as [title, sentences]."""
     for record in data:
         documents = tuple(dict.fromkeys(f"{title}\n{''.join(parts)}" for title, parts in record["context"]))
-        yield Question(record["question"], (record["answer"],), documents)
+        yield RulerQuestion(record["question"], (record["answer"],), documents)
 
 
 register(RulerQA("qa_1", "SQuAD 2.0 (dev-v2.0.json)", squad_questions))

@@ -13,7 +13,7 @@ import torch
 
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
@@ -278,8 +278,8 @@ class BoundedLayer(FamilyLayer):
     def saved(self) -> SavedPart:
         return saving.saved(self)
 
-    def restore(self, part: SavedPart, place: Place) -> None:
-        saving.restore(self, part, place)
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
+        saving.restore(self, part, target)
 
     @property
     def tables_shared_with_others(self) -> tuple[Any, ...]:

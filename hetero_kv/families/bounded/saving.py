@@ -8,7 +8,7 @@ import torch
 
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.errors import shown
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
@@ -54,28 +54,28 @@ def _numbers_of(policy: EvictionPolicy, name: str, value: object) -> dict[str, i
     return numbers
 
 
-def restore(layer: BoundedLayer, part: SavedPart, place: Place) -> None:
+def restore(layer: BoundedLayer, part: SavedPart, target: RestoreTarget) -> None:
     """Restore a layer; see FamilyLayer."""
     length = part.integer("seen", layer.group.length, layer.group.length)
     layer.length, layer.read = length, part.tally("read")
     layer.prompt_length = part.integer("prompt_length", 0, length)
     layer.budget = part.optional_integer("budget", 1)
     if part.has("keys"):
-        layer.entries = _restored_entries(layer.policy, part, place, length)
+        layer.entries = _restored_entries(layer.policy, part, target, length)
     if layer.policy.reindexed:
-        dim, device = place.keys.shape[3], place.keys.device
-        layer.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
+        dim, device = target.keys.shape[3], target.keys.device
+        layer.rotary = target.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
         if layer.rotary is None or len(layer.rotary) < layer.num_entries:
             raise part.wrong("the rotation of some entries is missing")
 
 
-def _restored_entries(policy: EvictionPolicy, part: SavedPart, place: Place, length: int) -> Entries:
-    rows, kv_heads = place.keys.shape[:2]
-    keys = part.like("keys", place.keys)
+def _restored_entries(policy: EvictionPolicy, part: SavedPart, target: RestoreTarget, length: int) -> Entries:
+    rows, kv_heads = target.keys.shape[:2]
+    keys = part.like("keys", target.keys)
     count = keys.shape[2]
     if count > length:
         raise part.wrong(f"there are {count} entries of {length} tokens")
-    values = part.like("values", place.values, count)
+    values = part.like("values", target.values, count)
     positions = part.indices("positions", (rows, kv_heads, count), torch.int64, length).to(keys.device)
     scores, carried = {}, {}
     for name, tensor in part.tensors.items():

@@ -20,7 +20,7 @@ from gpu_ops.staging import Staging
 from gpu_ops.window_step import SPLITS
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
@@ -303,8 +303,8 @@ class RetrievalLayer(PrefillRepresentativesLayer):
         self._settle()
         return saving.saved(self)
 
-    def restore(self, part: SavedPart, place: Place) -> None:
-        rows, kv_heads, _, k_dim = place.keys.shape
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
+        rows, kv_heads, _, k_dim = target.keys.shape
         if self.group.sequences[0].tables[self.layout].length != self.group.length:
             raise part.wrong("some tokens are not in any block")
         state = saving.restored_state(self, part, rows, kv_heads)
@@ -312,7 +312,7 @@ class RetrievalLayer(PrefillRepresentativesLayer):
         saving.require_sound_selections(self, part)
         self.scale, self.read = part.real("scale"), part.tally("read")
         self.softcap = None if part.numbers.get("softcap") is None else part.real("softcap")
-        self._prepare(place.keys, place.values)
+        self._prepare(target.keys, target.values)
         self.state = state
 
     def after_restore(self, part: SavedPart) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -81,12 +81,12 @@ class SelfExtendLayer(RetrievalLayer):
             part.shared["rotary"] = self.rotary
         return part
 
-    def restore(self, part: SavedPart, place: Place) -> None:
-        dim, device = place.keys.shape[3], place.keys.device
-        self.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
+        dim, device = target.keys.shape[3], target.keys.device
+        self.rotary = target.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
         if self.rotary is None or len(self.rotary) < self.group.length:
             raise part.wrong("the rotation of some tokens is missing")
-        super().restore(part, place)
+        super().restore(part, target)
 
     def after_restore(self, part: SavedPart) -> None:
         super().after_restore(part)

@@ -16,7 +16,7 @@ from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv import saving
@@ -228,8 +228,8 @@ class LowRankLayer(ContextLayer):
     def saved(self) -> SavedPart:
         return saving.saved(self)
 
-    def restore(self, part: SavedPart, place: Place) -> None:
-        self.context = Context(*saving.restore(self, part, place))
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
+        self.context = Context(*saving.restore(self, part, target))
 
     @property
     def device_bytes(self) -> int:

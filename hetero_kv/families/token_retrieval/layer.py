@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
@@ -151,10 +151,10 @@ class TokenRetrievalLayer(RetrievalLayer):
         part.put(**{f"known_{name}": tensor for name, tensor in self.state.known.items()})
         return part
 
-    def restore(self, part: SavedPart, place: Place) -> None:
-        super().restore(part, place)
-        rows, kv_heads, _, k_dim = place.keys.shape
-        shape, known = KVShape(kv_heads, k_dim, place.values.shape[-1]), {}
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
+        super().restore(part, target)
+        rows, kv_heads, _, k_dim = target.keys.shape
+        shape, known = KVShape(kv_heads, k_dim, target.values.shape[-1]), {}
         shapes = {} if self.chooser is None else self.chooser.known_shapes(shape)
         # Not limited to finalized blocks: a cropped sequence keeps what it learned from blocks now in its window.
         learned = part.integer("learned", 0, self.group.length // self.layout.block_size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 
@@ -138,10 +138,10 @@ class WindowLayer(FamilyLayer):
             part.put(keys=self.keys[:, :, cached], values=self.values[:, :, cached])
         return part
 
-    def restore(self, part: SavedPart, place: Place) -> None:
+    def restore(self, part: SavedPart, target: RestoreTarget) -> None:
         length = part.integer("seen", self.group.length, self.group.length)
         cached, read = min(length, self.window - 1), part.tally("read")
-        keys, values = part.like("keys", place.keys, cached), part.like("values", place.values, cached)
+        keys, values = part.like("keys", target.keys, cached), part.like("values", target.values, cached)
         self.rollback((keys, values, 0, cached, length, read))
         # Moving adds the slack that new tokens are written to.
         self._move_window()
