@@ -123,7 +123,7 @@ def gate_region(kind: int) -> int:
 
 
 _NUMBERS = {"float32": types.float32, "uint16": types.uint16}
-"""What arrays of a model's numbers hold, by numpy's name: float32, or the bits of bfloat16."""
+"""numpy's names of the dtypes of a model's arrays: float32, and uint16 for the bits of bfloat16."""
 
 
 @cache

@@ -65,7 +65,7 @@ def attending_by(backend: AttentionBackend) -> Iterator[None]:
 
 
 def missing(backend: str) -> str | None:
-    """What a backend lacks here, and how to get it; None if it is available."""
+    """The reason why a backend is not available, and the remedy; None if it is available."""
     if backend == "flash_attn" and not has_flash_attn():
         return (
             "the package flash-attn (2.6 or later) is not installed, or was built for another torch: pip install "

@@ -24,7 +24,7 @@ from hetero_kv.errors import UnsupportedModelError
 #: Packages whose classes compute what their name says. The layers of quantizers are excluded.
 _KNOWN = ("torch.nn.modules.", "transformers.", "hetero_kv.")
 _NOT_KNOWN = ("transformers.integrations.", "transformers.quantizers.")
-#: Decorators that leave the result of what they wrap as it is: torch's own, transformers' choice of how experts'
+#: Decorators that do not change the result of the wrapped function: torch's own, transformers' choice of how experts'
 #: products are computed, and its care for accelerate's hooks.
 _DECORATORS = ("torch.utils.", "transformers.integrations.moe.", "transformers.integrations.accelerate.")
 _OURS = ("hetero_kv.", "gpu_ops.")
@@ -74,7 +74,7 @@ def is_known_class(kind: type[nn.Module]) -> bool:
 def _homes(function: Any) -> Iterator[str]:
     """The modules in which a function and those that it wraps are written, but for harmless decorators.
 
-    `functools.wraps` copies a function's `__module__`, so that its globals are what tells.
+    `functools.wraps` copies a function's `__module__`, so that its globals decide.
     """
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""

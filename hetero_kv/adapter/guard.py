@@ -149,7 +149,7 @@ def _without_gradients() -> Iterator[None]:
 
 
 def _behind_the_cache(model: Any) -> Callable[..., Any]:
-    """The forward, with positions behind the cached tokens for models that would count from zero (Bamba)."""
+    """The forward, with positions that follow the cached tokens, for models that would count from zero (Bamba)."""
     forward = model.forward
     signature = Signature(forward)
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)

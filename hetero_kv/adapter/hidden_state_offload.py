@@ -67,7 +67,7 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
 def logits_to_keep_scope(model: nn.Module, call: ModelCall) -> Iterator[None]:
     """Within this context the model's head reads only the last `logits_to_keep` tokens of the call.
 
-    The last layer then skips the other tokens' hidden states, unless a foreign part behind the layers might read them.
+    The last layer then skips the other tokens' hidden states, unless a foreign part after the layers might read them.
     """
     count = call.arguments.get("logits_to_keep", 0)
     is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer))

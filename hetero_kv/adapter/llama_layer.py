@@ -53,7 +53,7 @@ def has_llama_form(layer: Any, operator: Any) -> bool:
         not set(PROJECTIONS) <= parts <= {*PROJECTIONS, *HEAD_NORMS, "rotary_emb"}
         or len(parts & {*HEAD_NORMS}) == 1
         or {name for name, _ in layer.mlp.named_children()} != {*MLP, "act_fn"}
-        # What is told positions beside their rotations, as Ministral 3, computes more of them.
+        # Attention that takes positions besides rotations (Ministral 3) computes something else from them.
         or "position_ids" in inspect.signature(type(attention).forward).parameters
     ):
         return False

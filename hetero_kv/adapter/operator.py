@@ -274,7 +274,7 @@ class AttentionOperator(Operator):
         The tensors are the same, or have the same numbers. Raises NotCapturableError when they differ from token to
         token.
         """
-        raise NotCapturableError(f"{type(self).__name__} computes from what its attention module is given")
+        raise NotCapturableError(f"{type(self).__name__} computes from the arguments of its attention module")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""

@@ -1,4 +1,4 @@
-"""The experts of a mixture, whose weights stay quantized: a token reads those of the experts that it is routed to."""
+"""The experts of a mixture with quantized weights: a token reads only the experts that it is routed to."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_expert
 
 
 class QuantizedExperts(QuantizedModule):
-    """The experts of a mixture: modules of transformers' experts interface, Mixtral's, Qwen's and gpt-oss's among them.
+    """The experts of a mixture: modules of transformers' experts interface, such as Mixtral's, Qwen's and gpt-oss's.
 
-    Which experts a token goes to, and what lies between their two projections, is the wrapped module's. Few rows of an
-    expert are multiplied with its codes, all experts of a token in one call; where a prompt has more for one of them,
-    its weights are unpacked, an expert at a time.
+    The wrapped module routes tokens to experts, and computes the step between the two projections. Few rows of an
+    expert are multiplied with its codes, all experts of a token in one call. If an expert gets more rows of a prompt,
+    its weights are unpacked, one expert at a time.
 
     Attributes:
-        parts: projection -> which of its outputs, and their weights: the whole of it, or gate and up apart as a GGUF
-            file has them. Empty while the wrapped module has them as numbers.
+        parts: projection -> slices of its outputs, and their weights: one for the whole projection, or gate and up
+            separately as in a GGUF file. Empty while the wrapped module has unpacked weights.
     """
 
     meaning = "a mixture's experts, whose weights stay quantized as their file holds them, or are quantized"
@@ -47,13 +47,13 @@ class QuantizedExperts(QuantizedModule):
         self.projections = ("gate_up_proj" if wrapped.has_gate else "up_proj", "down_proj")
         first = getattr(wrapped, self.projections[0])
         self.dtype: torch.dtype = first.dtype
-        #: Projection -> [experts, outputs, inputs], whichever way the module has them.
+        #: Projection -> [experts, outputs, inputs], also if the module stores the transpose.
         self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
-        """See `QuantizedModule`; a list of experts that are modules of their own is none of these."""
+        """See `QuantizedModule`; does not apply to a list of separate expert modules."""
         return (
             all(hasattr(module, name) for name in _FORM)
             and not getattr(module, "_is_expert_parallel", False)
@@ -103,7 +103,7 @@ class QuantizedExperts(QuantizedModule):
             yield from ((rows // len(kept), columns) for name in kept if name is not None)
 
     def _kept(self, leaf: str, stored: Mapping[str, str]) -> list[str | None]:
-        """The types of a projection's parts, as of `kept_as`."""
+        """The types of a projection's parts; see `kept_as`."""
         place, columns = f"{self.path}.{leaf}", self.shapes[leaf][2]
         names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
         return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
@@ -124,16 +124,16 @@ class QuantizedExperts(QuantizedModule):
     def load_experts(
         self, leaf: str, outputs: slice, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]
     ) -> str | None:
-        """Take some or all outputs of a projection from a GGUF file; what they are kept as where there are no kernels.
+        """Take some or all outputs of a projection from a GGUF file; returns the type that replaces theirs.
 
         Args:
             leaf: the projection's parameter.
-            outputs: which of them.
+            outputs: the outputs that the blocks belong to.
             blocks: [experts, outputs, bytes of a row] uint8, the file's blocks.
             kind: their type.
             shape: [experts, outputs, inputs].
         """
-        import gguf  # who calls this has read a file with it
+        import gguf  # already imported by the reader of the file
 
         kept_type = self.kept_as(kind.name, shape[2])
         if kept_type is not None and kept_type == kind.name:
@@ -143,14 +143,14 @@ class QuantizedExperts(QuantizedModule):
         numbers = torch.from_numpy(unpacked).reshape(shape)
         if kept_type is not None:
             self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, kept_type))
-            return self.kept_otherwise(kind.name, kept_type, shape[2])
+            return self.substituted(kind.name, kept_type, shape[2])
         if getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
-        return self.kept_otherwise(kind.name, kept_type, shape[2])
+        return self.substituted(kind.name, kept_type, shape[2])
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""
+        """x: hidden states [tokens, hidden]. chosen, shares: each token's experts and their weights, [tokens, k]."""
         if not all(self.parts.values()):
             return self._in_numbers(x, chosen, shares)
         for leaf in self.projections:
@@ -165,14 +165,14 @@ class QuantizedExperts(QuantizedModule):
         for batch in [runs] if few and runs else [[run] for run in runs]:
             first, end = batch[0][0], batch[-1][1]
             rows = tokens[first:end]
-            # Few rows stay in float32 from the one product to the other: they are computed in it.
+            # Few rows are computed in float32, and stay in it between the two products.
             numbers = x[rows].float() if few else x[rows]
             result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch])
             out.index_add_(0, rows, result.float() * shares[first:end, None])
         return out.to(x.dtype)
 
     def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `computed`, of few tokens on a GPU: which experts they have, the host need not know."""
+        """As `computed`, for few tokens on a GPU: the host does not read which experts are chosen."""
         counted = shares.float().where(chosen < self.wrapped.num_experts, 0.0)
         rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
         result = self._through(rows, chosen.reshape(-1).long())
@@ -204,7 +204,7 @@ class QuantizedExperts(QuantizedModule):
         return y
 
     def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The wrapped module's own forward, its weights being numbers."""
+        """The output of the wrapped module's own forward, for unpacked weights."""
         for leaf in self.projections:
             if self.parts[leaf]:
                 _logger.warning("%s: one projection is kept unquantized, so %s is too", self.path, leaf)
@@ -221,14 +221,14 @@ class QuantizedExperts(QuantizedModule):
             self._give(leaf, self._nothing(leaf))
 
     def _parts(self, leaf: str) -> list[tuple[slice, ExpertWeights]]:
-        """A projection's parts, for the device that their bytes lie on now."""
+        """A projection's parts on the present device of their bytes."""
         parts = self.parts[leaf]
         for number, (outputs, weights) in enumerate(parts):
             parts[number] = outputs, weights.at(getattr(self, f"{leaf}_packed_{number}"))
         return parts
 
     def _nothing(self, leaf: str) -> torch.Tensor:
-        """What stands for a projection's weights while they are packed: it has their device and dtype."""
+        """An empty tensor with the device and dtype of a projection's weights, in their place while they are packed."""
         return torch.empty(0, dtype=self.dtype, device=self.parts[leaf][0][1].data.device)
 
     def _forget(self, leaf: str) -> None:
@@ -237,7 +237,7 @@ class QuantizedExperts(QuantizedModule):
         self.parts[leaf] = []
 
     def _unpacked(self, leaf: str) -> torch.Tensor:
-        """A projection's weights as the wrapped module has them."""
+        """A projection's weights, unpacked, in the wrapped module's layout."""
         experts, rows, columns = self.shapes[leaf]
         shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
         parts = self._parts(leaf)
@@ -248,7 +248,7 @@ class QuantizedExperts(QuantizedModule):
         return numbers
 
     def _by_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A projection's weights, or others of their form, as [experts, outputs, inputs]."""
+        """A tensor in a projection's layout, as [experts, outputs, inputs]."""
         return tensor.transpose(1, 2) if self.wrapped.is_transposed else tensor
 
     def _give(self, leaf: str, numbers: torch.Tensor) -> None:
@@ -256,7 +256,7 @@ class QuantizedExperts(QuantizedModule):
 
 
 def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
-    """(first, end, expert) of equal ids, which are in order; ids of no expert are left out at the end."""
+    """(first, end, expert) of each run of equal ids; ids are sorted, and those beyond the experts are omitted."""
     runs, first = [], 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or ids[place] != ids[first]:
@@ -267,7 +267,7 @@ def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
 
 
 def _of_rows(biases: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
-    """Each row's of the experts' biases [experts, outputs]: [rows, outputs]."""
+    """The bias of each row's expert, [rows, outputs], from biases [experts, outputs]."""
     if isinstance(where, torch.Tensor):
         return biases[where.clamp(max=len(biases) - 1)]
     return torch.cat([biases[expert].expand(end - first, -1) for first, end, expert in where])

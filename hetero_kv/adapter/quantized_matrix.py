@@ -23,18 +23,18 @@ from hetero_kv.weights.quantized_weight import QuantizedWeight
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-# An attribute of a parameter: what was quantized from it, as long as that is in use.
+# An attribute of a parameter: a weak reference to the matrix that was quantized from it.
 _QUANTIZED_AS = "_hetero_kv_quantized"
 
 
 class QuantizedMatrix(QuantizedModule):
-    """A module with one weight matrix, which it keeps quantized where the settings say so.
+    """A module with one weight matrix, which stays quantized if the settings say so.
 
     Attributes:
-        packed: the matrix's bytes, a buffer: where it lies, the matrix is computed.
+        packed: the matrix's bytes, a buffer; its device computes with the matrix.
     """
 
-    #: The kinds of module that it can stand for; a subclass of theirs computes something else.
+    #: The class of modules that it can replace; a subclass may compute something else.
     replaces: type[nn.Module]
     packed: torch.Tensor | None
 
@@ -58,7 +58,7 @@ class QuantizedMatrix(QuantizedModule):
 
     @property
     def quantized(self) -> PackedWeight | None:
-        """The matrix, for the device that its bytes lie on now; None while the wrapped module has it, as numbers."""
+        """The matrix on the present device of its bytes; None while the wrapped module has unpacked weights."""
         if self._quantized is not None:
             self._quantized = weight_at(self._quantized, cast(torch.Tensor, self.packed))
         return self._quantized
@@ -74,9 +74,9 @@ class QuantizedMatrix(QuantizedModule):
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
             kept_type = self.kept_as(None, parameter.shape[1])
-            # Of tied modules the first one has quantized what is both's.
-            noted: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTIZED_AS, None)
-            tied = noted() if noted is not None else None
+            # The first of several tied modules has quantized the weights that they share.
+            shared: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTIZED_AS, None)
+            tied = shared() if shared is not None else None
             if tied is not None and tied.name == kept_type:
                 self.keep(tied)
                 return
@@ -97,38 +97,38 @@ class QuantizedMatrix(QuantizedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as numbers, for a model that reads them itself; unpacked at every use, not to be changed."""
+        """The weights as numbers, for a model that reads them itself: unpacked at each use, read-only."""
         quantized = self.quantized
         return (
             self.wrapped.weight if quantized is None else ReadOnlyWeight.of(quantized.unpacked(self.dtype), self.path)
         )
 
     def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> str | None:
-        """Take the weights from a GGUF file; what they are kept as where there are no kernels for their type.
+        """Take the weights from a GGUF file; returns the type that replaces theirs if theirs has no kernels.
 
         Args:
             blocks: [rows, bytes of a row] uint8, the file's blocks.
             kind: their type.
             shape: [rows, columns].
         """
-        import gguf  # who calls this has read a file with it
+        import gguf  # already imported by the reader of the file
 
         kept_type = self.kept_as(kind.name, shape[1])
         if kept_type is not None and kept_type == kind.name:
             self.keep(QuantizedWeight.of_blocks(blocks, kept_type, shape[1]))
             return None
-        # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
+        # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
         self._take_numbers(numbers, kept_type)
-        return self.kept_otherwise(kind.name, kept_type, shape[1])
+        return self.substituted(kind.name, kept_type, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
-        """Take the weights from a file that holds numbers.
+        """Take the weights from a file of unquantized numbers.
 
         Args:
-            numbers: [rows, columns], of the file's type; they are not kept, for the file is mapped and may go.
-            dtype: of the model, in which weights are kept that are not quantized.
+            numbers: [rows, columns], of the file's type; copied, because the mapped file may be closed.
+            dtype: of the model, and of weights that are not quantized.
         """
         kept_type = self.kept_as(None, numbers.shape[1])
         self._take_numbers(numbers if kept_type is not None else numbers.to(dtype, copy=True), kept_type)
@@ -151,14 +151,14 @@ class QuantizedMatrix(QuantizedModule):
                 yield rows, columns
 
     def share(self, other: QuantizedMatrix) -> bool:
-        """Take the weights of `other`, which are tied to these; False where it has none to share."""
+        """Share the packed weights of `other`, which are tied to these; False if it has none."""
         if other.quantized is None:
             return False
         self.keep(other.quantized)
         return True
 
     def _take_numbers(self, numbers: torch.Tensor, kept_type: str | None) -> None:
-        """Keep the weights as type `kept_type`, or as numbers."""
+        """Keep the weights packed as `kept_type`; None keeps them unquantized."""
         if kept_type is None:
             self._give(self.converted(numbers, numbers.shape[1]))
             return
@@ -167,13 +167,13 @@ class QuantizedMatrix(QuantizedModule):
         self.keep(weight_moved(quantized, lambda packed: packed.to(numbers.device)))
 
     def keep(self, quantized: PackedWeight) -> None:
-        """Take a matrix that is packed, for the weights there were."""
+        """Replace the weights by a packed matrix."""
         self._quantized, self.packed = quantized, quantized.data
-        # A model asks its parameters for their device and dtype: an empty one answers.
+        # A model reads device and dtype from its parameters: an empty one has both.
         self._give(torch.empty(0, dtype=self.dtype, device=quantized.data.device))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedMatrix:
-        """See torch.nn.Module: buffers that are tied would become two."""
+        """See torch.nn.Module; keeps tied buffers tied, which torch would copy one by one."""
         quantized, self.packed = self.quantized, None
         try:
             super()._apply(fn, recurse)
@@ -191,9 +191,9 @@ class QuantizedMatrix(QuantizedModule):
 class QuantizedLinear(QuantizedMatrix):
     """A linear layer over quantized weights.
 
-    Few rows (a decoded token, a batch, a short question) are multiplied with what is packed, on a CPU with activations
-    quantized to int8 in groups of 32; for longer prompts the weights are unpacked, piece by piece, and multiplied in
-    the model's dtype.
+    Few rows (a decoded token, a batch, a short question) are multiplied with the packed weights; on a CPU the
+    activations are quantized to int8 in groups of 32. For longer prompts the weights are unpacked piece by piece, and
+    multiplied in the model's dtype.
     """
 
     meaning = "a linear layer whose weights stay quantized as their file holds them, or are quantized"
@@ -201,7 +201,7 @@ class QuantizedLinear(QuantizedMatrix):
 
     @classmethod
     def applies(cls, module: nn.Module, settings: Any) -> bool:
-        """See `QuantizedModule`; a subclass that computes something else keeps its weights as numbers."""
+        """See `QuantizedModule`; the weights of a subclass with another forward are not packed."""
         return type(module).forward is nn.Linear.forward and super().applies(module, settings)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ class QuantizedEmbedding(QuantizedMatrix):
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
-        """See `QuantizedModule`; rows that looking them up rescales in place (`max_norm`) stay numbers."""
+        """See `QuantizedModule`; with `max_norm` a look-up rescales rows in place, so that they are not packed."""
         return module.max_norm is None and super().applies(module, settings)
 
     def computed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class QuantizedEmbedding(QuantizedMatrix):
         self.require_empty("weight")
         rows = self.quantized.rows(ids.reshape(-1), self.dtype)
         if type(self.wrapped).forward is not nn.Embedding.forward:
-            # A subclass does something with its rows (Gemma scales them): let it, these rows being all that it has.
+            # A subclass may process its rows (Gemma scales them): run its forward on these rows alone.
             self._give(rows)
             rows = self.own_forward(torch.arange(len(rows), device=rows.device))
             self._give(rows[:0])

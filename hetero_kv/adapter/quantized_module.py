@@ -1,4 +1,4 @@
-"""Operators that keep a module's weights quantized, or at 16 bits: what a GGUF file holds stays as it is stored."""
+"""Operators that keep a module's weights as a GGUF file stores them: quantized, or in 16 bits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 class QuantizedModule(Operator):
-    """A module whose weights are kept quantized where the settings say so.
+    """A module whose weights stay quantized if the settings say so.
 
-    While it is in the model, the wrapped module's forward is `computed` too: hooks that somebody puts on the wrapped
-    module, as on every `torch.nn.Linear` of a model, are called, and so is a forward that is wrapped around it.
+    While the operator is in the model, `computed` is also the forward of the wrapped module, so that hooks of the
+    wrapped module run, and so does a forward that another library wraps around it.
     """
 
     settings_class = WeightSettings
@@ -45,7 +45,7 @@ class QuantizedModule(Operator):
         self.register_load_state_dict_pre_hook(lambda module, *_: module._require_numbers("be loaded"))
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """As `computed`, and what somebody has put on the wrapped module."""
+        """As `computed`; runs hooks and forwards that others have put on the wrapped module."""
         values = self.wrapped.__dict__
         if values["_forward_hooks"] or values["_forward_pre_hooks"] or values.get("forward") is not self._stand_in:
             return self.wrapped(*args)
@@ -53,10 +53,10 @@ class QuantizedModule(Operator):
 
     @abstractmethod
     def computed(self, *args: Any) -> torch.Tensor:
-        """What the wrapped module computes, by the weights as they are kept."""
+        """The wrapped module's output, computed from the weights as this operator keeps them."""
 
     def require_empty(self, leaf: str) -> None:
-        """Raise UnsupportedModelError where a packed parameter's place is no longer empty, as it was left."""
+        """Raise UnsupportedModelError if the empty parameter in place of a packed one was replaced."""
         left = self.wrapped._parameters.get(leaf)
         if left is None or left.numel() or type(self.wrapped) is not self._kind:
             raise UnsupportedModelError(
@@ -65,7 +65,7 @@ class QuantizedModule(Operator):
             )
 
     def own_forward(self, *args: Any) -> torch.Tensor:
-        """What the wrapped module's class computes, by the parameters that the module has now."""
+        """The output of the wrapped module's class for the module's present parameters."""
         return type(self.wrapped).forward(self.wrapped, *args)
 
     def install(self) -> None:
@@ -73,7 +73,7 @@ class QuantizedModule(Operator):
         self.wrapped.__dict__["forward"] = self._stand_in
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Operator`. Raises UnsupportedModelError while the weights are packed: no tensors of the model's."""
+        """See `Operator`. Raises UnsupportedModelError while the weights are packed, because they are no tensors."""
         self._require_numbers("be read")
         return super().state_dict(*args, **kwargs)
 
@@ -97,20 +97,20 @@ class QuantizedModule(Operator):
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
-        """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
+        """Whether the settings change this module's weights: loaded numbers change only if the settings name a type."""
         if foreign_part(module) is not None:
-            # Weights that are more than the module's parameter (a parametrization, hooks, offloading) stay as they are.
+            # A parametrization, hooks or offloading may read the parameter, so that it must not be packed.
             return False
         parameter = cls.parameter_of(module)
         if settings.weights in (AUTO, AS_STORED):
-            # A model's files may hold numbers, and nothing to be kept as stored (`models/safetensors_weights.py`).
+            # A model's files may hold numbers only, which are not packed (`models/safetensors_weights.py`).
             return parameter.is_meta and not getattr(parameter, "comes_as_numbers", False)
         return _DTYPES.get(settings.weights) is not parameter.dtype
 
     @classmethod
     @abstractmethod
     def parameter_of(cls, module: Any) -> nn.Parameter:
-        """One of a module's weights that the operator keeps."""
+        """One of the module's parameters that the operator keeps."""
 
     @abstractmethod
     def packed_weights(self) -> Iterator[PackedWeight | ExpertWeights]:
@@ -118,10 +118,10 @@ class QuantizedModule(Operator):
 
     @abstractmethod
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
-        """What the weights will take when they are loaded: id of the parameter -> bytes.
+        """The memory of the weights once they are loaded: id of the parameter -> bytes.
 
         Args:
-            stored: parameter -> GGML's name of the type that its file holds (`WeightMap.stored_types`).
+            stored: parameter -> GGML's name of its type in the file (`WeightMap.stored_types`).
             dtype: of the model; None for the one it has.
         """
 
@@ -130,14 +130,14 @@ class QuantizedModule(Operator):
         """[rows, columns] of each matrix that is packed, or will be when the weights are loaded; `stored` as above."""
 
     def waits_for_blocks(self) -> bool:
-        """Whether the operator is there for the blocks of a file alone: it leaves numbers as they are."""
+        """Whether the operator packs only the blocks of a file, and leaves numbers unquantized."""
         return self.settings.weights in (AUTO, AS_STORED)
 
     def kept_as(self, stored: str | None, columns: int) -> str | None:
-        """The type, by GGML's name, that weights are packed in; None for numbers.
+        """GGML's name of the type that weights are packed in; None if they are not packed.
 
         Args:
-            stored: GGML's name of the type that the file holds; None where no file does.
+            stored: GGML's name of the type in the file; None without a file.
             columns: of the matrix.
         """
         kept_type = QUANTIZED.get(self.settings.weights)
@@ -147,28 +147,28 @@ class QuantizedModule(Operator):
         return kept_type if kept_type is not None and packable(kept_type, columns) else None
 
     def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
-        """The type of weights that are kept as numbers, in a model of `dtype`; None for the one it has."""
+        """The dtype of weights that are not packed, in a model of `dtype`; None stands for the module's own dtype."""
         return _DTYPES.get(self.settings.weights) or dtype or self.dtype
 
     def converted(self, numbers: torch.Tensor, columns: int) -> torch.Tensor:
-        """Weights that are kept as numbers, rows of `columns`, in their type; says so where codes were asked for."""
-        if asked := QUANTIZED.get(self.settings.weights):
+        """Convert weights in rows of `columns` that are not packed; warns if the settings request a quantized type."""
+        if requested := QUANTIZED.get(self.settings.weights):
             _logger.warning(
                 "%s: rows of %d weights do not divide into blocks of %s; they are kept unquantized",
                 self.path,
                 columns,
-                asked,
+                requested,
             )
         return numbers.to(self.number_type())
 
     def require_kernels(self, device: torch.device) -> None:
-        """Raise UnsupportedModelError where weights to be quantized lie on something else than a CPU or a CUDA GPU."""
+        """Raise UnsupportedModelError unless `device`, which has the weights to quantize, is a CPU or a CUDA GPU."""
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedModelError(
                 f"{self.path}: weights is {self.settings.weights!r}, but the model computes on {device}, which has no "
                 "kernels for quantized weights; set weights to auto, or device to cpu"
             )
 
-    def kept_otherwise(self, stored: str, kept: str | None, columns: int) -> str | None:
-        """What a file's type `stored` becomes for want of kernels; None where the settings ask for that."""
+    def substituted(self, stored: str, kept: str | None, columns: int) -> str | None:
+        """The type that replaces the file's type `stored`, which has no kernels; None if the settings request it."""
         return (kept or "numbers") if stored_name(stored, columns) is not None and self.waits_for_blocks() else None

@@ -74,7 +74,7 @@ class StridedForward:
             self.replayed = None
 
     def run_transient(self, token_ids: Sequence[int], lasting: Sequence[FamilyLayer]) -> None:
-        """Pass these tokens, behind every row, through the layers; only the layers in `lasting` keep a trace of them.
+        """Pass these tokens, appended to every row, through the layers; only the layers in `lasting` keep their effect.
 
         Layers that keep the whole sequence store nothing, so that the tokens need no room in them.
         """

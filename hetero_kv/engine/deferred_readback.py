@@ -15,7 +15,7 @@ class CheckedNumber(NamedTuple):
 
     Attributes:
         number: float32 without dimensions, on any device.
-        told: callback for the number; it raises an error to refuse the tokens.
+        check: callback for the number; it raises an error to refuse the tokens.
     """
 
     number: torch.Tensor

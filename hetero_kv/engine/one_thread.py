@@ -38,7 +38,7 @@ class OneThread:
         self._lock.release()
 
     def leave_if_at(self, depth: int) -> None:
-        """Leave where this thread is inside and has entered `depth` times: behind an interrupt while it left."""
+        """Leave if this thread is inside at `depth`: an interrupt has stopped it while it left."""
         if self.depth == depth and self._lock._is_owned():  # type: ignore[attr-defined]
             self.__exit__()
 

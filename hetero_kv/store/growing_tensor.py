@@ -26,7 +26,7 @@ class Checkpoint:
 class GrowingTensor:
     """Entries along `dim`, in a buffer with spare capacity.
 
-    Entries are only written behind the present ones, so a checkpoint stays valid until entries before it are removed.
+    Entries are only appended, so a checkpoint stays valid until entries before it are removed.
     When the entries move to a larger buffer, checkpoints are updated and the smaller buffer is freed at once.
 
     Args:

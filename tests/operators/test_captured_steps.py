@@ -186,7 +186,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
 @pytest.mark.parametrize(
     ("recipe", "hook", "message"),
     [
-        pytest.param("infinigen", None, "computes from what", marks=pytest.mark.slow),
+        pytest.param("infinigen", None, "computes from the arguments", marks=pytest.mark.slow),
         ("shadowkv", asking, ASKED),
         ("shadowkv", waiting, "not permitted when stream"),
     ],

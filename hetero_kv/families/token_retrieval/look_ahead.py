@@ -53,7 +53,7 @@ class LookAhead:
                 self.arrived(step)
 
     def _has_hooks(self) -> bool:
-        """Whether somebody would hear the layer called once more than it is, or its module left half-way."""
+        """Whether hooks would observe the additional call of the layer, which an exception ends early."""
         modules = (self._operator.wrapped, self._operator.input_norm)
         return has_global_hooks() or any(
             has_own_hooks(part) for module in modules if module is not None for part in module.modules()

@@ -129,7 +129,7 @@ class ObservedAttention:
 
 
 class EvictionPolicy(ABC, Generic[S]):
-    """Decides which entries of a layer stay. The module's docstring tells when each method is called.
+    """Decides which entries of a layer stay. The module's docstring says when each method is called.
 
     Args:
         settings: the policy's settings.
