@@ -34,7 +34,7 @@ def without_checksum(line: str, *, is_required: bool) -> str:
         return line
     bare = line[: found.start()] + "}"
     if _checksum(bare) != found[1]:
-        raise ValueError("its checksum is not right, so that it was changed after it was written")
+        raise ValueError("its checksum does not match: it was changed after it was written")
     return bare
 
 

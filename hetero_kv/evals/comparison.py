@@ -118,8 +118,8 @@ def _common(task: str, of_a: Mapping[str, Result], of_b: Mapping[str, Result]) -
     for sample in common:
         if of_a[sample].prompt != of_b[sample].prompt:
             raise HeteroKVError(
-                f"sample {sample} has another prompt in one run than in the other, so that they cannot be compared; "
-                "run both with the same seed, tokenizer and files"
+                f"sample {sample} has different prompts in the two runs, which cannot be compared; run both with the "
+                "same seed, tokenizer and files"
             )
     return common
 

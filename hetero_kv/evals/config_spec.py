@@ -52,7 +52,7 @@ def config_specs(words: Sequence[str], trust_rules: Collection[str] = ()) -> lis
     for word in words:
         spec = named_config(word, trust_rules)
         if spec.name == BASELINE:
-            raise ConfigError(f"config {word!r}: {BASELINE!r} is what the untouched model is called; rename the file")
+            raise ConfigError(f"config {word!r}: {BASELINE!r} is the name of the untouched model; rename the file")
         if spec.name in specs:
             raise ConfigError(
                 f"config {word!r}: there are two methods called {spec.name!r}; keep one, or rename its file"

@@ -35,7 +35,7 @@ class FidelityTask(LogitsTask):
         """See LogitsTask: raises ConfigError for a file that does not fit, instead of leaving it out."""
         for file in request.prompt_files:
             if reason := model.refusal(self._sample(request, file.name, 0, file.text)):
-                raise ConfigError(f"prompt_file {file.name!r} cannot be asked: {reason}")
+                raise ConfigError(f"prompt_file {file.name!r} cannot be used: {reason}")
 
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
         if request.prompt_files:

@@ -82,7 +82,7 @@ class Perplexity(LogitsTask):
             method = model.exact_methods[0]
             raise ConfigError(
                 f"stride is {request.stride}, and {method!r} reads tokens that are fed together with full attention, "
-                "so that its perplexity would be the untouched model's; take --stride 1 for it, or leave it out"
+                "so that its perplexity would be the untouched model's; set --stride 1 for it, or omit it"
             )
 
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:

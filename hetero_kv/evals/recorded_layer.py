@@ -61,7 +61,7 @@ class RecordedLayer:
             )
         if recorded.q.shape[2] < min(observation.window, self.length):
             raise HeteroKVError(
-                f"observation_len is {observation.window} and the prefill was recorded with its last "
+                f"observation_len is {observation.window}, but the prefill was recorded with its last "
                 f"{recorded.q.shape[2]} queries; record it with observation_len={observation.window}"
             )
         _see(observation, recorded)

@@ -158,7 +158,7 @@ def _perplexity(of_task: Mapping[str, Any], methods: Sequence[str], stride: int)
     fed = (
         "one by one, so that their decode steps are what is measured"
         if stride == 1
-        else f"in strides of {stride}, each a turn behind what is held, and drop entries after each"
+        else f"in strides of {stride}, each one a turn, and drop entries after each"
     )
     return (
         "Perplexity of the tokens after the prefilled beginning, mean over the passages of a length; less is better. "

@@ -127,8 +127,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise HeteroKVError(f"{str(path)!r} holds no run: there is no {SETTINGS}; give the --out of a run") from None
     except (OSError, ValueError) as error:
         raise HeteroKVError(
-            f"{str(path / SETTINGS)!r} cannot be read: {_reason(error)}; put back the file that the run wrote, or "
-            "begin anew in another folder"
+            f"{str(path / SETTINGS)!r} cannot be read: {_reason(error)}; restore the file that the run wrote, or "
+            "start again in another folder"
         ) from error
     return content
 

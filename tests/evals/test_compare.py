@@ -80,7 +80,7 @@ def test_samples_that_only_one_run_has_are_counted_and_left_out(tmp_path):
 
 def test_runs_of_other_seeds_asked_other_things(tmp_path):
     a, b = (made(tmp_path / str(s), RunOptions(lengths=(200,), seed=s), m=knowing()) for s in (0, 1))
-    with pytest.raises(HeteroKVError, match=r"sample recite/200/0/0 has another prompt in one run .* same seed"):
+    with pytest.raises(HeteroKVError, match=r"sample recite/200/0/0 has different prompts in the two runs.* same seed"):
         compare(a, b)
 
 

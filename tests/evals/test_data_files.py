@@ -29,7 +29,7 @@ from hetero_kv.evals.tasks.registry import TaskRequest
         ({**KV, "ordered_kv_records": {"k3": "v3"}}, "not a list of"),
         ({**KV, "key": None}, "'key' is NoneType, not a string"),
         ({**RULER, "outputs": []}, "'outputs' is \\[\\], not a list of strings"),
-        ({**RULER, "input": "Say hello."}, "worded like none of RULER's tasks"),
+        ({**RULER, "input": "Say hello."}, "does not match any of RULER's tasks"),
         ({**QASPER, "dataset": "squad"}, "'squad' is none of LongBench's: narrativeqa"),
         ({**QASPER, "dataset": "trec"}, "needs the field 'all_classes'"),
         ({**QASPER, "context": 3}, "'context' is int"),

@@ -57,7 +57,7 @@ def test_a_file_that_cannot_fit_is_refused_by_name_before_anything_is_done(loade
     monkeypatch.setattr(model.turns._encoder, "encode", lambda pieces: encoded.extend(pieces) or encode(pieces))
     needed = {1: f"takes {len(QUESTION) + 3 + 12} tokens with its", 1000: f"has {1000 * len(QUESTION):,} characters"}
     options = RunOptions(prompt_files=(tmp_path / "long.txt",), max_new_tokens=12)
-    with pytest.raises(ConfigError, match=rf"prompt_file 'long\.txt' cannot be asked: it {needed[times]}.* is 300; "):
+    with pytest.raises(ConfigError, match=rf"prompt_file 'long\.txt' cannot be used: it {needed[times]}.* is 300; "):
         run(["fidelity"], model, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
     # What has more characters than there can be is not even encoded.

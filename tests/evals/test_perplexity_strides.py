@@ -128,7 +128,7 @@ def test_logits_are_taken_to_float32_a_tile_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["quest", "streaming", "dense"])
 def test_methods_that_prefill_with_full_attention_are_refused_in_strides(measured, tmp_path, recipe):
-    expected = f"stride is 16, and '{recipe}' reads tokens that are fed together with full attention.*take --stride 1"
+    expected = f"stride is 16, and '{recipe}' reads tokens that are fed together with full attention.*set --stride 1"
     with pytest.raises(HeteroKVError, match=expected):
         measured([BOUNDED["h2o"], recipe], STRIDE, baseline=True)
     assert not (tmp_path / "out").exists()

@@ -278,7 +278,7 @@ def test_a_mistake_in_a_config_is_named(words, message):
 
 def test_a_config_called_full_would_be_taken_for_the_baseline(tmp_path):
     (tmp_path / "full.yaml").write_text("extends: dense.yaml\n")
-    with pytest.raises(ConfigError, match="'full' is what the untouched model is called"):
+    with pytest.raises(ConfigError, match="'full' is the name of the untouched model"):
         config_specs([str(tmp_path / "full.yaml")])
 
 

@@ -83,7 +83,7 @@ def test_a_part_of_the_settings_that_is_missing_is_named(out, field):
     content = json.loads((out / "run.json").read_text())
     del content[part][name]
     (out / "run.json").write_text(json.dumps(content))
-    assert f"{field} is missing; put back the file that the run wrote" in refused(out)
+    assert f"{field} is missing; restore the file that the run wrote" in refused(out)
 
 
 @pytest.mark.parametrize("name", ["run.json", "results.jsonl", ".lock", "run.json.partial"])
@@ -126,9 +126,7 @@ def test_an_edited_line_is_noticed(out, change):
     first, second, *rest = lines_of(out)
     assert change[0] in second
     write_lines(out, [first, second.replace(*change), *rest])
-    assert "line 2 is no result (its checksum is not right, so that it was changed after it was written)" in refused(
-        out
-    )
+    assert "line 2 is no result (its checksum does not match: it was changed after it was written)" in refused(out)
 
 
 def test_a_line_that_is_there_twice_is_noticed(out):

@@ -51,7 +51,7 @@ class Ruler(DataFormat):
         prompt, answers = line.text("input"), line.texts("outputs")
         family = next((family for family in _FAMILIES if family.wording in prompt), None)
         if family is None:
-            raise BrokenLine("field 'input' is worded like none of RULER's tasks")
+            raise BrokenLine("field 'input' does not match any of RULER's tasks")
         if "answer_prefix" in line.record:
             prefix = line.text("answer_prefix")
         else:
