@@ -44,7 +44,7 @@ from transformers import DynamicCache
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.adapter.strides import StridedForward
+from hetero_kv.adapter.strided_prefill import StridedForward
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
 from hetero_kv.evals.options import parse_length

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from cpu_ops.bfloat16_bits import number
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.gathered_rows import copy_row
 from cpu_ops.kernel_address import address_of
 from cpu_ops.listed_keys import address_in, places_of
-from cpu_ops.number_bits import number
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.threads import kernel_threads
 

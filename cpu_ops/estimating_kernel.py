@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
+from cpu_ops.bfloat16_bits import rounded
 from cpu_ops.block_groups import (
     entry_ids,
     for_every_head,
@@ -26,7 +27,6 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import take_out
 from cpu_ops.kernel_address import call_kernel
 from cpu_ops.list_attention import OFFSETS
-from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import run_region
 from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
 from cpu_ops.step_parts import (

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from cpu_ops.bfloat16_bits import number, rounded
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.device_function import device_function
 from cpu_ops.gates import activated
 from cpu_ops.kernel_address import address_of
-from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.simd import prefetch
 from cpu_ops.threads import kernel_threads

@@ -13,13 +13,13 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.bfloat16_bits import float_to_bfloat16
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
-from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.prompt_attention_tiles import tiles_region
 from cpu_ops.scratch import scratch

@@ -7,11 +7,11 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops import attention, block_choice, list_attention, scores, token_store
+from cpu_ops.bfloat16_bits import number, rounded
 from cpu_ops.block_groups import entry_ids
 from cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
-from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import all_threads, run_region
 from cpu_ops.step_parts import by_head, copy_into, head_rows
 from cpu_ops.storage import numbers_of, storage_of

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.bfloat16_bits import rounded
 from cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, has, isa
@@ -21,7 +22,6 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
 from cpu_ops.listed_keys import MASKED, address_in, mask_future, next_listed, places_of
 from cpu_ops.matrix_tiles import multiply_tile
-from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.run_attention_tiles import attend_by_tiles, tiles_region
 from cpu_ops.scratch import scratch

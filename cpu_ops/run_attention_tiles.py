@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, transpose_words
+from cpu_ops.bfloat16_bits import round_row
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.device_function import device_function
@@ -22,7 +23,6 @@ from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import MASKED, address_in, mask_future, places_of
-from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import on_lines, scratch
 from cpu_ops.softmax_rows import rows_most

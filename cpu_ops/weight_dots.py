@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
+from cpu_ops.half_precision_weights import number_dots
 from cpu_ops.weight_codes import (
     DOTS_SIGNATURE,
     call_intrinsic,
@@ -29,7 +30,6 @@ from cpu_ops.weight_codes import (
     unpacked_codes,
 )
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
-from cpu_ops.weight_numbers import number_dots
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()

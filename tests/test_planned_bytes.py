@@ -21,7 +21,7 @@ from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.families.retrieval import representatives
-from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.footprint import bytes_per_token
 from hetero_kv.families.retrieval.layer import RetrievalLayer

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from gpu_ops.captured import Segments
+from gpu_ops.graph_segments import Segments
 from gpu_ops.host_traffic import traffic_observed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.captures import Captures

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_ops.captured import Segments
+from gpu_ops.graph_segments import Segments
 from gpu_ops.host_traffic import HostTraffic
 from hetero_kv.adapter.cache_argument import CACHE_NAMES
 

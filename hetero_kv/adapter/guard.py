@@ -25,7 +25,7 @@ from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload_hidden_states
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
-from hetero_kv.adapter.strides import run_strided
+from hetero_kv.adapter.strided_prefill import run_strided
 from hetero_kv.engine.batch import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from benchmarks import bounded_stream
 from benchmarks.bounded_stream import PARTS, Prefill, Subject
 from hetero_kv import HeteroKVError
-from hetero_kv.adapter.strides import StridedForward
+from hetero_kv.adapter.strided_prefill import StridedForward
 from hetero_kv.evals.config_spec import config_specs
 from hetero_kv.families.bounded.layer import BoundedLayer
 

@@ -12,7 +12,7 @@ from benchmarks.sparse_scores import plot, rows_of, table
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.evals.outcome import Result
 from hetero_kv.families.sparse_prefill import flexprefill
-from hetero_kv.families.sparse_prefill.lists import Lines
+from hetero_kv.families.sparse_prefill.key_lists import Lines
 
 
 def result(method, sample, score):

@@ -21,7 +21,7 @@ from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.reservations import reserved_by_others
 from hetero_kv.engine.resident_prefix import ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
-from hetero_kv.families.retrieval import fetching
+from hetero_kv.families.retrieval import block_read_ahead
 from hetero_kv.planning import plan
 from hetero_kv.store import read_ahead
 
@@ -190,7 +190,7 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
         numbers.append(ids.size)
         return block_scores(q, representatives, ids, *given, **options)
 
-    monkeypatch.setattr(fetching, "block_scores", noted)
+    monkeypatch.setattr(block_read_ahead, "block_scores", noted)
     call = RetrievalStep.__call__
 
     def stepped(step, *given):

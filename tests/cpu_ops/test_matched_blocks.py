@@ -13,7 +13,7 @@ from cpu_ops.matched_blocks import matched_blocks
 from gpu_ops.chosen_keys import best_matched_blocks
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import with_matched_blocks
-from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines, runs_of
 
 SCALE = 0.1
 LINES = Lines.of(np.array([3, 90, 91]), np.array([70]))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.families.shadowkv.factors import (
+from hetero_kv.families.shadowkv.low_rank_basis import (
     basis_holding,
     energy,
     energy_outside,

@@ -224,14 +224,14 @@ DEFECTS = (
     ),
     Mutation(
         "torch is not told that a capture is over which CUDA has ended",
-        "gpu_ops/captured.py",
+        "gpu_ops/graph_segments.py",
         "                _forget_capture(self._device, self._pool)",
         "                pass",
         (f"{_CAPTURES}a_capture_that_fails_leaves_torch_as_it_was",),
     ),
     Mutation(
         "the memory that torch keeps is not given back before a capture",
-        "gpu_ops/captured.py",
+        "gpu_ops/graph_segments.py",
         "torch.cuda.empty_cache()",
         "pass",
         (f"{_CAPTURES}memory_that_torch_keeps_is_given_back_before_a_capture",),
@@ -245,7 +245,7 @@ DEFECTS = (
     ),
     Mutation(
         "a capture is not ended where an interrupt comes as it has begun",
-        "gpu_ops/captured.py",
+        "gpu_ops/graph_segments.py",
         "        self._graphs.append(torch.cuda.CUDAGraph())\n"
         "        # Other threads may continue with unrelated work.\n"
         '        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")\n',

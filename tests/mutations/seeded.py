@@ -244,7 +244,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bfloat16 is rounded half away from zero",
-        "cpu_ops/number_bits.py",
+        "cpu_ops/bfloat16_bits.py",
         "rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))",
         "rounded = builder.add(bits, ir.Constant(word, 0x8000))",
         ("tests/cpu_ops/test_token_store.py",),

@@ -68,7 +68,7 @@ def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_
     waits = [wait.line.partition(":")[0] for wait in gpu.record.waits]
     assert waits.count("gpu_ops/host_copies.py") == 1
     # Eigenvectors, where keys are factored anew; the rest are values on their way out and in.
-    anew = "hetero_kv/families/shadowkv/factors.py"
+    anew = "hetero_kv/families/shadowkv/low_rank_basis.py"
     assert waits.count(anew) == (0 if refactor_above else LAYERS)
     assert set(waits) - {anew, "gpu_ops/host_copies.py"} == {"gpu_ops/write_out.py", "gpu_ops/prefetch.py"}
     assert [layer.counted.factored for layer in cache.layers] == [1 if refactor_above else 2] * LAYERS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import simulated_cuda
 
-from gpu_ops.captured import Segments
+from gpu_ops.graph_segments import Segments
 from gpu_ops.merge import merge_attention
 from simulated_cuda import Launch, SimulatedCudaError
 

@@ -12,7 +12,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 
 if TYPE_CHECKING:
-    from hetero_kv.adapter.strides import StridedForward
+    from hetero_kv.adapter.strided_prefill import StridedForward
     from hetero_kv.families.bounded.layer import BoundedLayer
 
 # Tokens whose logits are computed at once, because a vocabulary is large.

@@ -22,7 +22,7 @@ from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.joint_eviction import evict_jointly
-from hetero_kv.families.bounded.positions_in_cache import rotate_arrays, rotate_tensors
+from hetero_kv.families.bounded.reindexed_positions import rotate_arrays, rotate_tensors
 
 CACHED_ENTRIES = register(
     Statistic("cached_entries", "entries", "entries per kv head that the eviction policy has kept")

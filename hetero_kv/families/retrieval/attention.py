@@ -22,7 +22,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
-from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout

@@ -14,7 +14,7 @@ from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.engine.step import Step, StepBlocks
-from hetero_kv.families.retrieval.fetching import Fetching
+from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.read_bytes import Reading, SelectionStatistics
@@ -77,7 +77,7 @@ class RetrievalDecode(RetrievalPrefill):
         at, is_scored, largest = -1 if position is None else position, which == CHOSEN, self._takes_largest
         fetching = None
         if layer.pool is not None and layer.pool.reads_ahead():
-            fetching = Fetching(layer.pool, table, first, end, which, positions, allowed)
+            fetching = BlockReadAhead(layer.pool, table, first, end, which, positions, allowed)
             if isinstance(native, RetrievalStep):
                 score = self.representative_type.score
                 which = fetching.by_scores(q, self.shared, largest, score, self.threads)

@@ -10,7 +10,7 @@ from cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register, sums_share
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
-from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
+from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.store.storage import FP16, StorageType

@@ -25,7 +25,7 @@ from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
-from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
+from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings

@@ -13,8 +13,8 @@ from hetero_kv.adapter import bridge
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.block_choice import choice_of
 from hetero_kv.families.retrieval.budgets import layer_budget
-from hetero_kv.families.retrieval.choosing import choice_of
 from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation

@@ -26,7 +26,7 @@ from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.gpu_prefill.pieces import attention_after_pieces
 from hetero_kv.families.retrieval.attention import RetrievalAttention
-from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.layer import SelfExtendLayer

@@ -10,7 +10,7 @@ import torch
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
-from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.positions import GroupedPositions

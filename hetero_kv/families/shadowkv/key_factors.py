@@ -11,7 +11,7 @@ import torch
 from gpu_ops.rebuild import rebuilt_chunks, rebuilt_range
 from gpu_ops.rotary import unrotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
-from hetero_kv.families.shadowkv import factors
+from hetero_kv.families.shadowkv import low_rank_basis
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Tokens per tile of float32 keys during factorisation.
@@ -53,11 +53,11 @@ class KeyFactors:
             parts: first position and keys [batch, kv_heads, any, k_dim] of each part.
             like: any keys, for shapes and dtype.
         """
-        gram = factors.gram_matrix(tile for start, keys in parts for tile in self._plain_tiles(keys, start))
+        gram = low_rank_basis.gram_matrix(tile for start, keys in parts for tile in self._plain_tiles(keys, start))
         if self._energy is None:
-            basis = factors.leading_basis(gram, self._wanted)
+            basis = low_rank_basis.leading_basis(gram, self._wanted)
         else:
-            basis = factors.basis_holding(gram, self._energy)
+            basis = low_rank_basis.basis_holding(gram, self._energy)
         by_head = basis.unflatten(2, (like.shape[1], like.shape[3]))
         result = copy.copy(self)
         result.basis = by_head.transpose(1, 2).to(like.dtype).contiguous()
@@ -75,9 +75,9 @@ class KeyFactors:
         outside, energy = [], []
         for plain in self._plain_tiles(keys, start):
             coefficients = self.coefficients.room(keys.new_empty(keys.shape[0], 0, flat.shape[1]), plain.shape[1])
-            coefficients.copy_(factors.projected(plain, flat))
-            outside.append(factors.energy_outside(plain, coefficients, flat))
-            energy.append(factors.energy(plain))
+            coefficients.copy_(low_rank_basis.projected(plain, flat))
+            outside.append(low_rank_basis.energy_outside(plain, coefficients, flat))
+            energy.append(low_rank_basis.energy(plain))
         return sum(outside[1:], outside[0]), sum(energy[1:], energy[0])
 
     @property
@@ -93,8 +93,8 @@ class KeyFactors:
         flat = self._flat_basis
         outside = energy = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
         for plain in self._plain_tiles(keys, start):
-            outside = outside + factors.energy_outside(plain, factors.projected(plain, flat), flat)
-            energy = energy + factors.energy(plain)
+            outside = outside + low_rank_basis.energy_outside(plain, low_rank_basis.projected(plain, flat), flat)
+            energy = energy + low_rank_basis.energy(plain)
         return torch.stack([outside, energy])
 
     def keys_between(self, start: int, stop: int) -> torch.Tensor:

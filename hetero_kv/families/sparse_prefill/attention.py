@@ -14,8 +14,8 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
-from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 

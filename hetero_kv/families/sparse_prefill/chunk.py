@@ -10,7 +10,7 @@ import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from gpu_ops.chosen_keys import block_means, chosen_attention
-from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines, runs_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
-from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
+from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
 
 # The paper's threshold for the square root of the Jensen-Shannon divergence.
 _NEAR = 0.1

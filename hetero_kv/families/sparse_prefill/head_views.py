@@ -13,7 +13,7 @@ from cpu_ops.qk_tile import QUERY_COLUMNS
 from cpu_ops.vertical_slash_scores import distances_within
 from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import ALWAYS_NEAR, Blocks, Lines, runs_of
 
 #: Last queries of a chunk from which tokens and distances are chosen.
 LAST_QUERIES = QUERY_COLUMNS

@@ -12,7 +12,7 @@ import torch
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views, with_matched_blocks
-from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
+from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu_ops.code_collisions import collisions
+from cpu_ops.hash_collisions import collisions
 from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, Known, TokenQuery

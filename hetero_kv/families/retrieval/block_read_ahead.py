@@ -13,7 +13,7 @@ from cpu_ops.scores import block_scores
 from hetero_kv.store.pool import BlockPool
 
 
-class Fetching(NamedTuple):
+class BlockReadAhead(NamedTuple):
     """A step whose blocks the operating system reads before the kernel attends to them.
 
     Attributes:
