@@ -107,7 +107,7 @@ def test_a_module_that_is_no_attention_is_refused_with_the_reason(llama):
 
 
 def test_a_chunked_layer_needs_one_attention(llama):
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers \(ModuleList\) has 3 attention modules"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers \(ModuleList\) has 3 modules with a layer_idx"):
         inject(llama, rules(rule(r"model\.layers$", "ChunkedDecoderLayer")))
 
 
@@ -232,11 +232,11 @@ def test_a_full_cache_names_max_seq_len_and_keeps_what_it_has(llama):
     inject(llama, rules(max_seq_len=45))
     cache = HeteroCache(llama)
     llama(PROMPT, past_key_values=cache)
-    with pytest.raises(CacheFullError, match="max_seq_len is 45 tokens, 40 are stored and 6 more"):
+    with pytest.raises(CacheFullError, match="max_seq_len is 45 tokens, 40 are stored, and 6 more"):
         llama(PROMPT[:, :6], past_key_values=cache)
     assert {layer.get_seq_length() for layer in cache.layers} == {40}
     llama(PROMPT[:, :5], past_key_values=cache)
-    with pytest.raises(CacheFullError, match="45 are stored and 1 more"):
+    with pytest.raises(CacheFullError, match="45 are stored, and 1 more"):
         llama(PROMPT[:, :1], past_key_values=cache)
 
 
@@ -321,7 +321,9 @@ def test_numbers_beyond_half_precision_are_refused_not_stored_as_infinity(llama)
     llama.model.layers[1].self_attn.v_proj.weight.mul_(1e6)
     inject(llama, rules(kv_type="FP16"))
     cache = HeteroCache(llama)
-    with pytest.raises(HeteroKVError, match=r"beyond kv_type FP16, which ends at 65504; set kv_type to .* FP32"):
+    with pytest.raises(
+        HeteroKVError, match=r"exceeds the range of kv_type FP16, whose largest value is 65504; set kv_type to .* FP32"
+    ):
         llama(PROMPT, past_key_values=cache)
     assert {layer.get_seq_length() for layer in cache.layers} == {0}
 
@@ -369,5 +371,5 @@ def test_what_an_operator_cannot_be_is_refused_with_the_rule(operator, name, sai
 
 
 def test_a_list_of_another_length_is_refused_with_the_rule():
-    with pytest.raises(ConfigError, match=r"rule 2 \(RetrievalAttention\): second_block_count lists 2 numbers and"):
+    with pytest.raises(ConfigError, match=r"rule 2 \(RetrievalAttention\): second_block_count lists 2 numbers, but"):
         inject(tiny_model("llama"), rules(second_block_count=[1, 2]))

@@ -96,7 +96,9 @@ def test_a_prefill_that_fails_stores_nothing():
 def test_a_full_store_names_max_seq_len_and_what_would_fit():
     cache, _ = cache_of(capacity=20)
     append(cache, *tokens(13))
-    with pytest.raises(CacheFullError, match=r"max_seq_len is 20 tokens, 13 are stored and 9 more .* at least 22.* 7 "):
+    with pytest.raises(
+        CacheFullError, match=r"max_seq_len is 20 tokens, 13 are stored, and 9 more .* at least 22.* 7 "
+    ):
         cache.require_room(1, 9)
     cache.require_room(1, 7)
 

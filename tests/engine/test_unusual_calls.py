@@ -54,7 +54,7 @@ def test_under_autocast_it_is_the_untouched_model_but_for_rounding(recipe):
 def test_forgetting_a_positive_number_of_tokens_is_refused():
     cache = injected(MODEL, small_recipe("dense"))
     said(cache, PROMPT)
-    with pytest.raises(HeteroKVError, match=r"crop was given 10; .* crop\(-10\) forgets 10"):
+    with pytest.raises(HeteroKVError, match=r"crop received 10; .* crop\(-10\) drops 10"):
         cache.crop(10)
     assert cache.lengths == [90, 90]
 

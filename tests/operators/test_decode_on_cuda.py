@@ -138,7 +138,9 @@ def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu
     before = cache.get_seq_length()
     for layer in llama_on_gpu.model.layers:
         layer.self_attn.v_proj.weight.mul_(1e6)
-    with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond value_type FP16, which ends at 65504"):
+    with pytest.raises(
+        HeteroKVError, match=r"a key or value of .* exceeds the range of value_type FP16, whose largest value is 65504"
+    ):
         decode(llama_on_gpu, cache, 7)
     assert cache.get_seq_length() == before
 

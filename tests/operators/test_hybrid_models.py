@@ -230,7 +230,7 @@ REFUSED = {
         {**_MIXED, "mamba_headdim": 16, "num_mem_blocks": 1, "hybrid_layer_ids": [1], "mamba_ngroups": 1},
         r"layers\.1 \(Zamba2HybridLayer\).*mamba_decoder\.mamba, shared_transformer\.self_attn.*exactly one",
     ),
-    "recurrent_gemma": ({}, r"layers\.0 \(RecurrentGemmaDecoderLayer\) has 0 attention modules"),
+    "recurrent_gemma": ({}, r"layers\.0 \(RecurrentGemmaDecoderLayer\) has 0 modules with a layer_idx"),
     "minimax": (
         {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         r"layers\.0\.self_attn \(MiniMaxLightningAttention\) cannot be replaced.*attention interface",

@@ -205,7 +205,10 @@ def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu)
     with torch.no_grad():
         before = weight.clone()
         weight.mul_(1e6)
-        with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond value_type FP16, which ends at 65504"):
+        with pytest.raises(
+            HeteroKVError,
+            match=r"a key or value of .* exceeds the range of value_type FP16, whose largest value is 65504",
+        ):
             logits(model, cache, second)
         weight.copy_(before)
     assert cache.get_seq_length() == 100
