@@ -30,13 +30,13 @@ from cpu_ops.list_attention import OFFSETS
 from cpu_ops.parallel_region import run_region
 from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
 from cpu_ops.step_parts import (
+    as_rows_of_heads,
     attended_lists,
     by_head,
     copy_into,
     head_row,
     head_rows,
     merge_into,
-    numbers_given,
     scale_and_cap,
     sums_of_powers,
 )
@@ -115,12 +115,12 @@ def kernel_for(dtype: str) -> Any:
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
         if position >= 0:
-            store_args = numbers_given(k), numbers_given(v), keys, values, table, position
+            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, position
             stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
         taken[:] = 0
-        queries = numbers_given(q).reshape(rows, kv_heads, group, k_dim)
+        queries = as_rows_of_heads(q).reshape(rows, kv_heads, group, k_dim)
         queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         if which == EVERYTHING:

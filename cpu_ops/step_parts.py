@@ -9,7 +9,7 @@ from cpu_ops.exponential import LOG2_E, exp2, tanh
 
 
 @device_function
-def numbers_given(array):
+def as_rows_of_heads(array):
     """Returns a step's q, k or v [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
     rows, heads, _, dim = array.shape
     found = np.empty((rows, heads, dim), np.float32)

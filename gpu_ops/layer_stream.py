@@ -80,7 +80,7 @@ class LayerStream:
         self._locked: list[PageLocked] = []
         self._places: list[list[_Place]] = []
         #: The module whose weights each slot contains once queued copies are done; None if unknown.
-        self._held: list[int | None] = [None] * _SLOTS
+        self._loaded: list[int | None] = [None] * _SLOTS
         for number, module in enumerate(modules):
             self._lay_out(number, module)
             laid_out(module)
@@ -150,16 +150,16 @@ class LayerStream:
 
     def _fetch(self, number: int) -> None:
         slot = number % _SLOTS
-        if self._held[slot] == number:
+        if self._loaded[slot] == number:
             return
         # None until the copy is queued: an interrupted copy leaves neither module's weights.
-        self._held[slot] = None
+        self._loaded[slot] = None
         self._inwards.wait_event(self._used[slot])
         with torch.cuda.stream(self._inwards):
             host = self._locked[number].tensor
             self._slots[slot][: len(host)].copy_(host, non_blocking=True)
             self._ready[slot].record(self._inwards)
-        self._held[slot] = number
+        self._loaded[slot] = number
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from hetero_kv.evals import run as run_evaluation
 from hetero_kv.evals.config_spec import config_words, require_effect_somewhere
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
 from hetero_kv.evals.packed_model import load_packed
-from hetero_kv.evals.run_request import require_use, wanted_tasks
+from hetero_kv.evals.run_request import requested_tasks, require_use
 from hetero_kv.evals.tasks import registry
 from hetero_kv.loading import load_model
 from hetero_kv.models import DEFAULT_MODEL
@@ -155,7 +155,7 @@ def run(flags: argparse.Namespace) -> int:
         stride=flags.stride,
     )
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
-    task_files = wanted_tasks(tasks)
+    task_files = requested_tasks(tasks)
     if not task_files and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
     require_use(task_files, options)

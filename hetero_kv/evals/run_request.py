@@ -43,7 +43,7 @@ def subjects_of(models: ConfiguredModel | Mapping[str, Answerer] | Sequence[Subj
     return subjects
 
 
-def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
+def requested_tasks(words: Sequence[str]) -> dict[str, Path | None]:
     """The tasks that `words` name, each with its data file, if one is named.
 
     Raises HeteroKVError for an unknown task, and a missing file.
@@ -66,11 +66,11 @@ def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
 
 def require_use(tasks: Collection[str], options: RunOptions) -> None:
     """Raise ConfigError if an option that only perplexity uses is set in a run without perplexity."""
-    for name, is_given in (("stride", options.stride > 1), ("prefill_tokens", options.prefill_tokens is not None)):
-        if is_given and perplexity.Perplexity.name not in tasks:
+    for name, is_set in (("stride", options.stride > 1), ("prefill_tokens", options.prefill_tokens is not None)):
+        if is_set and perplexity.Perplexity.name not in tasks:
             raise ConfigError(
-                f"{name} is {getattr(options, name)}, and counts for the task {perplexity.Perplexity.name} alone; ask "
-                "for that task, or leave it out"
+                f"{name} is {getattr(options, name)}, but only the task {perplexity.Perplexity.name} uses it; "
+                "request that task, or omit it"
             )
 
 

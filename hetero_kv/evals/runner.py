@@ -21,12 +21,12 @@ from hetero_kv.evals.report import write_reports
 from hetero_kv.evals.run_folder import RunFolder
 from hetero_kv.evals.run_request import (
     request_of,
+    requested_tasks,
     require_measurable,
     require_methods,
     require_room,
     samples_of,
     subjects_of,
-    wanted_tasks,
 )
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.subject import Answerer, CountTokens, Subject
@@ -86,7 +86,7 @@ def run(
     options = options or RunOptions()
     subjects = subjects_of(models)
     configured = next((subject for subject in subjects if isinstance(subject, ConfiguredModel)), None)
-    chosen = wanted_tasks(tasks)
+    chosen = requested_tasks(tasks)
     if not chosen and not options.data:
         raise ConfigError(f"nothing to run: give a task or a data file; tasks: {', '.join(registry.names())}")
     require_measurable(chosen, subjects)

@@ -38,7 +38,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def asked_behind(separator: str, text: str) -> str:
+def question_after(separator: str, text: str) -> str:
     """The text after the last `separator`; "" without one."""
     return text.rpartition(separator)[2] if separator in text else ""
 

@@ -152,5 +152,5 @@ def test_ctrl_c_says_how_to_go_on(evaluate, tmp_path, monkeypatch, caplog):
 def test_an_option_of_perplexity_without_perplexity_is_refused(evaluate, tmp_path, flag, value):
     words = ("--task", "recite", "--config", "quest", f"--{flag}", value, "--out", tmp_path / "out")
     error = " ".join(evaluate(*words, status=2).split())
-    assert f"{flag} is {value}, and counts for the task perplexity alone" in error
+    assert f"{flag} is {value}, but only the task perplexity uses it" in error
     assert not (tmp_path / "out").exists()

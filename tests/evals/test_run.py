@@ -334,9 +334,9 @@ def test_an_option_out_of_range_is_named(wrong, message):
 
 
 def test_patterns_name_tasks(loaded):
-    from hetero_kv.evals.run_request import wanted_tasks
+    from hetero_kv.evals.run_request import requested_tasks
 
-    assert set(wanted_tasks(["ruler/niah_single_*", "recite"])) == {
+    assert set(requested_tasks(["ruler/niah_single_*", "recite"])) == {
         *(f"ruler/niah_single_{number}" for number in (1, 2, 3)),
         "recite",
     }

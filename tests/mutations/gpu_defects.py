@@ -180,8 +180,8 @@ DEFECTS = (
     Mutation(
         "a copy of weights counts as made before it is under way",
         "gpu_ops/layer_stream.py",
-        "        self._held[slot] = None\n",
-        "        self._held[slot] = number\n",
+        "        self._loaded[slot] = None\n",
+        "        self._loaded[slot] = number\n",
         (f"{_STREAM}a_forward_that_is_interrupted_anywhere_leaves_weights_in_dram_and_the_next_one_right",),
     ),
     Mutation(

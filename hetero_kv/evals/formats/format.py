@@ -19,7 +19,7 @@ class BrokenLine(ValueError):
     """A line of a data file that cannot be used, with the reason."""
 
 
-def asked_of(prompt: str, **filled: str) -> str:
+def question_of(prompt: str, **filled: str) -> str:
     """The part of a benchmark's prompt after the place of `context`, with its other places filled."""
     return prompt.rpartition("{context}")[2].format(**filled).lstrip()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_kv.evals.formats import infinitebench_scores as scores
-from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, asked_of, register_format
+from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, question_of, register_format
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 
@@ -127,7 +127,7 @@ class InfiniteBench(DataFormat):
             depth=None,
             max_new_tokens=subset.max_new_tokens,
             answer_prefix=subset.cue.format(**filled),
-            question=asked_of(subset.prompt, **filled),
+            question=question_of(subset.prompt, **filled),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_kv.evals import scorers
 from hetero_kv.evals.formats import longbench_prompts as prompts
-from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, asked_of, register_format
+from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, question_of, register_format
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 
@@ -90,7 +90,7 @@ class LongBench(DataFormat):
             length=0,
             depth=None,
             max_new_tokens=dataset.max_new_tokens,
-            question=asked_of(dataset.prompt, input=line.text("input")),
+            question=question_of(dataset.prompt, input=line.text("input")),
             raw_prompt=dataset.is_few_shot,
             metadata={"classes": [str(name) for name in classes]},
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, register_format
-from hetero_kv.evals.sample import Sample, Score, asked_behind
+from hetero_kv.evals.sample import Sample, Score, question_after
 from hetero_kv.evals.scorers import contains
 from hetero_kv.evals.tasks.kv_retrieval import MAX_NEW_TOKENS, QUESTION_BEGINS_BEHIND, kv_prompt
 from hetero_kv.evals.tasks.registry import register
@@ -45,7 +45,7 @@ class LostInTheMiddle(DataFormat):
             length=0,
             depth=100 * index / max(1, len(records) - 1),
             max_new_tokens=MAX_NEW_TOKENS,
-            question=asked_behind(QUESTION_BEGINS_BEHIND, prompt),
+            question=question_after(QUESTION_BEGINS_BEHIND, prompt),
             metadata={"pairs": len(records), "index": index},
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, register_format
-from hetero_kv.evals.sample import Sample, Score, asked_behind
+from hetero_kv.evals.sample import Sample, Score, question_after
 from hetero_kv.evals.scorers import string_match_all, string_match_part
 from hetero_kv.evals.tasks import registry, ruler_cwe, ruler_fwe, ruler_niah, ruler_qa, ruler_vt
 
@@ -70,7 +70,7 @@ class Ruler(DataFormat):
             depth=None,
             max_new_tokens=family.max_new_tokens,
             answer_prefix="" if is_templated else prefix,
-            question=asked_behind("\n", turn),
+            question=question_after("\n", turn),
             raw_prompt=is_templated,
         )
 

@@ -45,14 +45,14 @@ class Different:
 
     def __init__(self, draw: Callable[[], str]) -> None:
         self._draw = draw
-        self._given: set[str] = set()
+        self._used: set[str] = set()
 
     def next(self) -> str:
         """The next value, different from all earlier ones."""
         value = self._draw()
-        while value in self._given:
+        while value in self._used:
             value = self._draw()
-        self._given.add(value)
+        self._used.add(value)
         return value
 
     def take(self, count: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.haystack import Haystack
-from hetero_kv.evals.sample import Sample, asked_behind
+from hetero_kv.evals.sample import Sample, question_after
 from hetero_kv.evals.tasks.drawing import Cell
 from hetero_kv.evals.tasks.fitting import Fitted, fit
 from hetero_kv.evals.tasks.registry import Task, TaskRequest
@@ -76,7 +76,7 @@ class GeneratedTask(Task):
             depth=cell.depth,
             max_new_tokens=self.max_new_tokens,
             answer_prefix=answer_prefix,
-            question=asked_behind(self.question_begins_behind, turns[0]),
+            question=question_after(self.question_begins_behind, turns[0]),
             metadata=kept,
         )
 

@@ -33,7 +33,7 @@ class KeyFactors:
     """
 
     def __init__(self, rank: int, slack: int, energy: float | None = None) -> None:
-        self._wanted, self._energy = rank, energy
+        self._rank, self._energy = rank, energy
         self.basis: torch.Tensor | None = None
         self.coefficients = GrowingTensor(1, slack)
         self.rotary: RotaryTable | None = None
@@ -55,7 +55,7 @@ class KeyFactors:
         """
         gram = low_rank_basis.gram_matrix(tile for start, keys in parts for tile in self._plain_tiles(keys, start))
         if self._energy is None:
-            basis = low_rank_basis.leading_basis(gram, self._wanted)
+            basis = low_rank_basis.leading_basis(gram, self._rank)
         else:
             basis = low_rank_basis.basis_holding(gram, self._energy)
         by_head = basis.unflatten(2, (like.shape[1], like.shape[3]))
