@@ -155,8 +155,8 @@ def _region(
 ) -> Any:  # fmt: skip
     """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     tiles = tiles_for(isa, group, block_size)
-    lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
-    full_queries, num_tiles = full_tiles * tile_queries, tiles.number
+    lanes, _, tile_queries, _, row_size, tile_tokens, columns = tiles
+    num_tiles = tiles.number
     # A tile's scores: one row per token of the block, and padding for whole vectors.
     tile_scores = -(-(block_size * row_size) // lanes) * lanes + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
@@ -208,31 +208,16 @@ def _region(
                 next_k_at = (following * kv_heads + head) * (block_size * k_units)
                 for t in range(0, count, tile_tokens):
                     prefetch(values, v_at + t * v_units, tile_tokens * v_units)
-                    for tile in range(full_tiles):
-                        score_rows(
-                            lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
-                            scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * k_units,
-                            scores, tile * tile_scores + t * row_size,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_rows(
-                            lanes, storage, k_dim, rest_queries, tile_tokens, row_size,
-                            scaled_q, full_queries * k_dim, keys, k_at + t * k_units,
-                            scores, full_tiles * tile_scores + t * row_size,
-                        )  # fmt: skip
+                    score_rows(
+                        lanes, storage, k_dim, group, tile_queries, tile_tokens, row_size, scaled_q, 0,
+                        keys, k_at + t * k_units, scores, t * row_size, tile_scores,
+                    )  # fmt: skip
                 vectors: Any = (count * row_size + lanes - 1) // lanes
                 if offset:
-                    o_at = (block * kv_heads + head) * k_dim
-                    for tile in range(full_tiles):
-                        score_rows(
-                            lanes, "float16", k_dim, tile_queries, 1, row_size, scaled_q, tile * (tile_queries * k_dim),
-                            key_offsets, o_at, shifts, tile * (2 * lanes),
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_rows(
-                            lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
-                            key_offsets, o_at, shifts, full_tiles * (2 * lanes),
-                        )  # fmt: skip
+                    score_rows(
+                        lanes, "float16", k_dim, group, tile_queries, 1, row_size, scaled_q, 0,
+                        key_offsets, (block * kv_heads + head) * k_dim, shifts, 0, 2 * lanes,
+                    )  # fmt: skip
                     for tile in range(num_tiles):
                         for lane in range(row_size, lanes):
                             shifts[tile, lane] = shifts[tile, lane - row_size]
@@ -256,19 +241,11 @@ def _region(
                     rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
                 for t in range(0, count, _VALUE_TILE):
                     tokens: Any = min(_VALUE_TILE, count - t)
-                    ahead, step = next_k_at + t * num_tiles * share, tokens * share
-                    for tile in range(full_tiles):
-                        accumulate_rows(
-                            lanes, value_storage, v_dim, tile_queries, row_size, columns,
-                            scores, tile * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
-                            sums, tile * (tile_queries * v_dim), keys, ahead + tile * step, share_bytes,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        accumulate_rows(
-                            lanes, value_storage, v_dim, rest_queries, row_size, columns,
-                            scores, full_tiles * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
-                            sums, full_queries * v_dim, keys, ahead + full_tiles * step, share_bytes,
-                        )  # fmt: skip
+                    accumulate_rows(
+                        lanes, value_storage, v_dim, group, tile_queries, row_size, columns,
+                        scores, t * row_size, tile_scores, values, v_at + t * v_units, tokens, sums,
+                        keys, next_k_at + t * num_tiles * share, tokens * share, share_bytes,
+                    )  # fmt: skip
             edge = 2 * thread + (0 if starts[index] < first else 1)
             whole = starts[index] >= first and starts[index + 1] <= last
             keep_part(

@@ -62,8 +62,8 @@ def region_for(
 @cache
 def _region(instructions: str, storage: str, kind: str, differ: bool, group: int, k_dim: int, block_size: int) -> Any:
     tiles = tiles_for(instructions, group, block_size)
-    lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, _ = tiles
-    full_queries, num_tiles = full_tiles * tile_queries, tiles.number
+    lanes, _, tile_queries, _, row_size, tile_tokens, _ = tiles
+    num_tiles = tiles.number
     vectors = -(-(block_size * row_size) // lanes)
     # A tile's scores: one row per key of the block, and padding for whole vectors.
     tile_scores = vectors * lanes + lanes
@@ -112,30 +112,14 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                 prefetch(keys, following * (block_size * units), block_size * units)
                 if differ:
                     prefetch(means, following * (means.shape[2] * mean_units), mean_units)
-            m_at = (block * kv_heads + head) * (means.shape[2] * mean_units)
-            for tile in range(full_tiles):
-                for t in range(0, block_size, tile_tokens):
-                    score_rows(
-                        lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
-                        scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * units,
-                        scores, tile * tile_scores + t * row_size,
-                    )  # fmt: skip
-                if differ:
-                    score_tile(
-                        lanes, "dot", kind, k_dim, tile_queries, scaled_q, tile * (tile_queries * k_dim), means, m_at,
-                        of_mean, tile * tile_queries, 1,
-                    )  # fmt: skip
-            if rest_queries > 0:
-                for t in range(0, block_size, tile_tokens):
-                    score_rows(
-                        lanes, storage, k_dim, rest_queries, tile_tokens, row_size, scaled_q, full_queries * k_dim,
-                        keys, k_at + t * units, scores, full_tiles * tile_scores + t * row_size,
-                    )  # fmt: skip
-                if differ:
-                    score_tile(
-                        lanes, "dot", kind, k_dim, rest_queries, scaled_q, full_queries * k_dim, means, m_at,
-                        of_mean, full_queries, 1,
-                    )  # fmt: skip
+            for t in range(0, block_size, tile_tokens):
+                score_rows(
+                    lanes, storage, k_dim, group, tile_queries, tile_tokens, row_size, scaled_q, 0,
+                    keys, k_at + t * units, scores, t * row_size, tile_scores,
+                )  # fmt: skip
+            if differ:
+                m_at = (block * kv_heads + head) * (means.shape[2] * mean_units)
+                score_tile(lanes, "dot", kind, k_dim, group, tile_queries, 1, scaled_q, 0, means, m_at, of_mean, 0, 1)
             totals[:] = 0
             for tile in range(num_tiles):
                 if softcap > 0:

@@ -73,8 +73,9 @@ def _arguments(numbers: str) -> tuple[Any, ...]:
 @cache
 def _scoring(isa: str, storage: str, group: int, block_size: int) -> Any:
     """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
-    lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns_at_once = tiles_for(isa, group, 1)
-    full_queries, width = full_tiles * tile_queries, (full_tiles + (rest_queries > 0)) * row_size
+    tiles = tiles_for(isa, group, 1)
+    lanes, tile_queries, row_size, width = tiles.lanes, tiles.queries, tiles.row, tiles.number * tiles.row
+    columns_at_once = tiles.columns
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -97,18 +98,10 @@ def _scoring(isa: str, storage: str, group: int, block_size: int) -> Any:
                     run += 1
                 at = ((block * kv_heads + head) * kept + component) * block_size
                 w_at = (index * n + entry) * width
-                for tile in range(full_tiles):
-                    accumulate_rows(
-                        lanes, storage, block_size, tile_queries, width, columns_at_once,
-                        weights, w_at + tile * row_size, columns, at, run,
-                        sums, tile * (tile_queries * block_size), columns, at, 0,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    accumulate_rows(
-                        lanes, storage, block_size, rest_queries, width, columns_at_once,
-                        weights, w_at + full_tiles * row_size, columns, at, run,
-                        sums, full_queries * block_size, columns, at, 0,
-                    )  # fmt: skip
+                accumulate_rows(
+                    lanes, storage, block_size, group, tile_queries, width, columns_at_once, weights, w_at, row_size,
+                    columns, at, run, sums, columns, at, 0, 0,
+                )  # fmt: skip
                 entry += run
             for g in range(group):
                 for t in range(block_size):

@@ -72,10 +72,10 @@ def _at_once(lanes: int, queries: int) -> int:
 
 @cache
 def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, block_size: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, block_size)
-    full_queries, steps = full_tiles * tile_queries, -(-k_dim // CHANNELS)
+    tiles, steps = tiles_for(instructions, group, block_size), -(-k_dim // CHANNELS)
+    lanes, tile_queries, num_tiles = tiles.lanes, tiles.queries, tiles.number
     at_once = _at_once(lanes, tile_queries)
-    rows, rest_rows, tiles = at_once * tile_queries, at_once * rest_queries, full_tiles + (rest_queries > 0)
+    rows = at_once * tile_queries
     mean_units, code_bytes = STORAGE_TYPES[kind].units(k_dim), bytes_of_block(block_size, k_dim)
     numbers = numbers_of(STORAGE_TYPES["q8_0"], STORAGE_TYPES[kind])
     code_version = CODE_VERSION
@@ -93,7 +93,11 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         quantized = np.zeros((group, steps * CHANNELS), np.int8)
         words = quantized.view(np.int32)
         factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
-        of_means, most, totals = scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes)
+        of_means, most, totals = (
+            scratch(num_tiles, 2 * lanes),
+            scratch(num_tiles, 2 * lanes),
+            scratch(num_tiles, 2 * lanes),
+        )
         listed, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
         in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
         first, last = listed * thread // threads, listed * (thread + 1) // threads
@@ -132,44 +136,24 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                 for each in range(at_once):
                     block = np.int64(table[row, now[each if each < count else 0]]) * kv_heads + head
                     in_means[each], in_codes[each] = block * (means.shape[2] * mean_units), block * code_bytes
-                for tile in range(full_tiles):
-                    g = tile * tile_queries
+                for tile in range(num_tiles):
+                    of_tile, at = min(tile_queries, group - tile * tile_queries), tile * 2 * lanes
                     mean_scores_of(
-                        lanes, kind, k_dim, tile_queries, at_once, scaled_q, g * k_dim, means, in_means,
-                        of_means, tile * 2 * lanes,
-                    )  # fmt: skip
+                        lanes, kind, k_dim, group, tile_queries, at_once, tile, scaled_q, means, in_means, of_means, at
+                    )
                     code_scores(
-                        how, steps, tile_queries, block_size, at_once, codes, in_codes, words, g * (2 * steps),
-                        factors, zeros, g, of_means, tile * 2 * lanes, scores,
+                        how, steps, group, tile_queries, block_size, at_once, tile, codes, in_codes, words,
+                        factors, zeros, of_means, at, scores,
                     )  # fmt: skip
                     if softcap > 0:
-                        row_softcap(scores.reshape(1, scores.size), 0, rows * block_size, np.float32(softcap) * LOG2_E)
+                        size_of_tile = at_once * of_tile * block_size
+                        row_softcap(scores.reshape(1, scores.size), 0, size_of_tile, np.float32(softcap) * LOG2_E)
                     if token_scores.shape[3] > 0:
-                        _copy_scores(scores, token_scores[row, head], g, tile_queries, its, count, block_size)
-                    row_masses(lanes, rows, block_size, scores, most, totals, tile * 2 * lanes)
-                if rest_queries > 0:
-                    at = full_tiles * 2 * lanes
-                    mean_scores_of(
-                        lanes, kind, k_dim, rest_queries, at_once, scaled_q, full_queries * k_dim, means, in_means,
-                        of_means, at,
-                    )  # fmt: skip
-                    code_scores(
-                        how, steps, rest_queries, block_size, at_once, codes, in_codes, words,
-                        full_queries * (2 * steps), factors, zeros, full_queries, of_means, at, scores,
-                    )  # fmt: skip
-                    if softcap > 0:
-                        row_softcap(
-                            scores.reshape(1, scores.size), 0, rest_rows * block_size, np.float32(softcap) * LOG2_E
-                        )
-                    if token_scores.shape[3] > 0:
-                        _copy_scores(
-                            scores, token_scores[row, head], full_queries, rest_queries, its, count, block_size
-                        )
-                    row_masses(lanes, rest_rows, block_size, scores, most, totals, at)
-                for tile in range(tiles):
+                        of_head = token_scores[row, head]
+                        _copy_scores(scores, of_head, tile * tile_queries, of_tile, its, count, block_size)
+                    row_masses(lanes, group, tile_queries, block_size, at_once, tile, scores, most, totals, at)
                     for lane in range(rows):
                         totals[tile, lane] = (most[tile, lane] + log2(totals[tile, lane])) * LN_2
-                    of_tile = tile_queries if tile < full_tiles else rest_queries
                     for block in range(count):
                         for lane in range(of_tile):
                             cell, g, position = block * of_tile + lane, tile * tile_queries + lane, now[block]

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from cpu_ops.simd import emit_tile
 from cpu_ops.storage import STORAGE_TYPES
 from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
 from cpu_ops.weight_codes import call_intrinsic, load, splat
@@ -41,48 +42,57 @@ def _pointers(
 
 
 @intrinsic(prefer_literal=True)
-def mean_scores_of(typingctx, lanes, storage, dim, queries, blocks, q, q_at, means, places, found, f_at):
-    """Write products of a query tile and blocks' means to found[f_at + block * queries + g], in whole vectors.
+def mean_scores_of(typingctx, lanes, storage, dim, group, queries, blocks, tile, q, means, places, found, f_at):
+    """Write products of a tile's queries and blocks' means to found[f_at + block * n + g], in whole vectors.
 
-    places: [blocks] int64, the offset of each block's mean in `means`.
+    queries: in each of the group's tiles; n: in this one. places: [blocks] int64, the offset of each block's mean in
+    `means`.
     """
-    width, name, size, rows, number = (each.literal_value for each in (lanes, storage, dim, queries, blocks))
+    width, name, size, of_group, of_tile, number = (
+        each.literal_value for each in (lanes, storage, dim, group, queries, blocks)
+    )
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
-        q_pointer = array_pointer(context, builder, q, arguments[5], arguments[6])
+        q_pointer = array_pointer(context, builder, q, arguments[7], builder.mul(arguments[6], integer(of_tile * size)))
+        f_pointer = array_pointer(context, builder, found, arguments[10], arguments[11])
         kind = STORAGE_TYPES[name]
-        parts = [v.zero] * (rows * number)
-        pointers = _pointers(context, builder, means, arguments[7], places, arguments[8], number)
-        for start in range(0, size, width):
-            lanes_left, within = min(width, size - start), start % kind.group
-            stored = [
-                v.load(offset(builder, pointer, kind.units(start)), lanes_left, name, within) for pointer in pointers
-            ]
-            for g in range(rows):
-                query = v.load(offset(builder, q_pointer, g * size + start), lanes_left)
-                for block, numbers in enumerate(stored):
-                    cell = block * rows + g
-                    parts[cell] = v.call("fmuladd", query, numbers, parts[cell])
-        v.store(v.lane_sums(parts), array_pointer(context, builder, found, arguments[9], arguments[10]))
+
+        def score(_: ir.Value, rows: int) -> None:
+            parts = [v.zero] * (rows * number)
+            pointers = _pointers(context, builder, means, arguments[8], places, arguments[9], number)
+            for start in range(0, size, width):
+                lanes_left, within = min(width, size - start), start % kind.group
+                stored = [
+                    v.load(offset(builder, pointer, kind.units(start)), lanes_left, name, within)
+                    for pointer in pointers
+                ]
+                for g in range(rows):
+                    query = v.load(offset(builder, q_pointer, g * size + start), lanes_left)
+                    for block, numbers in enumerate(stored):
+                        cell = block * rows + g
+                        parts[cell] = v.call("fmuladd", query, numbers, parts[cell])
+            v.store(v.lane_sums(parts), f_pointer)
+
+        emit_tile(builder, of_group, of_tile, arguments[6], score)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(lanes, storage, dim, queries, blocks, q, at, means, places, found, at), codegen
+    return types.none(lanes, storage, dim, group, queries, blocks, at, q, means, places, found, at), codegen
 
 
 @intrinsic(prefer_literal=True)
 def code_scores(
-    typingctx, how, steps, queries, tokens, blocks, codes, places, x, x_at, factors, zeros, g_at, shifts, s_at, scores
+    typingctx, how, steps, group, queries, tokens, blocks, tile, codes, places, x, factors, zeros, shifts, s_at, scores
 ):
-    """Write blocks' token scores: scores[(block * queries + g) * tokens + t] = factors[g] * scale * product + shift.
+    """Write blocks' token scores for a tile of n queries: scores[(block * n + g) * tokens + t].
 
-    places: [blocks] int64, the offset of each block's codes in `codes`. x: [group, steps, 2] int32 from x_at on, four
-    int8 numbers each. zeros: [group] int32, initial values of products; factors: [group] float32; both are used from
-    query head g_at on. shift: shifts[s_at + block * queries + g], float32.
+    A score is factors[g] * scale * product + shifts[s_at + block * n + g]. queries: in each of the group's tiles.
+    places: [blocks] int64, the offset of each block's codes in `codes`. x: [group, steps, 2] int32, four int8 numbers
+    each. zeros: [group] int32, initial values of products; factors: [group], shifts: float32.
     """
     instruction = how.literal_value
-    count, rows, size, at_once = (each.literal_value for each in (steps, queries, tokens, blocks))
+    count, of_group, of_tile, size, at_once = (each.literal_value for each in (steps, group, queries, tokens, blocks))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         def at(array: Any, argument: int, place: ir.Value) -> ir.Value:
@@ -90,21 +100,22 @@ def code_scores(
 
         pointers = [
             byte_pointer(builder, each)
-            for each in _pointers(context, builder, codes, arguments[5], places, arguments[6], at_once)
+            for each in _pointers(context, builder, codes, arguments[7], places, arguments[8], at_once)
         ]
-        numbers, target = at(x, 7, arguments[8]), at(scores, 14, integer(0))
-        factor, zero = at(factors, 9, arguments[11]), at(zeros, 10, arguments[11])
+        first_query = builder.mul(arguments[6], integer(of_tile))
+        numbers, target = at(x, 9, builder.mul(first_query, integer(2 * count))), at(scores, 14, integer(0))
+        factor, zero = at(factors, 10, first_query), at(zeros, 11, first_query)
         shift = at(shifts, 12, arguments[13])
         low, four_bits = ir.Constant(_BYTES, [15] * _BYTES.count), ir.Constant(_BYTES, [4] * _BYTES.count)
 
         def number(array: ir.Value, place: int) -> ir.Value:
             return splat(builder, builder.load(builder.gep(array, [integer(place)])))
 
-        for tile in range(size // TOKENS):
+        def score(tokens_at: int, rows: int) -> None:
             beginning = [number(zero, g) for g in range(rows)]
             products = [[cgutils.alloca_once_value(builder, each) for each in beginning] for _ in pointers]
             with cgutils.for_range(builder, integer(count)) as loop:
-                vector = builder.add(loop.index, integer(tile * count))
+                vector = builder.add(loop.index, integer(tokens_at * count))
                 place = builder.mul(vector, integer(_BYTES.count))
                 both = [load(builder, builder.gep(pointer, [place]), _BYTES) for pointer in pointers]
                 halves = (
@@ -119,7 +130,7 @@ def code_scores(
                             product = add_dot(builder, instruction, builder.load(sums[g]), part, four, False)
                             builder.store(product, sums[g])
             for block, (pointer, sums) in enumerate(zip(pointers, products, strict=True)):
-                scale_at = size // TOKENS * count * _BYTES.count + tile * TOKENS * _SCALE_BYTES
+                scale_at = size // TOKENS * count * _BYTES.count + tokens_at * TOKENS * _SCALE_BYTES
                 scales = builder.fpext(load(builder, pointer, _HALVES, scale_at), _FLOATS)
                 for g in range(rows):
                     found = builder.sitofp(builder.load(sums[g]), _FLOATS)
@@ -127,42 +138,57 @@ def code_scores(
                     found = call_intrinsic(
                         builder, f"llvm.fma.v{TOKENS}f32", _FLOATS, by, found, number(shift, block * rows + g)
                     )
-                    place = offset(builder, target, (block * rows + g) * size + tile * TOKENS)
+                    place = offset(builder, target, (block * rows + g) * size + tokens_at * TOKENS)
                     builder.store(found, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+
+        def score_blocks(_: ir.Value, rows: int) -> None:
+            for tokens_at in range(size // TOKENS):
+                score(tokens_at, rows)
+
+        emit_tile(builder, of_group, of_tile, arguments[6], score_blocks)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(
-        how, steps, queries, tokens, blocks, codes, places, x, at, factors, zeros, at, shifts, at, scores
-    ), codegen
+    literals = how, steps, group, queries, tokens, blocks
+    return types.none(*literals, at, codes, places, x, factors, zeros, shifts, at, scores), codegen
 
 
 @intrinsic(prefer_literal=True)
-def row_masses(typingctx, lanes, rows, tokens, scores, most, totals, m_at):
+def row_masses(typingctx, lanes, group, queries, tokens, blocks, tile, scores, most, totals, m_at):
     """Write each row's largest score to `most` and its sum of 2 ** (score - largest) to `totals`.
 
-    scores: [rows, tokens]. Whole vectors are written; only their first `rows` numbers are meaningful.
+    scores: [rows, tokens], with a row for each of `blocks` blocks and each query of a tile, as from `code_scores`.
+    Whole vectors are written; only as many numbers as there are rows are meaningful.
     """
-    width, count, size = (each.literal_value for each in (lanes, rows, tokens))
+    width, of_group, of_tile, size, at_once = (each.literal_value for each in (lanes, group, queries, tokens, blocks))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
-        pointer = array_pointer(context, builder, scores, arguments[3], integer(0))
-        of_rows = [
-            [v.load(offset(builder, pointer, g * size + t)) for t in range(0, size, width)] for g in range(count)
-        ]
-        largest = v.lane_maxima([_joined(v.maximum, row) for row in of_rows])
-        sums = []
-        for g, row in enumerate(of_rows):
-            shift = v.lane_everywhere(largest, g)
-            powers = [v.exp2(builder.fsub(vector, shift), coarse=True) for vector in row]
-            sums.append(_joined(builder.fadd, powers))
-        v.store(largest, array_pointer(context, builder, most, arguments[4], arguments[6]))
-        v.store(v.lane_sums(sums), array_pointer(context, builder, totals, arguments[5], arguments[6]))
+        pointer = array_pointer(context, builder, scores, arguments[6], integer(0))
+        most_at, totals_at = (
+            array_pointer(context, builder, array, arguments[which], arguments[9])
+            for array, which in ((most, 7), (totals, 8))
+        )
+
+        def add(_: ir.Value, of_this: int) -> None:
+            of_rows = [
+                [v.load(offset(builder, pointer, row * size + t)) for t in range(0, size, width)]
+                for row in range(at_once * of_this)
+            ]
+            largest = v.lane_maxima([_joined(v.maximum, row) for row in of_rows])
+            sums = []
+            for g, row in enumerate(of_rows):
+                shift = v.lane_everywhere(largest, g)
+                powers = [v.exp2(builder.fsub(vector, shift), coarse=True) for vector in row]
+                sums.append(_joined(builder.fadd, powers))
+            v.store(largest, most_at)
+            v.store(v.lane_sums(sums), totals_at)
+
+        emit_tile(builder, of_group, of_tile, arguments[5], add)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(lanes, rows, tokens, scores, most, totals, at), codegen
+    return types.none(lanes, group, queries, tokens, blocks, at, scores, most, totals, at), codegen
 
 
 def _joined(join: Callable[[ir.Value, ir.Value], ir.Value], vectors: list[ir.Value]) -> ir.Value:

@@ -78,8 +78,7 @@ def _spread(means, above, masses, scale, softcap, log_n):
 
 @cache
 def _region(instructions: str, storage: str, group: int, representative_num: int, k_dim: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
-    full_queries = full_tiles * tile_queries
+    lanes, _, tile_queries, *_ = tiles_for(instructions, group, 1)
     units = STORAGE_TYPES[storage].units(k_dim)
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
@@ -99,26 +98,14 @@ def _region(instructions: str, storage: str, group: int, representative_num: int
             r_at = np.int64(block_ids[row, entry]) * kv_heads * (representative_num * units)
             q_at = row * kv_heads * (group * k_dim)
             for head in range(kv_heads):
-                for g in range(0, full_queries, tile_queries):
+                score_tile(
+                    lanes, "dot", storage, k_dim, group, tile_queries, 1, q, q_at, representatives, r_at, tile, 0, 1
+                )
+                if representative_num == 2:
                     score_tile(
-                        lanes, "dot", storage, k_dim, tile_queries, q, q_at + g * k_dim, representatives, r_at, tile,
-                        g, 1,
+                        lanes, "squares", storage, k_dim, group, tile_queries, 1, q, q_at,
+                        representatives, r_at + units, tile, group, 1,
                     )  # fmt: skip
-                    if representative_num == 2:
-                        score_tile(
-                            lanes, "squares", storage, k_dim, tile_queries, q, q_at + g * k_dim,
-                            representatives, r_at + units, tile, group + g, 1,
-                        )  # fmt: skip
-                if rest_queries > 0:
-                    score_tile(
-                        lanes, "dot", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                        representatives, r_at, tile, full_queries, 1,
-                    )  # fmt: skip
-                    if representative_num == 2:
-                        score_tile(
-                            lanes, "squares", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                            representatives, r_at + units, tile, group + full_queries, 1,
-                        )  # fmt: skip
                 for g in range(group):
                     weights[row, head, g, entry], likely[row, head, g, entry] = tile[0, g], tile[1, g]
                 r_at += representative_num * units

@@ -123,8 +123,8 @@ def _keep(sums, lse, mass, sums_place, lse_place, mass_place):
 
 @cache
 def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(instructions, group, 1)
-    full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
+    tiles = tiles_for(instructions, group, 1)
+    lanes, tile_queries, row_size, num_tiles = tiles.lanes, tiles.queries, tiles.row, tiles.number
     columns = columns_apart(instructions, tile_queries, v_dim)
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
@@ -173,17 +173,10 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                         factors[tile, place * row_size + lane] = shares[g, of_rest[place]]
                 for place in range(found):
                     of_rest[place] = np.int64(table[row, begin + of_rest[place]]) * value_means.shape[1] + head
-                for tile in range(full_tiles):
-                    accumulate_rows_at(
-                        lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * (_AT_ONCE * row_size),
-                        value_means, of_rest, found, sums, tile * (tile_queries * v_dim),
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    accumulate_rows_at(
-                        lanes, storage, v_dim, rest_queries, row_size, columns,
-                        factors, full_tiles * (_AT_ONCE * row_size), value_means, of_rest, found,
-                        sums, full_queries * v_dim,
-                    )  # fmt: skip
+                accumulate_rows_at(
+                    lanes, storage, v_dim, group, tile_queries, row_size, columns, factors, _AT_ONCE * row_size,
+                    value_means, of_rest, found, sums,
+                )  # fmt: skip
             if stop - start == blocks:
                 _keep(sums, lse, mass, whole_out[row, head], whole_lse[row, head], whole_mass[row, head])
             else:

@@ -161,8 +161,7 @@ def kernel_for(numbers: str) -> Any:
 
 @cache
 def _region(instructions: str, storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
-    full_queries = full_tiles * tile_queries
+    lanes, _, tile_queries, *_ = tiles_for(instructions, group, 1)
     vectors = 1 if mode == "quest" else representative_num
     units = STORAGE_TYPES[storage].units(k_dim)
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
@@ -184,16 +183,10 @@ def _region(instructions: str, storage: str, mode: str, group: int, representati
             q_at = row * kv_heads * (group * k_dim)
             for head in range(kv_heads):
                 for vector in range(vectors):
-                    for g in range(0, full_queries, tile_queries):
-                        score_tile(
-                            lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
-                            representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_tile(
-                            lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                            representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
-                        )  # fmt: skip
+                    score_tile(
+                        lanes, mode, storage, k_dim, group, tile_queries, 1, q, q_at,
+                        representatives, r_at + vector * units, tile, vector, vectors,
+                    )  # fmt: skip
                 for g in range(group):
                     best = tile[g, 0]
                     for vector in range(1, vectors):

@@ -6,6 +6,7 @@ queries. Lanes, storage type, dims and tile sizes (`cpu_ops.tiles`) are literals
 code. Arrays are addressed as (array, offset in elements) in the flat view of a C-contiguous array.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -70,52 +71,99 @@ def _tile_products(
     return [builder.load(cell) for cell in sums]
 
 
-@intrinsic(prefer_literal=True)
-def score_tile(typingctx, lanes, mode, storage, dim, queries, q, q_at, keys, k_at, scores, s_at, s_stride):
-    """Score a stored vector for a tile of queries: write scores[s_at + g * s_stride] for g < queries.
+def emit_tiles(builder: ir.IRBuilder, group: int, queries: int, body: Callable[[ir.Value, int], None]) -> None:
+    """Emit `body(tile, rows)` for the tiles of a group of queries: `queries` in each, and the rest in the last one."""
+    full, rest = divmod(group, queries)
+    if full == 1:
+        body(integer(0), queries)
+    else:
+        with cgutils.for_range(builder, integer(full)) as loop:
+            body(loop.index, queries)
+    if rest:
+        body(integer(full), rest)
 
-    mode "dot": the inner product of query g and the vector. mode "quest": two vectors are stored, maximum and minimum;
-    the score is the upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1). mode "squares":
-    sum_d (q_d * r_d)^2.
+
+def emit_tile(
+    builder: ir.IRBuilder, group: int, queries: int, tile: ir.Value, body: Callable[[ir.Value, int], None]
+) -> None:
+    """Emit `body(tile, rows)` for one tile, known at run time, of those of `emit_tiles`."""
+    full, rest = divmod(group, queries)
+    if not rest:
+        body(tile, queries)
+        return
+    with builder.if_else(builder.icmp_signed("<", tile, integer(full))) as (whole, remaining):
+        with whole:
+            body(tile, queries)
+        with remaining:
+            body(tile, rest)
+
+
+@intrinsic(prefer_literal=True)
+def score_tile(
+    typingctx, lanes, mode, storage, dim, group, queries, tokens, q, q_at, keys, k_at, scores, s_at, s_stride
+):
+    """Score stored vectors for a group of queries: write scores[s_at + g * s_stride + t] for g < group, t < tokens.
+
+    mode "dot": the inner product of query g and vector t. mode "quest": vectors come in pairs, maximum and minimum; the
+    score is the upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1). mode "squares":
+    sum_d (q_d * r_d)^2. queries: of a register tile.
     """
-    width, how, name, size, rows = (a.literal_value for a in (lanes, mode, storage, dim, queries))
+    width, how, name, size, of_group, of_tile, columns = (
+        a.literal_value for a in (lanes, mode, storage, dim, group, queries, tokens)
+    )
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
-        q_pointer = array_pointer(context, builder, q, arguments[5], arguments[6])
-        k_pointer = array_pointer(context, builder, keys, arguments[7], arguments[8])
-        s_pointer = array_pointer(context, builder, scores, arguments[9], arguments[10])
-        parts = _tile_products(v, name, size, how, rows, 1, q_pointer, k_pointer)
-        for first in range(0, rows, width):
-            total = v.lane_sums(parts[first : first + width])
-            for g in range(first, min(rows, first + width)):
-                target = offset(builder, s_pointer, builder.mul(arguments[11], integer(g)))
-                builder.store(builder.extract_element(total, integer(g - first)), target)
+        q_pointer = array_pointer(context, builder, q, arguments[7], arguments[8])
+        k_pointer = array_pointer(context, builder, keys, arguments[9], arguments[10])
+        s_pointer = array_pointer(context, builder, scores, arguments[11], arguments[12])
+
+        def score(tile: ir.Value, rows: int) -> None:
+            first_query = builder.mul(tile, integer(of_tile))
+            query = offset(builder, q_pointer, builder.mul(first_query, integer(size)))
+            parts = _tile_products(v, name, size, how, rows, columns, query, k_pointer)
+            for first in range(0, rows * columns, width):
+                total = v.lane_sums(parts[first : first + width])
+                for cell in range(first, min(rows * columns, first + width)):
+                    g, t = divmod(cell, columns)
+                    row = builder.mul(arguments[13], builder.add(first_query, integer(g)))
+                    target = offset(builder, offset(builder, s_pointer, row), t)
+                    builder.store(builder.extract_element(total, integer(cell - first)), target)
+
+        emit_tiles(builder, of_group, of_tile, score)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(lanes, mode, storage, dim, queries, q, at, keys, at, scores, at, at), codegen
+    return types.none(lanes, mode, storage, dim, group, queries, tokens, q, at, keys, at, scores, at, at), codegen
 
 
 @intrinsic(prefer_literal=True)
-def score_rows(typingctx, lanes, storage, dim, queries, tokens, row, q, q_at, keys, k_at, scores, s_at):
-    """Score a tile of tokens for a tile of queries: write scores[s_at + t * row + g].
+def score_rows(typingctx, lanes, storage, dim, group, queries, tokens, row, q, q_at, keys, k_at, scores, s_at, s_tile):
+    """Score a tile of tokens for a group of queries: write scores[s_at + tile * s_tile + t * row + g].
 
-    row: a power of two, at least `queries`. Whole vectors are written: up to `lanes` - 1 numbers after the last row are
-    overwritten.
+    g counts the queries of a register tile, `queries` at most. row: a power of two, at least `queries`. Whole vectors
+    are written: up to `lanes` - 1 numbers after the last row of each tile are overwritten.
     """
-    width, name, size, rows, columns, pitch = (a.literal_value for a in (lanes, storage, dim, queries, tokens, row))
+    width, name, size, of_group, of_tile, columns, pitch = (
+        a.literal_value for a in (lanes, storage, dim, group, queries, tokens, row)
+    )
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
-        q_pointer = array_pointer(context, builder, q, arguments[6], arguments[7])
-        k_pointer = array_pointer(context, builder, keys, arguments[8], arguments[9])
-        s_pointer = array_pointer(context, builder, scores, arguments[10], arguments[11])
-        emit_score_rows(v, name, size, rows, columns, pitch, q_pointer, k_pointer, s_pointer)
+        q_pointer = array_pointer(context, builder, q, arguments[7], arguments[8])
+        k_pointer = array_pointer(context, builder, keys, arguments[9], arguments[10])
+        s_pointer = array_pointer(context, builder, scores, arguments[11], arguments[12])
+
+        def score(tile: ir.Value, rows: int) -> None:
+            query = offset(builder, q_pointer, builder.mul(tile, integer(of_tile * size)))
+            target = offset(builder, s_pointer, builder.mul(tile, arguments[13]))
+            emit_score_rows(v, name, size, rows, columns, pitch, query, k_pointer, target)
+
+        emit_tiles(builder, of_group, of_tile, score)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(lanes, storage, dim, queries, tokens, row, q, at, keys, at, scores, at), codegen
+    return types.none(lanes, storage, dim, group, queries, tokens, row, q, at, keys, at, scores, at, at), codegen
 
 
 def emit_accumulate_rows(
@@ -151,55 +199,73 @@ def emit_accumulate_rows(
 
 @intrinsic(prefer_literal=True)
 def accumulate_rows(
-    typingctx, lanes, storage, dim, queries, row, columns, p, p_at, values, v_at, count, sums, sums_at,
-    ahead, ahead_at, ahead_bytes,
+    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_at, p_tile, values, v_at, count, sums,
+    ahead, ahead_at, ahead_tile, ahead_bytes,
 ):  # fmt: skip
-    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[t * row + g] * value d of row t.
+    """Add weighted rows for a group of queries: sums[g * dim + d] += sum over t < count of weight * value d of row t.
 
-    Meanwhile each row prefetches the next `ahead_bytes` of `ahead`: a core has only about twenty cache-line requests in
-    flight, and more at once would stall the arithmetic.
+    The weight of query g is p[p_at + tile * p_tile + t * row + its number in its register tile of `queries`]. Meanwhile
+    each row prefetches the next `ahead_bytes` of `ahead` from ahead_at + tile * ahead_tile on: a core has only about
+    twenty cache-line requests in flight, and more at once would stall the arithmetic.
     """
-    width, name, size, rows, pitch, most = (a.literal_value for a in (lanes, storage, dim, queries, row, columns))
+    width, name, size, of_group, of_tile, pitch, most = (
+        a.literal_value for a in (lanes, storage, dim, group, queries, row, columns)
+    )
     stretch = ahead_bytes.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        p_pointer = array_pointer(context, builder, p, arguments[6], arguments[7])
-        v_pointer = array_pointer(context, builder, values, arguments[8], arguments[9])
-        s_pointer = array_pointer(context, builder, sums, arguments[11], arguments[12])
-        following = byte_pointer(builder, array_pointer(context, builder, ahead, arguments[13], arguments[14]))
+        p_pointer = array_pointer(context, builder, p, arguments[7], arguments[8])
+        v_pointer = array_pointer(context, builder, values, arguments[10], arguments[11])
+        s_pointer = array_pointer(context, builder, sums, arguments[13], integer(0))
+        a_pointer = array_pointer(context, builder, ahead, arguments[14], arguments[15])
         v = Vectors(builder, width)
-        emit_accumulate_rows(
-            v, name, size, rows, pitch, most, stretch, p_pointer, v_pointer, arguments[10], s_pointer, following
-        )
+
+        def add(tile: ir.Value, rows: int) -> None:
+            weights = offset(builder, p_pointer, builder.mul(tile, arguments[9]))
+            target = offset(builder, s_pointer, builder.mul(tile, integer(of_tile * size)))
+            following = byte_pointer(builder, offset(builder, a_pointer, builder.mul(tile, arguments[16])))
+            emit_accumulate_rows(
+                v, name, size, rows, pitch, most, stretch, weights, v_pointer, arguments[12], target, following
+            )
+
+        emit_tiles(builder, of_group, of_tile, add)
         return context.get_dummy_value()
 
     at = types.int64
-    kinds = (lanes, storage, dim, queries, row, columns, p, at, values, at, at, sums, at, ahead, at, ahead_bytes)
-    return types.none(*kinds), codegen
+    literals = lanes, storage, dim, group, queries, row, columns
+    return types.none(*literals, p, at, at, values, at, at, sums, ahead, at, at, ahead_bytes), codegen
 
 
 @intrinsic(prefer_literal=True)
 def accumulate_rows_at(
-    typingctx, lanes, storage, dim, queries, row, columns, p, p_at, values, places, count, sums, sums_at
+    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_tile, values, places, count, sums
 ):
-    """As `accumulate_rows`, for the value rows places[t], int64, t < count, without prefetching."""
-    width, name, size, rows, pitch, most = (a.literal_value for a in (lanes, storage, dim, queries, row, columns))
+    """As `accumulate_rows`, for the value rows places[t], int64, t < count, without prefetching; p_at is 0."""
+    width, name, size, of_group, of_tile, pitch, most = (
+        a.literal_value for a in (lanes, storage, dim, group, queries, row, columns)
+    )
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        p_pointer = array_pointer(context, builder, p, arguments[6], arguments[7])
-        v_pointer = array_pointer(context, builder, values, arguments[8], integer(0))
-        place_pointer = array_pointer(context, builder, places, arguments[9], integer(0))
-        s_pointer = array_pointer(context, builder, sums, arguments[11], arguments[12])
-        v = Vectors(builder, width)
+        p_pointer = array_pointer(context, builder, p, arguments[7], integer(0))
+        v_pointer = array_pointer(context, builder, values, arguments[9], integer(0))
+        place_pointer = array_pointer(context, builder, places, arguments[10], integer(0))
+        s_pointer = array_pointer(context, builder, sums, arguments[12], integer(0))
         nothing = byte_pointer(builder, v_pointer)
-        emit_accumulate_rows(
-            v, name, size, rows, pitch, most, 0, p_pointer, v_pointer, arguments[10], s_pointer, nothing, place_pointer
-        )
+        v = Vectors(builder, width)
+
+        def add(tile: ir.Value, rows: int) -> None:
+            weights = offset(builder, p_pointer, builder.mul(tile, arguments[8]))
+            target = offset(builder, s_pointer, builder.mul(tile, integer(of_tile * size)))
+            emit_accumulate_rows(
+                v, name, size, rows, pitch, most, 0, weights, v_pointer, arguments[11], target, nothing, place_pointer
+            )
+
+        emit_tiles(builder, of_group, of_tile, add)
         return context.get_dummy_value()
 
     at = types.int64
-    kinds = (lanes, storage, dim, queries, row, columns, p, at, values, places, at, sums, at)
-    return types.none(*kinds), codegen
+    literals = lanes, storage, dim, group, queries, row, columns
+    return types.none(*literals, p, at, values, places, at, sums), codegen
 
 
 @intrinsic

@@ -133,9 +133,8 @@ def _adding_arguments(numbers: str) -> tuple[Any, ...]:
 @cache
 def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> Any:
     """Compile a thread's share of `token_scores`. Numba's disk cache keys it by the constants below, plain values."""
-    lanes, full_tiles, tile_queries, rest_queries, row_size, _, _ = tiles_for(isa, queries, 1)
-    full_queries, units = full_tiles * tile_queries, STORAGE_TYPES[storage].units(dim)
-    width = (full_tiles + (rest_queries > 0)) * row_size
+    tiles, units = tiles_for(isa, queries, 1), STORAGE_TYPES[storage].units(dim)
+    lanes, tile_queries, row_size, width = tiles.lanes, tiles.queries, tiles.row, tiles.number * tiles.row
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -162,28 +161,14 @@ def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> An
                 position = np.int64(positions[row, each, entry])
                 block = np.int64(table[row, position // block_size])
                 k_at = ((block * kv_heads + head) * block_size + position % block_size) * units
-                for tile in range(full_tiles):
-                    score_rows(
-                        lanes, storage, dim, tile_queries, 1, row_size, q, q_at + tile * (tile_queries * dim),
-                        keys, k_at, found, tile * row_size,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    score_rows(
-                        lanes, storage, dim, rest_queries, 1, row_size, q, q_at + full_queries * dim,
-                        keys, k_at, found, full_tiles * row_size,
-                    )  # fmt: skip
+                score_rows(
+                    lanes, storage, dim, queries, tile_queries, 1, row_size, q, q_at, keys, k_at, found, 0, row_size
+                )
                 if offset:
-                    o_at = (block * kv_heads + head) * dim
-                    for tile in range(full_tiles):
-                        score_rows(
-                            lanes, "float16", dim, tile_queries, 1, row_size, q, q_at + tile * (tile_queries * dim),
-                            key_offsets, o_at, shifts, tile * row_size,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_rows(
-                            lanes, "float16", dim, rest_queries, 1, row_size, q, q_at + full_queries * dim,
-                            key_offsets, o_at, shifts, full_tiles * row_size,
-                        )  # fmt: skip
+                    score_rows(
+                        lanes, "float16", dim, queries, tile_queries, 1, row_size, q, q_at,
+                        key_offsets, (block * kv_heads + head) * dim, shifts, 0, row_size,
+                    )  # fmt: skip
                     for lane in range(width):
                         found[0, lane] += shifts[0, lane]
                 for g in range(queries):
@@ -199,9 +184,9 @@ def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> An
 @cache
 def _adding(isa: str, storage: str, queries: int, dim: int) -> Any:
     """Compile a thread's share of `token_values`."""
-    lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns = tiles_for(isa, queries, 1)
-    full_queries, units = full_tiles * tile_queries, STORAGE_TYPES[storage].units(dim)
-    width = (full_tiles + (rest_queries > 0)) * row_size
+    tiles, units = tiles_for(isa, queries, 1), STORAGE_TYPES[storage].units(dim)
+    lanes, tile_queries, row_size, width = tiles.lanes, tiles.queries, tiles.row, tiles.number * tiles.row
+    columns = tiles.columns
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -229,16 +214,10 @@ def _adding(isa: str, storage: str, queries: int, dim: int) -> Any:
                 v_at = ((block * kv_heads + head) * block_size + position % block_size) * units
                 for g in range(queries):
                     weight[0, g // tile_queries * row_size + g % tile_queries] = weights[row, each, g, entry]
-                for tile in range(full_tiles):
-                    accumulate_rows(
-                        lanes, storage, dim, tile_queries, row_size, columns, weight, tile * row_size, values, v_at, 1,
-                        summed, tile * (tile_queries * dim), values, v_at, 0,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    accumulate_rows(
-                        lanes, storage, dim, rest_queries, row_size, columns, weight, full_tiles * row_size,
-                        values, v_at, 1, summed, full_queries * dim, values, v_at, 0,
-                    )  # fmt: skip
+                accumulate_rows(
+                    lanes, storage, dim, queries, tile_queries, row_size, columns, weight, 0, row_size,
+                    values, v_at, 1, summed, values, v_at, 0, 0,
+                )  # fmt: skip
             for g in range(queries):
                 for d in range(dim):
                     sums[part, row, each, g, d] = summed[g, d]

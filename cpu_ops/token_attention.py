@@ -98,8 +98,8 @@ def _region(
     offset: bool,
 ) -> Any:  # fmt: skip
     """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
-    lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(isa, group, 1)
-    full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
+    tiles = tiles_for(isa, group, 1)
+    lanes, tile_queries, row_size, num_tiles = tiles.lanes, tiles.queries, tiles.row, tiles.number
     columns = columns_apart(isa, tile_queries, v_dim)
     tile_scores = _AT_ONCE * row_size + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
@@ -148,27 +148,15 @@ def _region(
                     place = block * block_size + token % block_size
                     places[each] = place
                     prefetch(values, place * v_units, v_units)
-                    for tile in range(full_tiles):
-                        score_rows(
-                            lanes, storage, k_dim, tile_queries, 1, row_size, scaled_q, tile * (tile_queries * k_dim),
-                            keys, place * k_units, scores, tile * tile_scores + each * row_size,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_rows(
-                            lanes, storage, k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
-                            keys, place * k_units, scores, full_tiles * tile_scores + each * row_size,
-                        )  # fmt: skip
+                    score_rows(
+                        lanes, storage, k_dim, group, tile_queries, 1, row_size, scaled_q, 0,
+                        keys, place * k_units, scores, each * row_size, tile_scores,
+                    )  # fmt: skip
                     if offset:
-                        for tile in range(full_tiles):
-                            score_rows(
-                                lanes, "float16", k_dim, tile_queries, 1, row_size, scaled_q,
-                                tile * (tile_queries * k_dim), key_offsets, block * k_dim, shifts, tile * (2 * lanes),
-                            )  # fmt: skip
-                        if rest_queries > 0:
-                            score_rows(
-                                lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
-                                key_offsets, block * k_dim, shifts, full_tiles * (2 * lanes),
-                            )  # fmt: skip
+                        score_rows(
+                            lanes, "float16", k_dim, group, tile_queries, 1, row_size, scaled_q, 0,
+                            key_offsets, block * k_dim, shifts, 0, 2 * lanes,
+                        )  # fmt: skip
                         for tile in range(num_tiles):
                             for lane in range(row_size):
                                 scores[tile, each * row_size + lane] += shifts[tile, lane]
@@ -188,16 +176,10 @@ def _region(
                             totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
                             most[tile, lane] = fresh[tile, lane]
                     rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
-                for tile in range(full_tiles):
-                    accumulate_rows_at(
-                        lanes, value_storage, v_dim, tile_queries, row_size, columns, scores, tile * tile_scores,
-                        values, places, here, sums, tile * (tile_queries * v_dim),
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    accumulate_rows_at(
-                        lanes, value_storage, v_dim, rest_queries, row_size, columns, scores, full_tiles * tile_scores,
-                        values, places, here, sums, full_queries * v_dim,
-                    )  # fmt: skip
+                accumulate_rows_at(
+                    lanes, value_storage, v_dim, group, tile_queries, row_size, columns, scores, tile_scores,
+                    values, places, here, sums,
+                )  # fmt: skip
             is_whole = start == 0 and stop == count
             edge = 2 * thread + (0 if begun < first else 1)
             keep_part(

@@ -76,10 +76,8 @@ SINGLE_TOKENS = (
     Mutation(
         "what was taken off the keys of a block is another block's",
         "cpu_ops/token_attention.py",
-        'lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,\n'
-        "                                key_offsets, block * k_dim,",
-        'lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,\n'
-        "                                key_offsets, 0 * block,",
+        "key_offsets, block * k_dim, shifts",
+        "key_offsets, 0 * block, shifts",
         ("tests/cpu_ops/test_token_attention.py",),
     ),
     Mutation(
