@@ -11,12 +11,16 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import isa
 from cpu_ops.device_function import device_function
-from cpu_ops.eight_lanes import QUERY_TILE, accumulate_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
+from cpu_ops.matrix_tiles import decode_numbers
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import accumulate_rows
 from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.tiles import tiles_for
 from cpu_ops.token_store import as_bfloat16, as_float16
 
 
@@ -65,7 +69,7 @@ def hold_chunks(
     coefficients, basis, cos, sin, pairs, offset, interleaved = factors
     kernel, region, dtype, stored_dtype = _plan(
         chosen.shape, ids.shape, keys.shape, values.shape, coefficients.shape, basis.shape, cos.shape, sin.shape,
-        table.shape[:1], stored.shape, keys.dtype, stored.dtype, pairs, offset,
+        table.shape[:1], stored.shape, keys.dtype, stored.dtype, pairs, offset, isa(),
     )  # fmt: skip
     own = (each.view(dtype) for each in (keys, values, coefficients, basis, cos, sin))
     # A pair's first channel is `offset + pair * step`; its second channel is `second` further.
@@ -80,10 +84,10 @@ def hold_chunks(
     return hits
 
 
-def compile_for(k_dim: int, kind: str, storage: str) -> None:
+def compile_for(k_dim: int, chunk_size: int, kind: str, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
     _kernel(STORAGE_TYPES[kind].kernel_dtype.name, STORAGE_TYPES[storage].kernel_dtype.name)
-    _region(kind, storage, k_dim)
+    _region(isa(), kind, storage, k_dim, chunk_size)
 
 
 @lru_cache(maxsize=4096)
@@ -91,7 +95,7 @@ def _plan(
     chosen: tuple[int, ...], ids: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...],
     coefficients: tuple[int, ...], basis: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...],
     rows: tuple[int, ...], stored: tuple[int, ...], dtype: np.dtype, stored_dtype: np.dtype,
-    pairs: int, offset: int,
+    pairs: int, offset: int, instructions: str,
 ) -> tuple[Any, int, np.dtype, np.dtype]:  # fmt: skip
     storage, kind = storage_of(stored_dtype), storage_of(dtype)
     k_dim, v_dim = keys[-1], values[-1]
@@ -109,7 +113,8 @@ def _plan(
             f"{stored} do not fit together"
         )
     kernel = _kernel(kind.kernel_dtype.name, storage.kernel_dtype.name)
-    return kernel, address_of(_region(kind.name, storage.name, k_dim)), kind.kernel_dtype, storage.kernel_dtype
+    region = address_of(_region(instructions, kind.name, storage.name, k_dim, keys[3]))
+    return kernel, region, kind.kernel_dtype, storage.kernel_dtype
 
 
 @device_function
@@ -222,10 +227,9 @@ def _kernel(numbers: str, stored_numbers: str) -> Any:
 
 
 @cache
-def _region(kind: str, storage: str, k_dim: int) -> Any:
-    run, group_units = STORAGE_TYPES[storage].group, STORAGE_TYPES[storage].units(STORAGE_TYPES[storage].group)
-    # Ungrouped numbers are widened `many` at a time, the rest one by one; grouped ones in whole groups.
-    many, stored_many = 32, max(32, run)
+def _region(instructions: str, kind: str, storage: str, k_dim: int, chunk_size: int) -> Any:
+    tiles = tiles_for(instructions, chunk_size, 1)
+    lanes, tile_tokens, columns = tiles.lanes, tiles.queries, tiles.columns
     is_float32, is_float16 = kind == "float32", kind == "float16"
     variant = f"{STORAGE_TYPES[kind].kernel_dtype.name},{STORAGE_TYPES[storage].kernel_dtype.name}"
     code_version = CODE_VERSION
@@ -236,47 +240,28 @@ def _region(kind: str, storage: str, k_dim: int) -> Any:
             of_list, missing, free, misses, first_slot, keys, values, coefficients, basis, cos, sin, table, stored,
             offset, step, second,
         ) = arguments_at("rebuild chunks", variant, arguments)  # fmt: skip
-        kv_heads = keys.shape[1]
-        chunk_size, v_dim = values.shape[3:]
+        kv_heads, v_dim = keys.shape[1], values.shape[4]
         rank, pairs = coefficients.shape[2], cos.shape[1]
-        one = np.ones(1, np.float32)
-        factors, rebuilt = np.empty((chunk_size, rank), np.float32), np.empty((chunk_size, k_dim), np.float32)
-        fetched = np.empty((chunk_size, v_dim), np.float32)
-        cosines, sines = np.empty((chunk_size, pairs), np.float32), np.empty((chunk_size, pairs), np.float32)
+        factors, weights = scratch(chunk_size, rank), scratch(rank, chunk_size)
+        rebuilt, fetched = scratch(chunk_size, k_dim), scratch(chunk_size, v_dim)
+        cosines, sines = scratch(chunk_size, pairs), scratch(chunk_size, pairs)
         for miss in range(misses * thread // threads, misses * (thread + 1) // threads):
             row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
             start, slot = missing[miss] * chunk_size, first_slot + free[miss]
-            factors[:], rebuilt[:], fetched[:], cosines[:], sines[:] = 0, 0, 0, 0, 0
-            # Adding stored numbers to zeros, with weight one, widens them.
-            at, whole = (row * coefficients.shape[1] + start) * rank, chunk_size * rank // many * many
-            for i in range(0, whole, many):
-                accumulate_rows(kind, many, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
-            for i in range(whole, chunk_size * rank):
-                accumulate_rows(kind, 1, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
-            at, whole = start * pairs, chunk_size * pairs // many * many
-            for i in range(0, whole, many):
-                accumulate_rows(kind, many, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
-                accumulate_rows(kind, many, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
-            for i in range(whole, chunk_size * pairs):
-                accumulate_rows(kind, 1, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
-                accumulate_rows(kind, 1, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
+            at = (row * coefficients.shape[1] + start) * rank
+            decode_numbers(lanes, kind, coefficients, at, chunk_size * rank, factors)
+            decode_numbers(lanes, kind, cos, start * pairs, chunk_size * pairs, cosines)
+            decode_numbers(lanes, kind, sin, start * pairs, chunk_size * pairs, sines)
             at = (np.int64(table[row, missing[miss]]) * kv_heads + head) * (chunk_size * stored.shape[3])
-            whole = chunk_size * v_dim // stored_many * stored_many
-            for i in range(0, whole, stored_many):
-                s_at = at + i // run * group_units
-                accumulate_rows(storage, stored_many, 1, one, 0, 1, stored, s_at, 1, fetched, i, basis, 0, 0)
-            for i in range(whole, chunk_size * v_dim):
-                accumulate_rows(storage, 1, 1, one, 0, 1, stored, at + i, 1, fetched, i, basis, 0, 0)
-            at, whole = of_list[miss] * (rank * k_dim), chunk_size // QUERY_TILE * QUERY_TILE
-            for t in range(0, whole, QUERY_TILE):
-                accumulate_rows(
-                    kind, k_dim, QUERY_TILE, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim,
-                    basis, 0, 0,
-                )  # fmt: skip
-            for t in range(whole, chunk_size):
-                accumulate_rows(
-                    kind, k_dim, 1, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim, basis, 0, 0
-                )
+            decode_numbers(lanes, storage, stored, at, chunk_size * v_dim, fetched)
+            for component in range(rank):
+                for t in range(chunk_size):
+                    weights[component, t] = factors[t, component]
+            rebuilt[:] = 0
+            accumulate_rows(
+                lanes, kind, k_dim, chunk_size, tile_tokens, chunk_size, columns, weights, 0, tile_tokens,
+                basis, of_list[miss] * (rank * k_dim), rank, rebuilt, basis, 0, 0, 0,
+            )  # fmt: skip
             for t in range(chunk_size):
                 for pair in range(pairs):
                     d = offset + pair * step

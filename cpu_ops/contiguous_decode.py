@@ -11,14 +11,17 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.eight_lanes import accumulate_rows, query_tiles, score_tile, token_tile
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_softcap
+from cpu_ops.cpu_features import isa
+from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.row_maximum import row_max
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import accumulate_rows, score_rows
+from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.work_division import merge_edges
+from cpu_ops.tiles import tiles_for
+from cpu_ops.work_division import keep_part, merge_edges
 
 _TILE = 64
 """Tokens of a tile of scores."""
@@ -59,7 +62,8 @@ def attend_ranges(
     together, IndexError for tokens beyond a range's capacity.
     """
     (keys_a, values_a, start_a, count_a), (keys_b, values_b, start_b, count_b) = first, second
-    kernel, region, dtype = _plan(q.shape, keys_a.shape, values_a.shape, keys_b.shape, values_b.shape, keys_a.dtype)
+    shapes = q.shape, keys_a.shape, values_a.shape, keys_b.shape, values_b.shape
+    kernel, region, dtype = _plan(*shapes, keys_a.dtype, isa())
     if not (
         0 <= start_a <= start_a + count_a <= keys_a.shape[2] and 0 <= start_b <= start_b + count_b <= keys_b.shape[2]
     ):
@@ -76,13 +80,13 @@ def attend_ranges(
 def compile_for(group: int, k_dim: int, v_dim: int, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
     _kernel(STORAGE_TYPES[storage].kernel_dtype.name)
-    _region(storage, group, k_dim, v_dim)
+    _region(isa(), storage, group, k_dim, v_dim)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     q: tuple[int, ...], keys_a: tuple[int, ...], values_a: tuple[int, ...], keys_b: tuple[int, ...],
-    values_b: tuple[int, ...], dtype: np.dtype,
+    values_b: tuple[int, ...], dtype: np.dtype, instructions: str,
 ) -> tuple[Any, int, np.dtype]:  # fmt: skip
     storage = storage_of(dtype)
     fitting = len(q) == len(keys_a) == len(values_a) == 4 and storage.group == 1 and min(q[2:]) > 0
@@ -92,7 +96,7 @@ def _plan(
         raise ValueError(
             f"q {q}, keys {keys_a} and {keys_b}, values {values_a} and {values_b} ({storage.name}) do not fit together"
         )
-    region = address_of(_region(storage.name, q[2], q[3], values_a[3]))
+    region = address_of(_region(instructions, storage.name, q[2], q[3], values_a[3]))
     return _kernel(storage.kernel_dtype.name), region, storage.kernel_dtype
 
 
@@ -144,10 +148,10 @@ def _kernel(numbers: str) -> Any:
 
 
 @cache
-def _region(storage: str, group: int, k_dim: int, v_dim: int) -> Any:
-    full_tiles, tile_queries, rest_queries = query_tiles(group)
-    full_queries = full_tiles * tile_queries
-    tile_tokens = token_tile(tile_queries, _TILE)
+def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int) -> Any:
+    tiles = tiles_for(instructions, group, _TILE)
+    lanes, _, tile_queries, _, row_size, tile_tokens, columns = tiles
+    num_tiles, tile_scores = tiles.number, _TILE * row_size + lanes
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -158,82 +162,63 @@ def _region(storage: str, group: int, k_dim: int, v_dim: int) -> Any:
         ) = arguments_at("attend ranges", numbers, arguments)  # fmt: skip
         kv_heads = q.shape[1]
         tiles_a, tiles_b = (count_a + _TILE - 1) // _TILE, (count_b + _TILE - 1) // _TILE
-        tiles = tiles_a + tiles_b
-        total = q.shape[0] * kv_heads * tiles
+        of_list = tiles_a + tiles_b
+        total = q.shape[0] * kv_heads * of_list
         factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
         first, last = total * thread // threads, total * (thread + 1) // threads
-        scaled_q = np.empty((group, k_dim), np.float32)
-        scores = np.empty((group, _TILE), np.float32)
-        sums = np.empty((group, v_dim), np.float32)
-        most = np.empty(group, np.float32)
-        totals = np.empty(group, np.float32)
+        scaled_q, sums, scores = scratch(group, k_dim), scratch(group, v_dim), scratch(num_tiles, tile_scores)
+        most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
         for item in range(first, last):
-            index, tile = item // tiles, item % tiles
+            index, place = item // of_list, item % of_list
             row, head = index // kv_heads, index % kv_heads
-            if tile == 0 or item == first:
+            if place == 0 or item == first:
                 most[:], totals[:], sums[:] = -np.inf, 0, 0
                 for g in range(group):
                     for d in range(k_dim):
                         scaled_q[g, d] = q[row, head, g, d] * factor
-            in_b = tile >= tiles_a
+            in_b = place >= tiles_a
             keys, values = keys_b if in_b else keys_a, values_b if in_b else values_a
-            begin = (tile - tiles_a) * _TILE if in_b else tile * _TILE
-            count = min(_TILE, (count_b if in_b else count_a) - begin)
+            begin = (place - tiles_a) * _TILE if in_b else place * _TILE
+            count: Any = min(_TILE, (count_b if in_b else count_a) - begin)
             token = index * keys.shape[2] + begin + (start_b if in_b else start_a)
-            k_at, v_at = token * k_dim, token * v_dim
             whole = count - count % tile_tokens
             for t in range(0, whole, tile_tokens):
-                for g in range(0, full_queries, tile_queries):
-                    score_tile(
-                        "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
-                        keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    score_tile(
-                        "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
-                        keys, k_at + t * k_dim, scores, full_queries * _TILE + t, _TILE,
-                    )  # fmt: skip
+                score_rows(
+                    lanes, storage, k_dim, group, tile_queries, tile_tokens, row_size, scaled_q, 0,
+                    keys, (token + t) * k_dim, scores, t * row_size, tile_scores,
+                )  # fmt: skip
             for t in range(whole, count):
-                for g in range(group):
-                    score_tile(
-                        "dot", storage, k_dim, 1, 1, scaled_q, g * k_dim,
-                        keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
-                    )  # fmt: skip
-            for g in range(group):
+                score_rows(
+                    lanes, storage, k_dim, group, tile_queries, 1, row_size, scaled_q, 0,
+                    keys, (token + t) * k_dim, scores, t * row_size, tile_scores,
+                )  # fmt: skip
+            vectors: Any = (count * row_size + lanes - 1) // lanes
+            for tile in range(num_tiles):
+                scores[tile, count * row_size : vectors * lanes] = -np.inf
                 if softcap > 0:
-                    row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
-                tile_most = row_max(scores, g, count)
-                if tile_most > most[g]:
-                    rescale = exp2(most[g] - tile_most)
-                    most[g] = tile_most
-                    totals[g] *= rescale
-                    for d in range(v_dim):
-                        sums[g, d] *= rescale
-                totals[g] += row_exp2(scores, g, count, most[g])
-            for g in range(0, full_queries, tile_queries):
-                accumulate_rows(
-                    storage, v_dim, tile_queries, scores, g * _TILE, _TILE, values, v_at, count, sums, g * v_dim,
-                    keys, 0, 0,
+                    row_softcap(scores, tile, count * row_size, np.float32(softcap) * LOG2_E)
+                at: Any = tile * lanes
+                if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
+                    for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                        lane = g - tile * tile_queries
+                        rescale = exp2(most[tile, lane] - fresh[tile, lane])
+                        for d in range(v_dim):
+                            sums[g, d] *= rescale
+                    for lane in range(lanes):
+                        totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
+                        most[tile, lane] = fresh[tile, lane]
+                rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
+            accumulate_rows(
+                lanes, storage, v_dim, group, tile_queries, row_size, columns, scores, 0, tile_scores,
+                values, token * v_dim, count, sums, keys, 0, 0, 0,
+            )  # fmt: skip
+            if place == of_list - 1 or item == last - 1:
+                edge = 2 * thread + (0 if index * of_list < first else 1)
+                is_whole = index * of_list >= first and (index + 1) * of_list <= last
+                keep_part(
+                    index, edge, is_whole, tile_queries, row_size, most, totals, sums, edges, edge_sums, edge_most,
+                    edge_total, out, lse,
                 )  # fmt: skip
-            if rest_queries > 0:
-                accumulate_rows(
-                    storage, v_dim, rest_queries, scores, full_queries * _TILE, _TILE, values, v_at, count,
-                    sums, full_queries * v_dim, keys, 0, 0,
-                )  # fmt: skip
-            if tile < tiles - 1 and item < last - 1:
-                continue
-            if index * tiles >= first and (index + 1) * tiles <= last:
-                for g in range(group):
-                    lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
-                    for d in range(v_dim):
-                        out[row, head, g, d] = sums[g, d] / totals[g]
-            else:
-                edge = 2 * thread + (0 if index * tiles < first else 1)
-                edges[edge] = index
-                for g in range(group):
-                    edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
-                    for d in range(v_dim):
-                        edge_sums[edge, g, d] = sums[g, d]
         return np.int64(0 * code_version)
 
     return attend

@@ -7,14 +7,16 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import isa
 from cpu_ops.device_function import device_function
-from cpu_ops.eight_lanes import query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.row_maximum import row_max
+from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.tiles import tiles_for
 from cpu_ops.top_k import select
 
 _AT_ONCE = 64
@@ -42,7 +44,7 @@ def best_chunks(
     that none underflows. Raises ValueError or TypeError for arrays that do not fit together, IndexError for an outlier
     that is not a chunk.
     """
-    kernel, regions, kernel_dtype = _plan(q.shape, landmarks.shape, outliers.shape, landmarks.dtype)
+    kernel, regions, kernel_dtype = _plan(q.shape, landmarks.shape, outliers.shape, landmarks.dtype, isa())
     if not (0 <= chunks <= landmarks.shape[2] and 1 <= count <= chunks - outliers.shape[2]):
         raise ValueError(
             f"{count} of {chunks} chunks besides {outliers.shape[2]} outliers, landmarks {landmarks.shape}"
@@ -57,19 +59,19 @@ def best_chunks(
 def compile_for(group: int, dim: int, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
     _kernel(STORAGE_TYPES[storage].kernel_dtype.name)
-    _scoring(storage, group, dim)
+    _scoring(isa(), storage, group, dim)
     _choosing()
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    q: tuple[int, ...], landmarks: tuple[int, ...], outliers: tuple[int, ...], dtype: np.dtype
+    q: tuple[int, ...], landmarks: tuple[int, ...], outliers: tuple[int, ...], dtype: np.dtype, instructions: str
 ) -> tuple[Any, tuple[int, int], np.dtype]:
     storage = storage_of(dtype)
     fitting = len(q) == len(landmarks) == 4 and len(outliers) == 3 and storage.group == 1
     if not (fitting and q[:2] == landmarks[:2] == outliers[:2] and q[3] == landmarks[3] and min(q[2:]) > 0):
         raise ValueError(f"q {q}, landmarks {landmarks} ({storage.name}) and outliers {outliers} do not fit together")
-    regions = address_of(_scoring(storage.name, q[2], q[3])), address_of(_choosing())
+    regions = address_of(_scoring(instructions, storage.name, q[2], q[3])), address_of(_choosing())
     return _kernel(storage.kernel_dtype.name), regions, storage.kernel_dtype
 
 
@@ -126,10 +128,8 @@ def _kernel(numbers: str) -> Any:
 
 
 @cache
-def _scoring(storage: str, group: int, dim: int) -> Any:
-    full_tiles, tile_queries, rest_queries = query_tiles(group)
-    full_queries = full_tiles * tile_queries
-    tile_chunks = token_tile(tile_queries, _AT_ONCE)
+def _scoring(instructions: str, storage: str, group: int, dim: int) -> Any:
+    lanes, _, tile_queries, _, _, tile_chunks, _ = tiles_for(instructions, group, _AT_ONCE)
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -145,22 +145,15 @@ def _scoring(storage: str, group: int, dim: int) -> Any:
             q_at, s_at = index * (group * dim), index * (group * chunks)
             l_at = index * (landmarks.shape[2] * dim)
             for c in range(first, whole, tile_chunks):
-                for g in range(0, full_queries, tile_queries):
-                    score_tile(
-                        "dot", storage, dim, tile_queries, tile_chunks, scaled_q, q_at + g * dim,
-                        landmarks, l_at + c * dim, scores, s_at + g * chunks + c, chunks,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    score_tile(
-                        "dot", storage, dim, rest_queries, tile_chunks, scaled_q, q_at + full_queries * dim,
-                        landmarks, l_at + c * dim, scores, s_at + full_queries * chunks + c, chunks,
-                    )  # fmt: skip
+                score_tile(
+                    lanes, "dot", storage, dim, group, tile_queries, tile_chunks, scaled_q, q_at,
+                    landmarks, l_at + c * dim, scores, s_at + c, chunks,
+                )  # fmt: skip
             for c in range(whole, stop):
-                for g in range(group):
-                    score_tile(
-                        "dot", storage, dim, 1, 1, scaled_q, q_at + g * dim,
-                        landmarks, l_at + c * dim, scores, s_at + g * chunks + c, chunks,
-                    )  # fmt: skip
+                score_tile(
+                    lanes, "dot", storage, dim, group, tile_queries, 1, scaled_q, q_at,
+                    landmarks, l_at + c * dim, scores, s_at + c, chunks,
+                )  # fmt: skip
         return np.int64(0 * code_version)
 
     return score

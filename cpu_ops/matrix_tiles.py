@@ -79,3 +79,30 @@ def decode_rows(typingctx, lanes, storage, dim, stored, s_at, count, rows, r_at)
 
     at = types.int64
     return types.none(lanes, storage, dim, stored, at, at, rows, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def decode_numbers(typingctx, lanes, storage, stored, s_at, count, target):
+    """Decode `count` consecutive stored numbers, whole groups of a grouped type, to float32 from target's start on."""
+    width, name = lanes.literal_value, storage.literal_value
+    kind = STORAGE_TYPES[name]
+    step = max(width, kind.group)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        source = array_pointer(context, builder, stored, arguments[2], arguments[3])
+        place = array_pointer(context, builder, target, arguments[5], integer(0))
+        whole = builder.sub(arguments[4], builder.urem(arguments[4], integer(step)))
+        with cgutils.for_range_slice(builder, integer(0), whole, integer(step)) as (start, _):
+            number = builder.mul(builder.udiv(start, integer(step)), integer(kind.units(step)))
+            group = offset(builder, source, number)
+            for within in range(0, step, width):
+                part = v.load(offset(builder, group, kind.units(within)), width, name, within % kind.group)
+                v.store(part, offset(builder, offset(builder, place, start), within))
+        if kind.group == 1:
+            with cgutils.for_range_slice(builder, whole, arguments[4], integer(1)) as (each, _):
+                v.store(v.load(offset(builder, source, each), 1, name), offset(builder, place, each), 1)
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(lanes, storage, stored, at, at, target), codegen

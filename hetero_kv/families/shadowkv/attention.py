@@ -232,7 +232,8 @@ class ShadowKVAttention(RopeCapture):
         weight = next(self.wrapped.parameters())
         if weight.device.type == "cpu":
             stored = self.settings.value_storage.kernel
-            cpu_decode.compile_kernels(weight.dtype, stored, group, k_dim, v_dim)
+            chunk_size = self.settings.landmark_chunk_size
+            cpu_decode.compile_kernels(weight.dtype, stored, group, k_dim, v_dim, chunk_size)
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     def _measure_recall(self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor) -> None:

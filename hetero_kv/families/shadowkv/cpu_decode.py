@@ -96,9 +96,9 @@ def _buffer(growing: GrowingTensor) -> tuple[torch.Tensor, int, int]:
     return buffer, start, stop
 
 
-def compile_kernels(dtype: torch.dtype, storage: str, group: int, k_dim: int, v_dim: int) -> None:
+def compile_kernels(dtype: torch.dtype, storage: str, group: int, k_dim: int, v_dim: int, chunk_size: int) -> None:
     """Compile the kernels for a model's compute dtype and a storage type of values."""
     if dtype in _KINDS:
         landmark_choice.compile_for(group, k_dim, _KINDS[dtype])
-        chunk_slots.compile_for(k_dim, _KINDS[dtype], storage)
+        chunk_slots.compile_for(k_dim, chunk_size, _KINDS[dtype], storage)
         contiguous_decode.compile_for(group, k_dim, v_dim, _KINDS[dtype])
