@@ -47,6 +47,20 @@ def attention_with_lse(
     return out if v_dim == v.shape[-1] else out[..., :v_dim], lse
 
 
+def folded_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries [batch, kv_heads * group, n, dim] as [batch, kv_heads, group * n, dim].
+
+    Without a mask the query heads of a group are more queries of their kv head, and keys need not be repeated.
+    """
+    batch, heads, n, dim = q.shape
+    return q.reshape(batch, kv_heads, heads // kv_heads * n, dim)
+
+
+def unfolded_heads(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of attention by `folded_heads` of q as out [batch, kv_heads * group, n, v_dim] and lse."""
+    return out.reshape(*q.shape[:3], out.shape[-1]), lse.reshape(q.shape[:3])
+
+
 def _on_gpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None, mask: torch.Tensor | None,
     causal: bool,
@@ -92,9 +106,8 @@ def chunk_attention(
 
     Returns (out [batch, kv_heads * group, n, v_dim], lse [batch, kv_heads * group, n] float32).
     """
-    batch, heads, n, _ = q.shape
     kv_heads, past = past_k.shape[1], past_k.shape[2]
-    group = heads // kv_heads
+    group = q.shape[1] // kv_heads
     if _is_natively_bfloat16(q, v):
         return _with_sink(*_natively(q, past_k, past_v, k, v, scale, softcap), sink)
     if q.is_cuda and kernel_for(q, k, v, is_plain=not softcap) is AttentionKernel.TRITON:
@@ -102,11 +115,8 @@ def chunk_attention(
     out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
     if past == 0:
         return _with_sink(out, lse, sink)
-    # Without a mask the group's queries are more queries of the same kv head, so the past is not repeated.
-    folded = q.reshape(batch, kv_heads, group * n, q.shape[-1])
-    past_out, past_lse = attention_with_lse(folded, past_k, past_v, scale, softcap)
-    out, lse = merge_attention(out, lse, past_out.reshape(batch, heads, n, -1), past_lse.reshape(batch, heads, n))
-    return _with_sink(out, lse, sink)
+    to_past = attention_with_lse(folded_heads(q, kv_heads), past_k, past_v, scale, softcap)
+    return _with_sink(*merge_attention(out, lse, *unfolded_heads(q, *to_past)), sink)
 
 
 def sliding_window_attention(

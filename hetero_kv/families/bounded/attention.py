@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cpu_ops import cached_entries, rotary
-from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
@@ -220,15 +220,13 @@ def _attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cached: int, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of new tokens to keys [batch, kv_heads, cached + new, dim], the new ones last: out and lse, as q is."""
-    batch, heads, new, k_dim = q.shape
-    if new > 1:
-        past, own = slice(0, cached), slice(cached, cached + new)
+    if q.shape[2] > 1:
+        past, own = slice(0, cached), slice(cached, cached + q.shape[2])
         return chunk_attention(
             q, keys[:, :, past], values[:, :, past], keys[:, :, own], values[:, :, own], scale, softcap
         )
-    kv_heads = keys.shape[1]
-    out, lse = attention_with_lse(q.reshape(batch, kv_heads, heads // kv_heads, k_dim), keys, values, scale, softcap)
-    return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+    found = attention_with_lse(folded_heads(q, keys.shape[1]), keys, values, scale, softcap)
+    return unfolded_heads(q, *found)
 
 
 def configure_policies(operators: Iterable[Operator]) -> None:

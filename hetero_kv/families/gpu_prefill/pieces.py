@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
 from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.pinned_bytes import Kind
 from gpu_ops.prefetch import Fill, Prefetch
@@ -107,11 +107,8 @@ def attention_after_pieces(
 
     Returns out and lse as `chunk_attention`, including the learned sink.
     """
-    batch, heads, n, k_dim = call.q.shape
     out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
     for _, keys, values in pieces:
-        # There is no mask, so the query heads of a group are simply more queries of their kv head.
-        folded = call.q.reshape(batch, keys.shape[1], -1, k_dim)
-        part, part_lse = attention_with_lse(folded, keys, values, call.scale, call.softcap)
-        out, lse = merge_attention(out, lse, part.reshape(batch, heads, n, -1), part_lse.reshape(batch, heads, n))
+        found = attention_with_lse(folded_heads(call.q, keys.shape[1]), keys, values, call.scale, call.softcap)
+        out, lse = merge_attention(out, lse, *unfolded_heads(call.q, *found))
     return (out, lse) if call.sink is None else apply_sink(out, lse, call.sink)

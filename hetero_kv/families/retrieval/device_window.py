@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse
+from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
 from gpu_ops.host_copies import on_device
 from gpu_ops.merge import merge_attention
 from gpu_ops.window_step import take_token
@@ -114,15 +114,12 @@ class DeviceWindow:
 
         Returns (out [batch, kv_heads * group, 1, v_dim], lse [batch, kv_heads * group, 1] float32).
         """
-        batch, heads, _, k_dim = q.shape
-        kv_heads = self.keys.shape[1]
-        folded = q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
+        folded = folded_heads(q, self.keys.shape[1])
         parts = (
             attention_with_lse(folded, self.keys[:, :, part], self.values[:, :, part], scale, softcap)
             for part in self._occupied()
         )
-        out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), parts)
-        return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+        return unfolded_heads(q, *functools.reduce(lambda before, part: merge_attention(*before, *part), parts))
 
     @property
     def nbytes(self) -> int:

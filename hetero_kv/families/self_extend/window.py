@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse
+from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
 from gpu_ops.merge import merge_attention
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.families.retrieval.device_window import DeviceWindow
@@ -70,19 +70,17 @@ class GroupedWindow(DeviceWindow):
 
     def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """As in DeviceWindow, for the newest token's query, at its grouped position."""
-        batch, heads, _, k_dim = q.shape
-        kv_heads, newest = self.keys.shape[1], self._length - 1
+        newest = self._length - 1
         near = max(0, self._length - self.positions.neighbours)
         own = self.positions.neighbouring_queries(q, newest, self.rotary)
         found = []
         for query, keys, begin, end in ((q, self.keys, 0, near), (own, self.own_keys, near, self._length)):
-            folded = query.reshape(batch, kv_heads, heads // kv_heads, k_dim)
+            folded = folded_heads(query, self.keys.shape[1])
             found += [
                 attention_with_lse(folded, keys[:, :, part], self.values[:, :, part], scale, softcap)
                 for _, part in self._occupied_between(begin, end)
             ]
-        out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), found)
-        return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+        return unfolded_heads(q, *functools.reduce(lambda before, part: merge_attention(*before, *part), found))
 
     @property
     def nbytes(self) -> int:

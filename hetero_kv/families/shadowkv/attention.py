@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_ops.attention import attention_with_lse
+from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
 from gpu_ops.host_copies import on_host
 from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.side_stream import joined_on_error
@@ -189,7 +189,7 @@ class ShadowKVAttention(RopeCapture):
         layer.count_choices(chosen.numel(), chosen.numel())
         if residents.tokens:
             out, lse = merge_attention(out, lse, *_folded_attention(call, residents.keys, residents.values))
-        return *_unfolded(call, out, lse), 0
+        return *unfolded_heads(call.q, out, lse), 0
 
     def _decoded_in_torch(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
@@ -269,20 +269,11 @@ def _attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out, like q, and lse."""
-    return _unfolded(call, *_folded_attention(call, keys, values))
+    return unfolded_heads(call.q, *_folded_attention(call, keys, values))
 
 
 def _folded_attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_attention`, with heads [batch, kv_heads, group] in their memory order, so that merging needs no copy."""
-    batch, heads, _, k_dim = call.q.shape
-    kv_heads = keys.shape[1]
-    folded = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
-    return attention_with_lse(folded, keys, values, call.scale, call.softcap)
-
-
-def _unfolded(call: bridge.AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reshape the results of `_folded_attention` to those of `_attention`."""
-    batch, heads = call.q.shape[:2]
-    return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+    return attention_with_lse(folded_heads(call.q, keys.shape[1]), keys, values, call.scale, call.softcap)
