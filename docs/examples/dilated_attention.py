@@ -17,7 +17,7 @@ from torch import nn
 
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine import statistics
@@ -177,8 +177,8 @@ class DilatedAttention(AttentionOperator):
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """A layer with a sliding window of the model's own keeps that."""
-        is_attention = bridge.is_attention(module)
-        return SlidingWindowAttention if is_attention and bridge.layer_window(module) is not None else cls
+        is_attention = attention_module.is_attention(module)
+        return SlidingWindowAttention if is_attention and attention_module.layer_window(module) is not None else cls
 
     def new_cache_layer(self) -> DilatedLayer:
         """See AttentionOperator."""

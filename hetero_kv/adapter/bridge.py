@@ -9,7 +9,6 @@ after projections, norms and rotary embedding.
 from __future__ import annotations
 
 import copy
-import inspect
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
+from hetero_kv.adapter.attention_module import layer_window
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.graph_recording import RECORDING
-from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
@@ -217,61 +215,6 @@ def with_implementation(config: Any) -> Any:
     copied = copy.copy(config)
     copied._attn_implementation_internal = IMPLEMENTATION
     return copied
-
-
-def text_config(model: Any) -> Any:
-    """The config of the model's decoder."""
-    return model.config.get_text_config(decoder=True)
-
-
-def require_attention_interface(path: str, module: nn.Module) -> None:
-    """Raise UnsupportedModelError unless this attention module goes through transformers' attention interface."""
-    forward = inspect.unwrap(type(module).forward)
-    used = set(forward.__code__.co_names)
-    reason = None
-    if "ALL_ATTENTION_FUNCTIONS" not in used:
-        reason = "its attention does not go through transformers' attention interface (ALL_ATTENTION_FUNCTIONS)"
-    elif "update" not in used:
-        reason = "its forward does not pass its keys and values to a transformers cache"
-    elif not isinstance(getattr(module, "layer_idx", None), int):
-        reason = "it has no layer_idx, which selects its cache layer"
-    elif getattr(module, "is_cross_attention", False):
-        reason = "it is cross-attention"
-    elif getattr(module, "is_kv_shared_layer", False):
-        reason = "it uses the keys and values of another layer"
-    if reason:
-        raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module looks like a decoder's attention: it is no recurrent module and has a cache layer's index."""
-    has_index = isinstance(getattr(module, "layer_idx", None), int)
-    return has_index and "attention" in type(module).__name__.lower() and not is_recurrent(module)
-
-
-def layer_window(module: nn.Module) -> int | None:
-    """The model's own sliding window of an attention module, keys that a query sees; None for full attention.
-
-    Raises UnsupportedModelError for a layer type that is neither (linear, chunked, …).
-    """
-    config: Any = module.config
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return getattr(config, "sliding_window", None)
-    layer_type = types[module.layer_idx]
-    if layer_type == "full_attention":
-        return None
-    if layer_type == "sliding_attention":
-        return config.sliding_window
-    raise UnsupportedModelError(
-        f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
-        "full_attention and sliding_attention"
-    )
-
-
-def own_windows(config: Any) -> list[int | None]:
-    """Per layer, the sliding window of transformers' own cache; None where it keeps everything."""
-    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> HeteroCache:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge, chunking, recurrent
+from hetero_kv.adapter import attention_module, bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
@@ -166,7 +166,7 @@ def _mixer_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
     found = [
         (name, module.layer_idx)
         for name, module in decoder_layer.named_modules()
-        if name and (bridge.is_attention(module) or recurrent.is_recurrent(module))
+        if name and (attention_module.is_attention(module) or recurrent.is_recurrent(module))
     ]
     outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outermost) != 1:

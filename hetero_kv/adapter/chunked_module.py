@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge, chunking
+from hetero_kv.adapter import attention_module, chunking
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.errors import UnsupportedModelError
 
@@ -21,7 +21,7 @@ class ChunkedModule(Operator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        if bridge.is_attention(module):
+        if attention_module.is_attention(module):
             raise UnsupportedModelError(
                 f"{path} ({type(module).__name__}) is attention, which mixes tokens; ChunkedModule is for modules "
                 "that process each token separately, such as the final norm"

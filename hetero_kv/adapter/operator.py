@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.footprint import LayerFootprint
@@ -224,7 +224,7 @@ class AttentionOperator(Operator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        bridge.require_attention_interface(path, module)
+        attention_module.require_attention_interface(path, module)
 
     def install(self) -> None:
         self.wrapped.config = bridge.with_implementation(self._own_config)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
@@ -129,7 +129,7 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
             number, place = _place(module.path)
             operator = type(module).__name__
             rows.append(Row(number, number, place, operator, method, rule, settings, changed, sources))
-        elif bridge.is_attention(module) and not _inside_attention_operator(injection, path):
+        elif attention_module.is_attention(module) and not _inside_attention_operator(injection, path):
             number, place = _place(_own_path(path))
             rows.append(Row(number, number, place, UNTOUCHED, "", None, {}, frozenset()))
     return rows

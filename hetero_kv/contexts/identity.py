@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.contexts.active_state import active_parts, class_of, told
 from hetero_kv.contexts.active_tensors import active_tensors
@@ -66,7 +66,7 @@ class Identity:
 
         Raises ContextError for hooks or tensors whose computation is unknown.
         """
-        config = bridge.text_config(model)
+        config = attention_module.text_config(model)
         sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}"
         return cls(
             f"{config.model_type}, {sizes}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.recurrent import state_shapes
@@ -104,7 +104,7 @@ def require_fit(path: str | Path, model: Any) -> None:
 
 def shapes_of(injection: Injected) -> Shapes:
     """The shapes of an injected model's cache layers."""
-    config, model = bridge.text_config(injection.model), injection.model
+    config, model = attention_module.text_config(injection.model), injection.model
     shapes = dict.fromkeys(range(config.num_hidden_layers), KVShape.of(config))
     operators: list[AttentionOperator] = list(injection.attention_operators())
     shapes |= {each.layer_idx: KVShape.of_attention(each.wrapped, config) for each in operators}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.rules.injection import Injection
 
@@ -16,8 +16,8 @@ def attended_tokens(injection: Injection, length: int) -> float:
     Layers without an operator attend to all tokens, or to the model's sliding window. Layers without attention do not
     count.
     """
-    config = bridge.text_config(injection.model)
-    windows = dict(enumerate(bridge.own_windows(config)))
+    config = attention_module.text_config(injection.model)
+    windows = dict(enumerate(attention_module.own_windows(config)))
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     no_attention = {module.layer_idx for module in injection.model.modules() if is_recurrent(module)}
     layers = set(range(config.num_hidden_layers)) - no_attention

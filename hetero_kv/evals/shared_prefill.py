@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from gpu_ops.attention import chunk_attention
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
@@ -56,7 +56,7 @@ class RecordingAttention(AttentionOperator):
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """A layer with the model's sliding window gets retrieval's operator for it, others get this one."""
-        return RetrievalAttention.operator_for(module) if bridge.layer_window(module) is not None else cls
+        return RetrievalAttention.operator_for(module) if attention_module.layer_window(module) is not None else cls
 
     def new_cache_layer(self) -> RecordingLayer:
         return RecordingLayer(storage.get(self.settings.kv_type))
@@ -174,7 +174,7 @@ class RecordedPrefill:
                 f"{type(model).__name__} has rules injected; call hetero_kv.eject(model) before untouched_cache, or "
                 "take cache_for"
             )
-        cache = DynamicCache(config=bridge.text_config(model))
+        cache = DynamicCache(config=attention_module.text_config(model))
         for layer, recorded in zip(cache.layers, self.layers, strict=True):
             recorded.to(model.device).fill(layer)
         return cache

@@ -15,7 +15,7 @@ import torch
 from gpu_ops.attention_backend import missing
 from gpu_ops.chunk_stream import ChunkStream
 from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
     Demand,
@@ -153,7 +153,7 @@ class Footprint:
             gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
         """
         model: Any = injection.model
-        config = bridge.text_config(model)
+        config = attention_module.text_config(model)
         device = next(model.parameters()).device.type
         element = (dtype or model.dtype).itemsize
         layers = tuple(_layers(injection, config))
@@ -245,7 +245,7 @@ def _lacks_kernels(engine: EngineSettings) -> bool:
 
 def _wants_tiles(config: Any) -> bool:
     """Whether the flash attention of torch lacks what the model's attention has."""
-    return bool(getattr(config, "attn_logit_softcapping", None)) or any(bridge.own_windows(config))
+    return bool(getattr(config, "attn_logit_softcapping", None)) or any(attention_module.own_windows(config))
 
 
 def _obstacles(injection: Planned) -> bool:
@@ -256,10 +256,11 @@ def _obstacles(injection: Planned) -> bool:
 
 def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
     """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
-    attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
+    modules = injection.model.modules()
+    attentions = {module.layer_idx: module for module in modules if attention_module.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     states = state_shapes(injection.model, config)
-    for index, window in enumerate(bridge.own_windows(config)):
+    for index, window in enumerate(attention_module.own_windows(config)):
         if index in states:
             yield StateFootprint(KVShape(0, 0, 0), state_bytes=states[index].nbytes)
         if index not in attentions:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from gpu_ops.attention_backend import AttentionBackend, missing
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import is_offloaded, mark_own, require_own_weights
@@ -155,7 +155,7 @@ class Injection:
     @property
     def context_length(self) -> int:
         """The length that the model was trained for, tokens."""
-        return getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
+        return getattr(attention_module.text_config(self.model), "max_position_embeddings", None) or 1 << 20
 
     def bytes_per_token(self) -> float:
         """DRAM per token of one sequence, bytes, over all retrieval layers."""
@@ -247,7 +247,7 @@ class Injection:
     def cache_layers(self) -> list[CacheLayerMixin]:
         """An empty cache layer per layer of the model: the operator's, or transformers' for a layer without one."""
         self.preparation.compile_for_first_cache()
-        layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
+        layers = list(DynamicCache(config=attention_module.text_config(self.model)).layers)
         for operator in self.attention_operators():
             if operator.layer_idx >= len(layers):
                 raise InjectionError(

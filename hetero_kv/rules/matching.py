@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
@@ -100,7 +100,7 @@ def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, 
     for path, module in modules.items():
         if is_recurrent(module):
             missing = "nobody would carry its state from chunk to chunk; add a rule for the layer"
-        elif bridge.is_attention(module):
+        elif attention_module.is_attention(module):
             missing = "nobody would build its causal mask; add a rule for the layer, or replace the attention too"
         else:
             continue

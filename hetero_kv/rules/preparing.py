@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gpu_ops.attention import compile_for_prompts
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.models import ProgressReport
@@ -100,7 +100,7 @@ class Preparation:
 
     def _attention_steps(self) -> list[Callable[[], None]]:
         model: Any = self._model
-        config = bridge.text_config(model)
+        config = attention_module.text_config(model)
         softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         steps: list[Callable[[], None]] = []
         for operator in self._operators.values():

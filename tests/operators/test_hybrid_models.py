@@ -14,7 +14,7 @@ from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter import recurrent
-from hetero_kv.adapter.bridge import text_config
+from hetero_kv.adapter.attention_module import text_config
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.recurrent_state import is_state, named_states
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError

@@ -14,7 +14,7 @@ from torch import nn
 from cpu_ops import cached_entries, rotary
 from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
 from gpu_ops.merge import apply_sink
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
@@ -76,7 +76,7 @@ class BoundedAttention(AttentionOperator):
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """Returns the sliding-window operator for layers whose model has a sliding window."""
-        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+        if attention_module.has_window(module):
             return SlidingWindowAttention
         return cls
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
@@ -37,7 +37,7 @@ class ExactPrefill(AttentionOperator):
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """SlidingWindowAttention for a layer with the model's own sliding window, which retrieval does not apply to."""
-        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+        if attention_module.has_window(module):
             return SlidingWindowAttention
         return cls
 

@@ -14,7 +14,7 @@ from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
 from gpu_ops.host_copies import on_host
 from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.side_stream import joined_on_error
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.rope_capture import RopeCapture
@@ -72,7 +72,7 @@ class ShadowKVAttention(RopeCapture):
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """Returns the sliding-window operator for layers whose model has a sliding window."""
-        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+        if attention_module.has_window(module):
             return SlidingWindowAttention
         return cls
 

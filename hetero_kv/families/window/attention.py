@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpu_ops.attention import sliding_window_attention
-from hetero_kv.adapter import bridge
+from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
@@ -30,7 +30,7 @@ class SlidingWindowAttention(AttentionOperator):
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         super().require_suitable(path, module)
-        if bridge.layer_window(module) is None:
+        if attention_module.layer_window(module) is None:
             raise UnsupportedModelError(
                 f"{path} ({type(module).__name__}) has full attention in this model, not a sliding window; "
                 "use RetrievalAttention there"
@@ -62,7 +62,7 @@ class SlidingWindowAttention(AttentionOperator):
     @property
     def window(self) -> int:
         """Keys that a query sees, itself included."""
-        window = bridge.layer_window(self.wrapped)
+        window = attention_module.layer_window(self.wrapped)
         assert window is not None
         return window
 

@@ -1,0 +1,72 @@
+"""What an attention module, or the config of its model, says about its attention."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from hetero_kv.adapter.recurrent import is_recurrent
+from hetero_kv.errors import UnsupportedModelError
+
+
+def text_config(model: Any) -> Any:
+    """The config of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def require_attention_interface(path: str, module: nn.Module) -> None:
+    """Raise UnsupportedModelError unless this attention module goes through transformers' attention interface."""
+    forward = inspect.unwrap(type(module).forward)
+    used = set(forward.__code__.co_names)
+    reason = None
+    if "ALL_ATTENTION_FUNCTIONS" not in used:
+        reason = "its attention does not go through transformers' attention interface (ALL_ATTENTION_FUNCTIONS)"
+    elif "update" not in used:
+        reason = "its forward does not pass its keys and values to a transformers cache"
+    elif not isinstance(getattr(module, "layer_idx", None), int):
+        reason = "it has no layer_idx, which selects its cache layer"
+    elif getattr(module, "is_cross_attention", False):
+        reason = "it is cross-attention"
+    elif getattr(module, "is_kv_shared_layer", False):
+        reason = "it uses the keys and values of another layer"
+    if reason:
+        raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module looks like a decoder's attention: it is no recurrent module and has a cache layer's index."""
+    has_index = isinstance(getattr(module, "layer_idx", None), int)
+    return has_index and "attention" in type(module).__name__.lower() and not is_recurrent(module)
+
+
+def layer_window(module: nn.Module) -> int | None:
+    """The model's own sliding window of an attention module, keys that a query sees; None for full attention.
+
+    Raises UnsupportedModelError for a layer type that is neither (linear, chunked, …).
+    """
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "sliding_window", None)
+    layer_type = types[module.layer_idx]
+    if layer_type == "full_attention":
+        return None
+    if layer_type == "sliding_attention":
+        return config.sliding_window
+    raise UnsupportedModelError(
+        f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
+        "full_attention and sliding_attention"
+    )
+
+
+def has_window(module: nn.Module) -> bool:
+    """Whether a module is an attention module with a `layer_window`."""
+    return hasattr(module, "config") and hasattr(module, "layer_idx") and layer_window(module) is not None
+
+
+def own_windows(config: Any) -> list[int | None]:
+    """Per layer, the sliding window of transformers' own cache; None where it keeps everything."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
