@@ -2,9 +2,10 @@
 
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.families.bounded.attention import BoundedAttention
 from hetero_kv.families.infllm_stream.attention import InfLLMStreamAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention

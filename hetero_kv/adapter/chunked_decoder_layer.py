@@ -13,7 +13,8 @@ from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import attention_module, chunking
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import UnsupportedModelError
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import UnsupportedModelError
 
 #: Packages whose classes compute what their name says. The layers of quantizers are excluded.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.foreign import foreign_part
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTIZED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings

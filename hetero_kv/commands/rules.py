@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from hetero_kv.adapter import attention_module
-from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
 from hetero_kv.printing import console, json_text
 from hetero_kv.rules.injection import Injection

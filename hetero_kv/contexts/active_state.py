@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.foreign import has_global_hooks, is_known_class, is_own
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.errors import ContextError
 
 # Attributes that torch gives every module.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.foreign import PLAIN_TENSORS
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.contexts.active_state import ActivePart, active_parts
 from hetero_kv.engine.errors import ContextError
 

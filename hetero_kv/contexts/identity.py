@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from hetero_kv.adapter import attention_module
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.contexts.active_state import active_parts, class_of, told
 from hetero_kv.contexts.active_tensors import active_tensors
 from hetero_kv.contexts.tensor_digests import TensorDigests

@@ -20,8 +20,9 @@ from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.recurrent import is_recurrent
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError

@@ -22,8 +22,9 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import is_offloaded, mark_own, require_own_weights
 from hetero_kv.adapter.generation import guard_generation, unguard_generation
 from hetero_kv.adapter.guard import guarded
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.present_state import PresentState

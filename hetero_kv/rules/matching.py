@@ -9,9 +9,10 @@ from torch import nn
 
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import is_recurrent
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError, HeteroKVError, UnsupportedModelError, shown
 from hetero_kv.rules.rule_file import nearest_module_paths
 from hetero_kv.rules.rule_set import Rule, RuleSet

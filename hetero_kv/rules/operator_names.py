@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from hetero_kv import operators
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError, shown
 from hetero_kv.settings.setting import nearest_spelling
 

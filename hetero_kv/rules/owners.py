@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.rules.registered import operator_classes
 from hetero_kv.settings.description import choices_of
 from hetero_kv.settings.engine_settings import EngineSettings

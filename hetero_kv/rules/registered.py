@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hetero_kv import operators
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine import statistics
 from hetero_kv.engine.statistics import Statistic
 from hetero_kv.store import storage

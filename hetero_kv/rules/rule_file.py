@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError, shown
 from hetero_kv.rules import recipes
 from hetero_kv.rules.module_pattern import ModulePattern, SearchTime

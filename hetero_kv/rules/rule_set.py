@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.effect import require_effect, with_effect
 from hetero_kv.rules.module_pattern import ModulePattern

@@ -20,7 +20,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import is_known_class
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 

@@ -16,7 +16,8 @@ from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads,
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation

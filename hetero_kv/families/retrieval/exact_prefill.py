@@ -11,7 +11,8 @@ from torch import nn
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step

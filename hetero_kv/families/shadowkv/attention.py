@@ -16,7 +16,7 @@ from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.side_stream import joined_on_error
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.rope_capture import RopeCapture
 from hetero_kv.adapter.rotary_probe import rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
