@@ -14,7 +14,7 @@ from numba import njit
 from cpu_ops.attention import NO_OFFSETS
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, isa
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.list_attention import TOO_SHORT, kernel_for
 from cpu_ops.list_checks import check_lists, check_offsets, outside_pool
@@ -25,6 +25,7 @@ from cpu_ops.simd import prefetch
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of
 from cpu_ops.threads import kernel_threads
+from cpu_ops.work_division import keep_part
 
 _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
@@ -225,18 +226,12 @@ def _region(
                             )  # fmt: skip
                     column += vectors * lanes
                 position += filled
-            if starts[index] >= first and starts[index + 1] <= last:
-                for n in range(queries):
-                    lse[row, head, n] = (most[n] + np.log2(totals[n])) * LN_2
-                    for d in range(v_dim):
-                        out[row, head, n, d] = sums[n, d] / totals[n]
-            else:
-                edge = 2 * thread + (0 if starts[index] < first else 1)
-                edges[edge] = index
-                for n in range(queries):
-                    edge_most[edge, n], edge_total[edge, n] = most[n], totals[n]
-                    for d in range(v_dim):
-                        edge_sums[edge, n, d] = sums[n, d]
+            edge = 2 * thread + (0 if starts[index] < first else 1)
+            whole = starts[index] >= first and starts[index + 1] <= last
+            keep_part(
+                index, edge, whole, q_pad, q_pad, most.reshape(1, q_pad), totals.reshape(1, q_pad), sums, edges,
+                edge_sums, edge_most, edge_total, out, lse,
+            )  # fmt: skip
         return np.int64(0 * code_version)
 
     return attend

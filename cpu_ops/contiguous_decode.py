@@ -21,7 +21,7 @@ from cpu_ops.simd import accumulate_rows, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
-from cpu_ops.work_division import keep_part, merge_edges
+from cpu_ops.work_division import edge_buffers, keep_part, merge_edges
 
 _TILE = 64
 """Tokens of a tile of scores."""
@@ -132,10 +132,7 @@ def _kernel(numbers: str) -> Any:
             out[:], lse[:] = 0, -np.inf
             return np.int64(0)
         group, v_dim = out.shape[2:]
-        edges = np.full(2 * threads, -1, np.int64)
-        edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
-        edge_most = np.empty((2 * threads, group), np.float32)
-        edge_total = np.empty((2 * threads, group), np.float32)
+        edges, edge_sums, edge_most, edge_total = edge_buffers(threads, group, v_dim)
         region_args = (
             q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,

@@ -281,10 +281,10 @@ def kernel_for(dtype: str) -> Any:
                     taken[5] += token_counts[row, each, 1]
                     taken[6] += token_counts[row, each, 2]
             attend_token_args = (
-                addresses[0], addresses[12], queries, keys, values, key_offsets, chosen, token_counts, scale, softcap,
-                threads, attended, lse,
+                addresses[0], addresses[12], np.int64(0), queries_5d, keys, values, key_offsets, chosen,
+                token_counts[:, :, 0].copy(), lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
-            call_kernel("attend tokens", UNTYPED_POOL, addresses[11], attend_token_args)
+            call_kernel("attend lists", UNTYPED_POOL, addresses[11], attend_token_args)
         else:
             if rehearses:
                 return stored

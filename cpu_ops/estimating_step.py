@@ -18,10 +18,10 @@ from cpu_ops import (
     mean_scores,
     residual_attention,
     scores,
-    token_attention,
     token_store,
 )
 from cpu_ops.chosen_blocks import SOFTMAX
+from cpu_ops.cpu_features import isa
 from cpu_ops.estimating_kernel import Flags, kernel_for
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
@@ -128,10 +128,12 @@ class EstimatingStep:
                 raise ValueError(
                     "single tokens are chosen by their keys; has_mean must be set, and rerank must not be 1"
                 )
-            region = token_attention.region_for(
-                q, keys.shape, self.v_dim, keys.dtype, values.dtype, softcapped, key_offsets is not None
+            shape = group, k_dim, self.v_dim, keys.shape[2]
+            region = list_attention.region(
+                isa(), storage.name, value_storage.name, *shape, softcapped, key_offsets is not None, by_token=True
             )
-            by_token = [chosen_tokens.choosing_region(), address_of(token_attention.kernel_for(numbers)), region]
+            kernel = list_attention.kernel_for(numbers, by_token=True)
+            by_token = [chosen_tokens.choosing_region(), address_of(kernel), address_of(region)]
         self._addresses = np.array(
             [
                 all_threads(),

@@ -40,6 +40,27 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     return starts
 
 
+@device_function
+def token_starts(counts, kv_heads):
+    """Returns what `list_starts` does for lists of single tokens; counts: [rows, 1 or kv_heads], their lengths."""
+    starts = np.zeros(counts.shape[0] * kv_heads + 1, np.int64)
+    for index in range(starts.size - 1):
+        starts[index + 1] = starts[index] + counts[index // kv_heads, min(index % kv_heads, counts.shape[1] - 1)]
+    return starts
+
+
+@device_function
+def edge_buffers(threads, queries, v_dim):
+    """Returns buffers for the partial results of shared lists: edges, edge_sums, edge_most, edge_total.
+
+    Each thread has two edges. edges: [2 * threads] int64, each edge's list, -1 for an unused edge.
+    """
+    count = 2 * threads
+    sums = np.empty((count, queries, v_dim), np.float32)
+    most, total = np.empty((count, queries), np.float32), np.empty((count, queries), np.float32)
+    return np.full(count, -1, np.int64), sums, most, total
+
+
 # With a signature, for the same reason as `scratch`.
 @njit(
     types.none(
@@ -54,9 +75,9 @@ def keep_part(
     """Write a thread's result for list `index` to out and lse if it had the `whole` list, else to its edge `edge`.
 
     most, totals: [tiles, lanes], each tile's largest scores (base 2) and sums of weights 2 ** (score - most); every
-    `row_size`-th lane belongs to the same query. sums: [group, v_dim], values summed by these weights.
+    `row_size`-th lane belongs to the same query. sums: [group, v_dim] or more, values summed by these weights.
     """
-    kv_heads, (group, v_dim), lanes = out.shape[1], sums.shape, most.shape[1]
+    kv_heads, group, v_dim, lanes = out.shape[1], out.shape[2], out.shape[3], most.shape[1]
     row, head = index // kv_heads, index % kv_heads
     for g in range(group):
         tile, lane = g // tile_queries, g % tile_queries
@@ -78,8 +99,7 @@ def keep_part(
 def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
     """Merge partial results of shared lists into out and lse.
 
-    edges: [2 * threads], each edge's list, -1 for an unused edge; edges of one list are consecutive apart from unused
-    ones.
+    edges and the others: from `edge_buffers`; edges of one list are consecutive apart from unused ones.
     """
     group, v_dim = edge_sums.shape[1:]
     kv_heads = out.shape[1]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from storage_formats import decoded, encoded
 from variants import with_slow
 
-from cpu_ops.attention import _region, attend_blocks, compile_for
+from cpu_ops import list_attention
+from cpu_ops.attention import attend_blocks, compile_for
 from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.exponential import exp2, log2, tanh
 from cpu_ops.merge import merge_partials
@@ -179,7 +180,7 @@ def test_every_vector_width_computes_the_same(isa, shape, rows, separate, thread
 def test_kernels_of_different_widths_are_kept_apart():
     shape = WIDTH_SHAPES["group of 7, q4_0"]
     kernels = [
-        _region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False, True)
+        list_attention.region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False, True)
         for isa in available()[:2]
     ]
     keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]

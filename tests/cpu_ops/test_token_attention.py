@@ -5,9 +5,10 @@ import pytest
 import torch
 from variants import with_slow
 
-from cpu_ops import token_attention
+from cpu_ops import list_attention
 from cpu_ops.attention import NO_OFFSETS
 from cpu_ops.cpu_features import available, forced_isa
+from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.storage import numbers_of, storage_of
 
@@ -36,14 +37,15 @@ def test_it_is_attention_to_the_listed_tokens(isa, group, offset):
         part.transpose(0, 1).flatten(1, 2) for part in (whole, torch.from_numpy(values.astype(np.float32)))
     )
     with forced_isa(isa):
-        kernel = token_attention.kernel_for(numbers_of(storage, storage))
+        kernel = list_attention.kernel_for(numbers_of(storage, storage), by_token=True)
         for softcap in (0.0, 5.0):
-            region = token_attention.region_for(q.shape, keys.shape, DIM, keys.dtype, values.dtype, softcap > 0, offset)
+            shape = storage.name, storage.name, group, DIM, DIM, BLOCK
+            region = address_of(list_attention.region(isa, *shape, softcap > 0, offset, by_token=True))
             for threads in (1, 3):
                 out, lse = np.full(q.shape, 7, np.float32), np.full(q.shape[:3], 7, np.float32)
                 pool = (each.view(storage.kernel_dtype) for each in (keys, values))
-                asked = tokens.astype(np.int32), counts, SCALE, softcap
-                kernel(all_threads(), region, q, *pool, given_offsets, *asked, threads, out, lse)
+                lists = tokens.astype(np.int32), counts[:, :, 0].copy(), np.empty(0, np.int32), SCALE, softcap
+                kernel(all_threads(), region, 0, q[:, None], *pool, given_offsets, *lists, threads, out, lse)
                 for row, head in np.ndindex(ROWS, KV_HEADS):
                     own = tokens[row, head, : counts[row, head, 0]]
                     scores = torch.from_numpy(q[row, head]) @ whole[head, own].T * SCALE

@@ -68,14 +68,14 @@ SINGLE_TOKENS = (
     ),
     Mutation(
         "a thread's part of a list that others have too is lost",
-        "cpu_ops/token_attention.py",
+        "cpu_ops/list_attention.py",
         "        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)\n",
         "",
         (_REFERENCE,),
     ),
     Mutation(
         "what was taken off the keys of a block is another block's",
-        "cpu_ops/token_attention.py",
+        "cpu_ops/list_attention.py",
         "key_offsets, block * k_dim, shifts",
         "key_offsets, 0 * block, shifts",
         ("tests/cpu_ops/test_token_attention.py",),
