@@ -14,12 +14,12 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.device_function import device_function
 from cpu_ops.kernel_address import address_of
-from cpu_ops.kernel_call import on_threads
 from cpu_ops.matrix_tiles import decode_numbers
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows
 from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.threads import on_threads
 from cpu_ops.tiles import tiles_for
 from cpu_ops.token_store import as_bfloat16, as_float16
 

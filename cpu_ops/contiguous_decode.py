@@ -14,12 +14,12 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
-from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.threads import on_threads
 from cpu_ops.tiles import tiles_for
 from cpu_ops.work_division import edge_buffers, keep_part, merge_edges
 

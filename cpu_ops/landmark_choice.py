@@ -11,11 +11,11 @@ from cpu_ops.cpu_features import isa
 from cpu_ops.device_function import device_function
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
-from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.row_maximum import row_max
 from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.threads import on_threads
 from cpu_ops.tiles import tiles_for
 from cpu_ops.top_k import select
 

@@ -12,7 +12,7 @@ import torch
 from simulated_cuda import simulated
 from torch import nn
 
-from gpu_ops import kernel_choice, registered_addresses, side_stream
+from gpu_ops import kernel_choice, mapped_memory, side_stream
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def simulated_cuda(**settings):
 
 def _forget_devices() -> None:
     kernel_choice._runs_on.cache_clear()
-    registered_addresses.are_the_hosts.cache_clear()
+    mapped_memory.are_the_hosts.cache_clear()
     side_stream._streams.clear()
 
 

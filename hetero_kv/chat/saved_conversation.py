@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Turn
-from hetero_kv.chat.saved_turns import notes_of, require_savable, system_of, turns_of
 from hetero_kv.contexts.index import StoredContext
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.saving import load_context, save_context
@@ -114,3 +113,35 @@ class SavedConversation:
         if self._prefix_cache is not None and self._said.tokens and isinstance(self.cache, HeteroCache):
             notes = notes_of(self._said.turns, self.system)
             self._prefix_cache.keep(self.cache, self._said.tokens, notes)
+
+
+def notes_of(turns: Sequence[Turn], system: str | None) -> dict[str, Any]:
+    """The sizes of the turns, and the system message, as plain data."""
+    return {"turns": [[turn.question, turn.answer] for turn in turns], "system": system}
+
+
+def turns_of(notes: dict[str, Any], tokens: int) -> tuple[Turn, ...]:
+    """The turns in `notes`; if they do not match the number of `tokens`, as for a saved bare cache, a single turn."""
+    said = notes.get("turns")
+    turns = []
+    for pair in said if isinstance(said, list) else []:
+        match pair:
+            case [int() as question, int() as answer] if question >= 0 and answer >= 0:
+                turns.append(Turn(question, answer))
+    known = sum(turn.question + turn.answer for turn in turns)
+    return tuple(turns) if known == tokens else (Turn(tokens, 0),)
+
+
+def system_of(notes: dict[str, Any]) -> str | None:
+    """The system message; None for the chat template's own."""
+    system = notes.get("system")
+    return system if isinstance(system, str) else None
+
+
+def require_savable(cache: object, tokens: Sequence[int]) -> HeteroCache:
+    """The cache, checked. Raises ContextError if its model has no rules, or no turn is stored."""
+    if not isinstance(cache, HeteroCache):
+        raise ContextError("the model has no rules in it (--mode normal), so that nothing of it is saved; take rules")
+    if not tokens:
+        raise ContextError("nothing has been asked, so that there is nothing to save; ask first")
+    return cache

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hetero_kv.models.config_contract import require_weights
 from hetero_kv.models.configuration import config_of, origin_of, reading, refusing
-from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
@@ -27,6 +26,7 @@ from hetero_kv.models.placing import GPU, placed
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
+from hetero_kv.models.turns import end_of_turn_ids
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 

@@ -15,8 +15,7 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.allocation import shared_out
-from hetero_kv.families.bounded.eviction.d2o import D2O, D2OSettings
+from hetero_kv.families.bounded.eviction.d2o import D2O, D2OSettings, shared_out
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.operators import BoundedAttention
 from hetero_kv.rules.rule_file import load_rules

@@ -12,7 +12,7 @@ import transformers
 from tiny_qwen2 import END_OF_TEXT, END_OF_TURN
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
-from hetero_kv.models.end_of_turn import end_of_turn_ids
+from hetero_kv.models.turns import end_of_turn_ids
 
 PROMPT = torch.arange(40)[None]
 

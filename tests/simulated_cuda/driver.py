@@ -12,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from gpu_ops import host_traffic, registered_addresses
+from gpu_ops import host_traffic, mapped_memory
 from simulated_cuda.flash import scaled_dot_product_attention
 from simulated_cuda.graphs import CUDAGraph
 from simulated_cuda.streams import Event, Stream
@@ -44,7 +44,7 @@ def patched(simulation: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _names(simulation).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(registered_addresses, "_driver", lambda: _Library(simulation)))
+        stack.enter_context(patch.object(mapped_memory, "_driver", lambda: _Library(simulation)))
         stack.enter_context(patch.object(torch, "tensor", _made_on_host))
         stack.enter_context(patch.object(torch.Tensor, "to", _indexed(simulation, torch.Tensor.to)))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pinning(simulation)))

@@ -31,7 +31,7 @@ from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
+from hetero_kv.families.shadowkv.layout import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.read_bytes import read_bytes
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK

@@ -11,7 +11,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.footprint import write_out_share
 from hetero_kv.families.shadowkv import key_factors, landmarks
 from hetero_kv.families.shadowkv import layer as low_rank_layer
-from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
+from hetero_kv.families.shadowkv.layout import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
 PARKED = register(Term("parked", "low-rank keys that a turn may go back to (turns)", in_dram=True))
