@@ -26,7 +26,7 @@ from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strided_prefill import run_strided
-from hetero_kv.engine.batch import BatchSlice
+from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import AllOrNothing, rollback_on_error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from hetero_kv.engine.batch import BatchSlice
+from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 #: The token dimension of arguments that have one.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Self
 
 import torch
 
+from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import CacheFactory
 from hetero_kv.engine.capacity import require_room, room
-from hetero_kv.engine.equal_length_group import EqualLengthGroup, GroupSnapshot
+from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.interrupts import completed
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_by_others
@@ -20,34 +20,6 @@ from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
-
-
-@dataclass(frozen=True)
-class BatchSnapshot:
-    """The state of a `Batch` that `Batch.rollback` restores."""
-
-    groups: tuple[EqualLengthGroup, ...]
-    states: tuple[GroupSnapshot, ...]
-    columns: PaddingMask
-
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """New tokens of one group in a call of the model.
-
-    Attributes:
-        rows: the group's rows in the batch.
-        columns: the columns of the call that hold the new tokens.
-    """
-
-    group: EqualLengthGroup
-    rows: slice
-    columns: slice
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of each row."""
-        return self.columns.stop - self.columns.start
 
 
 class Batch:

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine.batch import BatchSlice, BatchSnapshot
+from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.cache_statistics import CacheStatistics
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
+from hetero_kv.engine.hf_interface import HFInterface
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.one_thread import OneThread
 from hetero_kv.engine.policy_texts import PolicyTexts
@@ -27,7 +28,7 @@ from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
-class HeteroCache(PrefillProgress, CacheStatistics, Cache):
+class HeteroCache(PrefillProgress, HFInterface):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
     Rows of equal length form one group; a batch of left-padded prompts has several groups. The operator of a layer
@@ -84,22 +85,6 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
 
     def _present(self, group: EqualLengthGroup) -> None:
         self.layers = group.layers
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """PaddingMask of the batch so far, padding included; with equal lengths, the tokens of each row.
-
-        While a group passes through the model: the length in its layer.
-        """
-        return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """`max_seq_len`, or -1 where no layer keeps every token."""
-        return -1 if self.max_seq_len is None else self.max_seq_len
-
-    @property
-    def max_cache_len(self) -> int:
-        """`get_max_length`, under the name that PEFT reads."""
-        return self.get_max_length()
 
     # -- in a file
 
@@ -162,33 +147,6 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         """
         with self.in_use, self._maker.one_at_a_time:
             yield
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise HeteroKVError(
-            "a HeteroCache cannot be pickled (torch.save, multiprocessing): it belongs to a model in this process; "
-            "cache.save(path) writes it to a file, and HeteroCache.load(path, model) reads it back"
-        )
-
-    # -- called by the layers of a model
-
-    def _require_step(self) -> None:
-        if not self.steps or not self.in_use.is_within:
-            raise self._maker.stray()
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """See transformers' Cache. Raises HeteroKVError outside of a forward of the injected model."""
-        self._require_step()
-        return super().update(*args, **kwargs)
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See `update`."""
-        self._require_step()
-        return super().update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See `update`."""
-        self._require_step()
-        return super().update_recurrent_state(*args, **kwargs)
 
     # -- a forward
 
@@ -342,18 +300,6 @@ class HeteroCache(PrefillProgress, CacheStatistics, Cache):
         """See Batch."""
         with self.alone():
             super().select(rows)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i continue row `beam_idx[i]` (beam search); blocks are shared, not copied."""
-        self.select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at `indices` (`select`)."""
-        self.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Always raises HeteroKVError: blocks are planned for the rows of the first prompt."""
-        raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
 
     def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
         """The error for a forward of `tokens` new tokens of each of `batch` sequences that ran out of memory."""

@@ -1,0 +1,73 @@
+"""What transformers calls on a cache, answered for a batch of several equal-length groups."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache
+
+from hetero_kv.engine.cache_statistics import CacheStatistics
+from hetero_kv.engine.one_thread import OneThread
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError
+
+
+class HFInterface(CacheStatistics, Cache):
+    """The methods of transformers' Cache that a batch answers in another way, or refuses."""
+
+    in_use: OneThread
+    steps: tuple[Step, ...]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """PaddingMask of the batch so far, padding included; with equal lengths, the tokens of each row.
+
+        While a group passes through the model: the length in its layer.
+        """
+        return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """`max_seq_len`, or -1 where no layer keeps every token."""
+        return -1 if self.max_seq_len is None else self.max_seq_len
+
+    @property
+    def max_cache_len(self) -> int:
+        """`get_max_length`, under the name that PEFT reads."""
+        return self.get_max_length()
+
+    def _require_step(self) -> None:
+        if not self.steps or not self.in_use.is_within:
+            raise self._maker.stray()
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See transformers' Cache. Raises HeteroKVError outside of a forward of the injected model."""
+        self._require_step()
+        return super().update(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `update`."""
+        self._require_step()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `update`."""
+        self._require_step()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i continue row `beam_idx[i]` (beam search); blocks are shared, not copied."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices` (`select`)."""
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Always raises HeteroKVError: blocks are planned for the rows of the first prompt."""
+        raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise HeteroKVError(
+            "a HeteroCache cannot be pickled (torch.save, multiprocessing): it belongs to a model in this process; "
+            "cache.save(path) writes it to a file, and HeteroCache.load(path, model) reads it back"
+        )
