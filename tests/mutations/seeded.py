@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what generated tokens receive is computed without the softcap",
-        "hetero_kv/families/retrieval/layer.py",
+        "hetero_kv/families/retrieval/accumulated_attention.py",
         "column_sums(q, lse, keys, self.scale, self.softcap)",
         "column_sums(q, lse, keys, self.scale, None)",
         (f"{_RETRIEVAL}dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries[gemma2]",),

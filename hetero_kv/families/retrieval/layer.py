@@ -15,7 +15,6 @@ from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.attention_backend import takes_token
-from gpu_ops.column_sums import column_sums
 from gpu_ops.staging import Staging
 from gpu_ops.window_step import SPLITS
 from hetero_kv.adapter.bridge import AttentionCall
@@ -25,19 +24,19 @@ from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
+from hetero_kv.families.retrieval.accumulated_attention import AccumulatingLayer
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
-from hetero_kv.families.retrieval.prefill_representatives import PrefillRepresentativesLayer
 from hetero_kv.families.retrieval.read_bytes import Reading
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
 from hetero_kv.store.pool import AuxiliaryArray, BlockPool
 
 
-class RetrievalLayer(PrefillRepresentativesLayer):
+class RetrievalLayer(AccumulatingLayer):
     """Keys, values and representatives of one layer, in a pool; `state` has what else the operator remembers.
 
     Args:
@@ -52,10 +51,6 @@ class RetrievalLayer(PrefillRepresentativesLayer):
             the pool.
     """
 
-    layout: RetrievalLayout
-    state: RetrievalState
-    softcap: float | None
-
     def __init__(
         self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived = NONE_DERIVED,
         vectors_of: VectorsOf | None = None,
@@ -68,7 +63,6 @@ class RetrievalLayer(PrefillRepresentativesLayer):
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
         self.staging: Staging | None = None
-        #: Decoded queries whose attention is not yet added to what the keys have received.
         self.pending = NO_PENDING_QUERIES
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
@@ -184,73 +178,10 @@ class RetrievalLayer(PrefillRepresentativesLayer):
         window_step = TritonWindowStep if is_joint else TorchWindowStep
         return window_step(self.window, self.staging, call, local_start, needs_window_lse)
 
-    def _settle(self) -> None:
-        """Wait for the log-sum-exp of the newest pending query, if the device has not sent it yet."""
-        if self.staging is not None:
-            self.staging.settle()
-
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None
         for row in range(len(keys)):
             self.pool.gather(self.block_ids(row), self.group.length, keys[row], values[row])
-
-    def read_keys(self, start: int, stop: int) -> torch.Tensor:
-        """Stored keys of the positions [start, stop), decoded: [batch, kv_heads, stop - start, k_dim]."""
-        assert self.pool is not None
-        rows = range(len(self.group.sequences))
-        return torch.stack([self.pool.read_keys(self.block_ids(row), start, stop) for row in rows])
-
-    # -- attention that keys have received
-
-    def accumulate(self, received: torch.Tensor, start: int) -> None:
-        """Add attention that keys received: [batch, kv_heads, tokens] float32, for the positions from `start` on.
-
-        Finalized blocks have their representatives and no longer need it, so their part is ignored.
-        """
-        first = self.state.open_start
-        new = received[:, :, max(0, first - start) :]
-        offset, old = max(0, start - first), self.state.accumulated
-        width = max(offset + new.shape[2], 0 if old is None else old.shape[2])
-        total = new.new_zeros(*new.shape[:2], width)
-        if old is not None:
-            total[:, :, : old.shape[2]] = old
-        total[:, :, offset : offset + new.shape[2]] += new
-        self.state = replace(self.state, accumulated=total)
-
-    def accumulate_pending(self, length: int) -> None:
-        """Add the attention of the pending queries to the generated tokens, whose representatives depend on it.
-
-        `length` is the number of tokens that the last of these queries saw.
-        """
-        if not self.pending.count:
-            return
-        self._settle()
-        q, lse = (torch.from_numpy(part) for part in self.pending.stacked())
-        self.pending = NO_PENDING_QUERIES
-        group, layout = self.group, self.layout
-        start = max(group.finalized[layout], group.prompt_length // layout.block_size) * layout.block_size
-        keys = self.read_keys(start, length)
-        self.accumulate(column_sums(q, lse, keys, self.scale, self.softcap).sum(dim=2), start)
-
-    def take_accumulated(self, first: int, end: int) -> torch.Tensor:
-        """Move the accumulated attention of the blocks [first, end), which are being finalized, to the pool.
-
-        `first` is the first block that is not finalized. Returns [rows, end - first, kv_heads, block_size] float32.
-        """
-        pool, block_size = self.pool, self.layout.block_size
-        assert pool is not None
-        assert pool.accumulated is not None
-        rows, kv_heads, tokens = len(self.group.sequences), pool.keys.shape[1], (end - first) * block_size
-        taken = torch.zeros(rows, kv_heads, tokens)
-        old = self.state.accumulated
-        if old is not None:
-            taken[:, :, : min(tokens, old.shape[2])] = old[:, :, :tokens]
-            old = old[:, :, tokens:]
-        self.state = replace(self.state, accumulated=old, open_start=end * block_size)
-        by_block = taken.unflatten(2, (end - first, block_size)).transpose(1, 2)
-        for row, blocks in enumerate(by_block):
-            pool.accumulated[torch.from_numpy(self.block_ids(row)[first:end].astype(np.int64))] = blocks
-        return by_block
 
     # -- rollback and fork
 
