@@ -17,7 +17,8 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.store.memory import will_need
-from hetero_kv.store.pool import SCORED, WRITTEN, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import SCORED, WRITTEN
 
 # Threads that read and check blocks: few are enough for a disk, and for memory.
 _READERS = 4

@@ -11,7 +11,7 @@ import torch
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.store.allocator import BlockAllocator
-from hetero_kv.store.pool import WRITTEN
+from hetero_kv.store.pool_arrays import WRITTEN
 
 # Blocks that are copied at once.
 _AT_ONCE = 32

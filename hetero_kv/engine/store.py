@@ -14,7 +14,8 @@ from hetero_kv.engine import reservations
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import StorageType
 
 

@@ -2,154 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from cpu_ops.int4_key_scores import bytes_of_block
-from hetero_kv.store.key_codes import encode
-from hetero_kv.store.memory import reserve
+from hetero_kv.store.pool_arrays import WRITTEN, PoolArrays, offset_of
 from hetero_kv.store.read_ahead import ReadAhead
-from hetero_kv.store.storage import FP16, FP32, StorageType
 
-#: Arrays of a pool that tokens are written to, and arrays that are computed from a block when its contents are final.
-WRITTEN = ("keys", "values", "key_offsets")
-DERIVED = (
-    "representatives", "value_means", "key_codes", "accumulated", "group_representatives", "group_value_means",
-)  # fmt: skip
-#: The derived arrays by which blocks are chosen and estimated: all blocks' are read at every token.
-SCORED = tuple(name for name in DERIVED if name != "accumulated")
 # Blocks converted per copy; this bounds the temporary memory.
 _BLOCKS_AT_ONCE = 64
 
 
-class AuxiliaryArray(NamedTuple):
-    """An array that a method keeps per block besides keys and values, computed when the block's contents are final.
+class BlockPool(PoolArrays):
+    """A fixed number of blocks of `block_size` tokens of one layer, by which tokens of sequences are written and read.
 
-    Attributes:
-        shape: all dimensions but the last, per block and kv head.
-        dim: size of the last dimension.
-        storage: number format.
+    Block tables know which sequence a block belongs to.
     """
-
-    shape: tuple[int, ...]
-    dim: int
-    storage: StorageType
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes per block and kv head."""
-        return math.prod(self.shape) * self.storage.bytes_per_vector(self.dim)
-
-
-class BlockPool:
-    """A fixed number of blocks of `block_size` tokens of one layer; a block stores all kv heads.
-
-    Each array is one large allocation. The operating system backs it with memory as blocks are written, so unused
-    capacity costs nothing. Block tables know which sequence a block belongs to.
-    Args:
-        storage: number format of keys, and of values where `value_storage` is None.
-        offset_keys: whether keys are stored as differences to `key_offsets`.
-        representative_storage: format of representatives and mean values; None for `storage.for_representatives`.
-        auxiliary: further arrays per block, by name.
-
-    Attributes:
-        keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
-        values: [num_blocks, kv_heads, block_size, value_storage.elements(v_dim)], likewise.
-        representatives: [num_blocks, kv_heads, representative_num, representative_storage.elements(k_dim)].
-        key_array, value_array, representative_array: the kernels' views of the same memory.
-        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None unless
-            `value_means` is set.
-        key_codes: [num_blocks, kv_heads, 1, bytes_of_block] uint8, coarse copies of the keys' differences to their
-            block's mean (`store.key_codes`); None unless `key_codes` is set.
-        group_representatives, group_value_means: the same for groups of consecutive blocks of a sequence, stored at the
-            last block of each group; None unless `grouped` is set.
-        value_mean_array, key_code_array, group_array, group_value_array: the kernels' views.
-        key_offsets: [num_blocks, kv_heads, 1, k_dim] float16, subtracted from a block's keys before they are stored. It
-            is the mean of the block's keys if the block is written as a whole, and that of the previous block if it
-            fills token by token. None unless `offset_keys` is set.
-        offset_array: the kernels' view, [num_blocks, kv_heads, k_dim] uint16.
-        accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
-            operator's observed queries when its block was finalized; None if no operator observes queries.
-        read_ahead: reads blocks that are mapped from a file; None if there are none.
-        auxiliary, auxiliary_kernel_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every
-            `AuxiliaryArray`, by name, and the kernels' views of these.
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        kv_heads: int,
-        block_size: int,
-        k_dim: int,
-        v_dim: int,
-        storage: StorageType,
-        representative_num: int,
-        accumulates: bool = False,
-        value_means: bool = False,
-        key_codes: bool = False,
-        grouped: bool = False,
-        *,
-        value_storage: StorageType | None = None,
-        offset_keys: bool = False,
-        representative_storage: StorageType | None = None,
-        auxiliary: Mapping[str, AuxiliaryArray] | None = None,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.key_storage, self.value_storage = storage, value_storage or storage
-        self.representative_storage = kind = representative_storage or storage.for_representatives
-        self.keys, self.key_array = _reserved((num_blocks, kv_heads, block_size), k_dim, storage)
-        self.values, self.value_array = _reserved((num_blocks, kv_heads, block_size), v_dim, self.value_storage)
-        self.representatives, self.representative_array = _reserved(
-            (num_blocks, kv_heads, representative_num), k_dim, kind
-        )
-        self.value_means: torch.Tensor | None = None
-        self.value_mean_array: np.ndarray | None = None
-        self.key_codes: torch.Tensor | None = None
-        self.key_code_array: np.ndarray | None = None
-        if value_means:
-            self.value_means, self.value_mean_array = _reserved((num_blocks, kv_heads, 1), v_dim, kind)
-        if key_codes:
-            memory = reserve(num_blocks * kv_heads * bytes_of_block(block_size, k_dim))
-            self.key_code_array = memory.reshape(num_blocks, kv_heads, 1, -1)
-            self.key_codes = torch.from_numpy(self.key_code_array)
-        self.group_representatives: torch.Tensor | None = None
-        self.group_value_means: torch.Tensor | None = None
-        self.group_array: np.ndarray | None = None
-        self.group_value_array: np.ndarray | None = None
-        if grouped:
-            shape = num_blocks, kv_heads, representative_num
-            self.group_representatives, self.group_array = _reserved(shape, k_dim, kind)
-        if grouped and value_means:
-            self.group_value_means, self.group_value_array = _reserved((num_blocks, kv_heads, 1), v_dim, kind)
-        self.key_offsets, self.offset_array = None, None
-        if offset_keys:
-            self.key_offsets, offsets = _reserved((num_blocks, kv_heads, 1), k_dim, FP16)
-            self.offset_array = offsets[:, :, 0].view(np.uint16)
-        self.accumulated: torch.Tensor | None = None
-        if accumulates:
-            self.accumulated, _ = _reserved((num_blocks, kv_heads), block_size, FP32)
-        self.read_ahead: ReadAhead | None = None
-        self.auxiliary: dict[str, torch.Tensor] = {}
-        self.auxiliary_kernel_arrays: dict[str, np.ndarray] = {}
-        for name, each in (auxiliary or {}).items():
-            of_pool = num_blocks, kv_heads, *each.shape
-            self.auxiliary[name], self.auxiliary_kernel_arrays[name] = _reserved(of_pool, each.dim, each.storage)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """DRAM that one block takes in all arrays, bytes: keys, values, representatives and other derived arrays."""
-        return sum(array[0].numel() * array.element_size() for array in self.arrays.values())
-
-    @property
-    def arrays(self) -> dict[str, torch.Tensor]:
-        """All arrays of the pool, [num_blocks, ...] each, by attribute name or by the name in `auxiliary`."""
-        kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
-        return {name: array for name, array in kept.items() if array is not None} | self.auxiliary
 
     def is_in_file(self, start: int, stop: int) -> None:
         """Record that the pages of blocks [start, stop) are mapped from a file."""
@@ -198,70 +65,10 @@ class BlockPool:
         if self.key_offsets is not None:
             if offset == 0:
                 nearest = self.decoded_keys(torch.tensor([int(ids[index - 1])]))[0] if index else keys
-                self.key_offsets[block] = _offset(nearest).cpu()
+                self.key_offsets[block] = offset_of(nearest).cpu()
             keys = keys.float() - self.key_offsets[block].to(keys.device, torch.float32)
         self.key_storage.write(self.keys[block, :, offset:stop], keys)
         self.value_storage.write(self.values[block, :, offset:stop], values)
-
-    def represent(self, ids: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Make `vectors` [blocks, kv_heads, representative_num, k_dim] the representatives of full blocks.
-
-        Also computes the other derived arrays. With `key_codes`, the first vector must be the mean of the block's keys.
-
-        ids: [blocks] int64.
-        """
-        sources: tuple[str, ...] = () if self.key_codes is None else ("keys", "key_offsets")
-        sources += () if self.value_means is None else ("values",)
-        stored = {name: array[ids] for name, array in self.arrays.items() if name in sources}
-        self.put(ids, self.derived_of(stored, vectors))
-
-    def encoded(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns whole blocks [..., kv_heads, block_size, dim], on any device, in their stored form, by array name."""
-        made = {}
-        if self.key_offsets is not None:
-            made["key_offsets"] = offsets = _offset(keys)
-            keys = keys.float() - offsets.float()
-        return {**made, "keys": self.key_storage.encode(keys), "values": self.value_storage.encode(values)}
-
-    def decoded(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the keys of blocks that `encoded` made, decoded."""
-        keys = self.key_storage.decode(stored["keys"])
-        return keys if self.key_offsets is None else keys.float() + stored["key_offsets"].float()
-
-    def derived_of(self, stored: Mapping[str, torch.Tensor], vectors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the derived arrays [blocks, ...] of stored blocks, by name; `vectors` are their representatives."""
-        made = {"representatives": self._represented(vectors)}
-        if self.value_means is not None:
-            means = self.value_storage.decode(stored["values"]).float().mean(dim=-2, keepdim=True)
-            made["value_means"] = self._represented(means)
-        if self.key_codes is not None:
-            means = self.representative_storage.decode(made["representatives"][..., :1, :]).float()
-            made["key_codes"] = encode(self.decoded(stored).float() - means)
-        return made
-
-    def put(self, ids: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Set blocks `ids` [blocks] int64 to what `encoded` and `derived_of` made: [blocks, ...] each, on the CPU."""
-        for name, contents in arrays.items():
-            getattr(self, name)[ids] = contents
-
-    def represent_groups(self, ids: torch.Tensor, combined: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Compute the representatives and mean values of groups of blocks from those of their blocks.
-
-        ids: [groups, blocks] int64.
-        combined: reduces [groups, blocks, kv_heads, representative_num, k_dim] over the blocks.
-        """
-        assert self.group_representatives is not None
-        last, kind = ids[:, -1], self.representative_storage
-        vectors = combined(kind.decode(self.representatives[ids]).float())
-        self.group_representatives[last] = self._represented(vectors)
-        if self.group_value_means is not None:
-            assert self.value_means is not None
-            self.group_value_means[last] = self._represented(kind.decode(self.value_means[ids]).float().mean(dim=1))
-
-    def _represented(self, vectors: torch.Tensor) -> torch.Tensor:
-        # Keys may be of a wider type: numbers beyond this type's range become its largest.
-        largest = self.representative_storage.largest
-        return self.representative_storage.encode(vectors if largest is None else vectors.clamp(-largest, largest))
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of a sequence's positions [start, stop), decoded; `ids` are the sequence's blocks.
@@ -306,7 +113,7 @@ class BlockPool:
             for source in (keys, values)
         )
         if self.key_offsets is not None:
-            offsets = _offset(keys)
+            offsets = offset_of(keys)
             self.key_offsets[torch.from_numpy(ids.astype(np.int64))] = offsets.cpu()
             keys = keys.float() - offsets.float()
         parts = (keys, self.keys, self.key_storage), (values, self.values, self.value_storage)
@@ -316,22 +123,3 @@ class BlockPool:
             else:
                 target[torch.from_numpy(ids.astype(np.int64))] = storage.encode(blocks).cpu()
         return count * self.block_size
-
-
-def _offset(keys: torch.Tensor) -> torch.Tensor:
-    """The mean of keys [..., tokens, dim], stored as [..., 1, dim] float16. Any finite offset would be correct."""
-    limit = torch.finfo(torch.float16).max
-    return keys.float().mean(dim=-2, keepdim=True).clamp(-limit, limit).half()
-
-
-def _reserved(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
-    """Allocate `shape` vectors of `dim` numbers; the operating system backs them with memory as they are written.
-
-    The memory consists of whole pages that nothing else uses: a GPU reads it after it has been page-locked, and no page
-    can be locked twice.
-    """
-    memory = reserve(math.prod(shape) * storage.bytes_per_vector(dim))
-    as_tensor = torch.from_numpy(memory).view(storage.dtype).reshape(*shape, storage.elements(dim))
-    # Not -1, which is ambiguous for vectors without numbers: a pool may store values alone.
-    as_array = memory.view(storage.kernel_dtype)
-    return as_tensor, as_array.reshape(*shape, storage.bytes_per_vector(dim) // as_array.itemsize)

@@ -12,7 +12,8 @@ from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.pinned_bytes import Kind
 from gpu_ops.prefetch import Fill, Prefetch
 from hetero_kv.adapter.bridge import AttentionCall
-from hetero_kv.store.pool import WRITTEN, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import WRITTEN
 
 # Tokens of a piece, summed over rows: some tens of megabytes of one layer.
 _TOKENS_AT_ONCE = 8192

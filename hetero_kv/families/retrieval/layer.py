@@ -33,7 +33,8 @@ from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.retrieval.read_bytes import Reading
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 
 
 class RetrievalLayer(AccumulatingLayer):

@@ -18,7 +18,7 @@ from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Chooser, Known
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
-from hetero_kv.store.pool import AuxiliaryArray
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 
 
 @dataclass(frozen=True)

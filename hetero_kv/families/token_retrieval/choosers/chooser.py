@@ -13,7 +13,8 @@ from cpu_ops.attention import attend_blocks
 from cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import StorageType
 
 S = TypeVar("S", bound=TokenSettings)

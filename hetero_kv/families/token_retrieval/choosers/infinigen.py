@@ -32,7 +32,8 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
     require_share,
 )
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 
 
 @dataclass(frozen=True)

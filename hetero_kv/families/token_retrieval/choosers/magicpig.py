@@ -17,7 +17,8 @@ from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_p
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32, StorageType
 
 #: Hash codes of up to 16 bits.

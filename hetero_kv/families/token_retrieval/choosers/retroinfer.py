@@ -23,7 +23,8 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting, part_of, require_share
 from hetero_kv.settings.setting import SettingError, setting
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32, StorageType
 
 #: Cluster indices.

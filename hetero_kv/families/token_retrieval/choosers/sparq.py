@@ -27,7 +27,8 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
     require_share,
 )
 from hetero_kv.settings.setting import setting
-from hetero_kv.store.pool import AuxiliaryArray, BlockPool
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32
 
 # Blocks transposed at once; this bounds the temporary float32 copy of their keys.
