@@ -23,9 +23,9 @@ import torch
 from benchmarks.budgeted_recipes import Cell, cells
 from hetero_kv.evals import ConfiguredModel, config_specs
 from hetero_kv.evals.bootstrap import mean_interval
-from hetero_kv.evals.configured_model import Prompt
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.packed_model import load_packed
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.models import DEFAULT_MODEL
 
 DENSE = "dense:second_block_count=all"

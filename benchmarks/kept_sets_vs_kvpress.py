@@ -36,9 +36,9 @@ from transformers import DynamicCache
 from benchmarks.kept_sets import Overlap, overlap, row
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals import ConfiguredModel, config_specs
-from hetero_kv.evals.configured_model import Prompt
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.options import parse_length, parse_list
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.models import DEFAULT_MODEL, load_model
 
 

@@ -30,9 +30,9 @@ from hetero_kv import load_model
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.bootstrap import mean_interval
-from hetero_kv.evals.configured_model import Prefilled, Prompt
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.outcome import Result
+from hetero_kv.evals.prompt import Prefilled, Prompt
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest
 from hetero_kv.families.sparse_prefill.known_patterns import ENVIRONMENT_VARIABLE

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_module import QuantizedModule
@@ -21,47 +20,13 @@ from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_for, settings_in_force
 from hetero_kv.evals.generation import cache_bytes, counted, end_tokens, greedy, last_logits
 from hetero_kv.evals.outcome import Cost, Outcome
+from hetero_kv.evals.prompt import Prefilled, Prompt
 from hetero_kv.evals.sample import Sample
-from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
+from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.models import LoadedModel
 from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.rules.injection import Injection, eject, inject
-
-
-class Prompt:
-    """A sample's first turn as tokens, and its prefill, recorded when a method first needs it.
-
-    Attributes:
-        tokens: the prompt's tokens.
-        capacity: tokens that a cache must have room for, for the whole sample.
-        question: how many of the last tokens are the question about the earlier ones; None if unknown.
-    """
-
-    def __init__(self, tokens: Sequence[int], capacity: int, question: int | None = None) -> None:
-        self.tokens = list(tokens)
-        self.capacity = capacity
-        self.question = question
-        self.recording: RecordedPrefill | None = None
-        self.recording_s = 0.0
-
-
-@dataclass
-class Prefilled:
-    """A prompt in a model's cache.
-
-    Attributes:
-        model: the model with the method's rules injected.
-        logits: [1, vocab] after the prompt's last token.
-        seconds: the prefill's duration.
-        shared: whether several methods share the computation of the prefill.
-    """
-
-    model: Any
-    cache: Cache
-    logits: torch.Tensor
-    seconds: float
-    shared: bool
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import torch
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.config_spec import BASELINE
-from hetero_kv.evals.configured_model import ConfiguredModel, Prefilled
+from hetero_kv.evals.configured_model import ConfiguredModel
 from hetero_kv.evals.generation import cache_bytes, counted, greedy
 from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest
 from hetero_kv.evals.outcome import Cost, Outcome
+from hetero_kv.evals.prompt import Prefilled
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 from hetero_kv.evals.teacher_forcing import Continuation, force

@@ -18,10 +18,11 @@ from transformers.cache_utils import Cache
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals.config_spec import BASELINE
-from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
+from hetero_kv.evals.configured_model import ConfiguredModel
 from hetero_kv.evals.generation import cache_bytes, counted
 from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest
 from hetero_kv.evals.outcome import Cost, Outcome
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 from hetero_kv.evals.text_windows import text_windows

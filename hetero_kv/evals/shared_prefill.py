@@ -12,82 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from gpu_ops.attention import chunk_attention
-from hetero_kv.adapter import attention_module, bridge
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache, Progress
-from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
-from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
-from hetero_kv.families.retrieval.observation import Observation
-from hetero_kv.families.retrieval.settings import LONGEST_QUESTION, UNKNOWN_QUESTION, RetrievalSettings
+from hetero_kv.evals.recording_attention import recording_rules
+from hetero_kv.families.retrieval.settings import LONGEST_QUESTION, UNKNOWN_QUESTION
 from hetero_kv.families.window.layer import WindowLayer
-from hetero_kv.operators import RetrievalAttention
-from hetero_kv.rules import RuleSet, load_rules
 from hetero_kv.rules.injection import Injection, eject, inject, suspended
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.store import storage
 
 # Addresses of a rotation's parts -> the concatenated rotation.
 _Rotations = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
 _STORAGE = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
-
-
-class RecordingAttention(AttentionOperator):
-    """Prefills exactly, chunk by chunk, and keeps the result as a recording instead of in blocks."""
-
-    meaning = "records a prompt's exact prefill, for many caches to start from"
-    settings_class = RetrievalSettings
-    prefills_exactly = True
-    continues_exactly = True
-    changes_arguments = True
-
-    settings: RetrievalSettings
-
-    @classmethod
-    def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with the model's sliding window gets retrieval's operator for it, others get this one."""
-        return RetrievalAttention.operator_for(module) if attention_module.layer_window(module) is not None else cls
-
-    def new_cache_layer(self) -> RecordingLayer:
-        return RecordingLayer(storage.get(self.settings.kv_type))
-
-    def footprint(self, shape: KVShape) -> PagedFootprint:
-        """See AttentionOperator; a recording takes the memory of blocks of one token."""
-        stored = bytes_per_token(shape, storage.get(self.settings.kv_type), 1, 1, accumulates=False)
-        return PagedFootprint(shape, stored=stored, block_size=1, device_window=0)
-
-    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """See AttentionOperator; keeps the rotation of the tokens' positions, if the model passes it."""
-        layer: RecordingLayer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
-        layer.note_rotation(kwargs.get("position_embeddings"))
-        return kwargs
-
-    def prefill_chunk(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        if layer.observation is None:
-            layer.observation = Observation(self.settings.observed(None))
-        past_k, past_v = layer.extend(call.k, call.v)
-        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        layer.observation.add(call.q, lse, call.scale, call.softcap)
-        return out
-
-    def decode_step(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator; treats the token as one more token of the prompt."""
-        with self.prefill(step):
-            return self.prefill_chunk(layer, step, call)
-
-    def load_prefill(self, layer: RecordingLayer, step: Step, recorded: Any) -> None:
-        layer.recorded = recorded
 
 
 @dataclass(frozen=True)
@@ -231,7 +175,7 @@ def record_prefill(
     settings = {"chunk_size": chunk_size, "observation": observed, "kv_type": _storage_type(model)}
     whole = input_ids if after is None else torch.cat([after.input_ids, input_ids], dim=1)
     with suspended(model):
-        recording = inject(model, _recording_rules(), command_line=settings)
+        recording = inject(model, recording_rules(), command_line=settings)
         recording.preparation.skip()
         try:
             cache = HeteroCache(model, max_seq_len=whole.shape[1], on_progress=on_progress)
@@ -255,14 +199,6 @@ def shares_prefill(model: PreTrainedModel | Injection) -> bool:
     return all(operator.prefills_exactly for operator in injection.operators.values()) and not any(
         is_recurrent(module) for module in injection.model.modules()
     )
-
-
-def _recording_rules() -> RuleSet:
-    """The rules of full attention, with retrieval replaced by recording."""
-    dense = load_rules("dense")
-    recording: dict[str, Any] = {"operator": RecordingAttention, "operator_name": "RecordingAttention", "kwargs": {}}
-    rules = (replace(rule, **recording) if rule.operator is RetrievalAttention else rule for rule in dense.rules)
-    return replace(dense, rules=tuple(rules))
 
 
 def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:

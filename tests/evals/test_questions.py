@@ -6,12 +6,12 @@ import pytest
 from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv.evals import ConfiguredModel, config_specs
-from hetero_kv.evals.configured_model import Prompt
 from hetero_kv.evals.formats.format import Line
 from hetero_kv.evals.formats.infinitebench import InfiniteBench
 from hetero_kv.evals.formats.longbench import LongBench
 from hetero_kv.evals.formats.lost_in_the_middle import LostInTheMiddle
 from hetero_kv.evals.formats.ruler import Ruler
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.evals.config_spec import ConfigSpec
-from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
+from hetero_kv.evals.configured_model import ConfiguredModel
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.families.bounded.eviction.infinipot import GENERAL, QUESTION_AWARE, InfiniPot, InfiniPotSettings
 from hetero_kv.models import LoadedModel
 from hetero_kv.rules.rule_file import load_rules, parse_rules

@@ -12,7 +12,7 @@ from hetero_kv import Conversation, HeteroCache, HeteroKVError, eject, inject, l
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import ConfiguredModel, config_specs, load_packed
-from hetero_kv.evals.configured_model import Prompt
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.rules.preparing import Preparation
 from hetero_kv.rules.rule_file import parse_rules
