@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from cpu_ops.array_checks import check_lists, check_offsets, outside_pool
 from cpu_ops.attention import NO_OFFSETS
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, isa
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.list_attention import TOO_SHORT, kernel_for
-from cpu_ops.list_checks import check_lists, check_offsets, outside_pool
 from cpu_ops.matrix_tiles import decode_rows, multiply_tile
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from cpu_ops.scratch import scratch

@@ -242,8 +242,7 @@ def _region(instructions: str, kind: str, storage: str, k_dim: int, chunk_size: 
         ) = arguments_at("rebuild chunks", variant, arguments)  # fmt: skip
         kv_heads, v_dim = keys.shape[1], values.shape[4]
         rank, pairs = coefficients.shape[2], cos.shape[1]
-        factors, weights = scratch(chunk_size, rank), scratch(rank, chunk_size)
-        rebuilt, fetched = scratch(chunk_size, k_dim), scratch(chunk_size, v_dim)
+        factors, rebuilt, fetched = scratch(chunk_size, rank), scratch(chunk_size, k_dim), scratch(chunk_size, v_dim)
         cosines, sines = scratch(chunk_size, pairs), scratch(chunk_size, pairs)
         for miss in range(misses * thread // threads, misses * (thread + 1) // threads):
             row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
@@ -254,12 +253,9 @@ def _region(instructions: str, kind: str, storage: str, k_dim: int, chunk_size: 
             decode_numbers(lanes, kind, sin, start * pairs, chunk_size * pairs, sines)
             at = (np.int64(table[row, missing[miss]]) * kv_heads + head) * (chunk_size * stored.shape[3])
             decode_numbers(lanes, storage, stored, at, chunk_size * v_dim, fetched)
-            for component in range(rank):
-                for t in range(chunk_size):
-                    weights[component, t] = factors[t, component]
             rebuilt[:] = 0
             accumulate_rows(
-                lanes, kind, k_dim, chunk_size, tile_tokens, chunk_size, columns, weights, 0, tile_tokens,
+                lanes, kind, k_dim, chunk_size, tile_tokens, 1, columns, factors, 0, tile_tokens * rank, rank,
                 basis, of_list[miss] * (rank * k_dim), rank, rebuilt, basis, 0, 0, 0,
             )  # fmt: skip
             for t in range(chunk_size):

@@ -99,7 +99,7 @@ def _scoring(isa: str, storage: str, group: int, block_size: int) -> Any:
                 at = ((block * kv_heads + head) * kept + component) * block_size
                 w_at = (index * n + entry) * width
                 accumulate_rows(
-                    lanes, storage, block_size, group, tile_queries, width, columns_at_once, weights, w_at, row_size,
+                    lanes, storage, block_size, group, tile_queries, width, columns_at_once, weights, w_at, row_size, 1,
                     columns, at, run, sums, columns, at, 0, 0,
                 )  # fmt: skip
                 entry += run

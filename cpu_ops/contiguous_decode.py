@@ -206,7 +206,7 @@ def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int)
                         most[tile, lane] = fresh[tile, lane]
                 rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
             accumulate_rows(
-                lanes, storage, v_dim, group, tile_queries, row_size, columns, scores, 0, tile_scores,
+                lanes, storage, v_dim, group, tile_queries, row_size, columns, scores, 0, tile_scores, 1,
                 values, token * v_dim, count, sums, keys, 0, 0, 0,
             )  # fmt: skip
             if place == of_list - 1 or item == last - 1:

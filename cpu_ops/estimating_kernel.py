@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.bfloat16_bits import rounded
 from cpu_ops.block_groups import (
     entry_ids,
     for_every_head,
@@ -39,6 +38,7 @@ from cpu_ops.step_parts import (
     merge_into,
     scale_and_cap,
     sums_of_powers,
+    write_numbers,
 )
 from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
@@ -323,10 +323,7 @@ def kernel_for(dtype: str) -> Any:
                         threads, attended, lse, total,
                     )  # fmt: skip
                     call_kernel("rest", UNTYPED, addresses[7], rest_args)
-        for row in range(rows):
-            for head in range(heads):
-                for d in range(v_dim):
-                    out[row, head, 0, d] = rounded(out, attended[row, head // group, head % group, d])
+        write_numbers(attended.reshape(rows, heads, v_dim), out)
         return stored
 
     return step

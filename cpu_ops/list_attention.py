@@ -241,8 +241,8 @@ def region(
                         tokens: Any = min(_VALUE_TILE, count - t)
                         accumulate_rows(
                             lanes, value_storage, v_dim, group, tile_queries, row_size, columns,
-                            scores, t * row_size, tile_scores, values, (block * block_size + t) * v_units, tokens, sums,
-                            keys, following * (block_size * k_units) + t * num_tiles * share, tokens * share,
+                            scores, t * row_size, tile_scores, 1, values, (block * block_size + t) * v_units, tokens,
+                            sums, keys, following * (block_size * k_units) + t * num_tiles * share, tokens * share,
                             share_bytes,
                         )  # fmt: skip
             edge = 2 * thread + (0 if starts[index] < first else 1)

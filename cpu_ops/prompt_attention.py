@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.array_checks import check_chunk
 from cpu_ops.bfloat16_bits import float_to_bfloat16
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
@@ -71,17 +72,8 @@ def attend_prompt(
     if any(each.ndim != 4 or each.dtype != np.uint16 for each in inputs):
         raise TypeError("q, past_k, past_v, k and v must have four dimensions and be the bits of bfloat16 (uint16)")
     batch, heads, n, k_dim = q.shape
-    kv_heads, v_dim = k.shape[1], v.shape[3]
-    past = past_k.shape[2]
-    if (
-        k.shape != (batch, kv_heads, n, k_dim)
-        or v.shape != (batch, kv_heads, n, v_dim)
-        or past_k.shape != (batch, kv_heads, past, k_dim)
-        or past_v.shape != (batch, kv_heads, past, v_dim)
-        or heads % kv_heads
-        or min(q.shape) < 1
-    ):
-        raise ValueError(f"q {q.shape}, past {past_k.shape} {past_v.shape}, k {k.shape} and v {v.shape} do not fit")
+    v_dim, past = v.shape[3], past_k.shape[2]
+    check_chunk(*inputs)
     if not scale > 0 or (window is not None and window < 1):
         raise ValueError(f"scale is {scale} and window {window}; they must be above 0")
     if k_dim % LANES or v_dim % LANES or not has("avx512bf16"):

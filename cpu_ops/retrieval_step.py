@@ -7,13 +7,12 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops import attention, block_choice, list_attention, scores, token_store
-from cpu_ops.bfloat16_bits import number, rounded
 from cpu_ops.block_groups import entry_ids
 from cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.parallel_region import all_threads, run_region
-from cpu_ops.step_parts import by_head, copy_into, head_rows
+from cpu_ops.step_parts import as_rows_of_heads, by_head, copy_into, head_rows, write_numbers
 from cpu_ops.storage import numbers_of, storage_of
 from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 
@@ -153,23 +152,11 @@ def _kernel(dtype: str) -> Any:
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
         if position >= 0:
-            new_keys = np.empty((rows, kv_heads, k_dim), np.float32)
-            new_values = np.empty((rows, kv_heads, v_dim), np.float32)
-            for row in range(rows):
-                for head in range(kv_heads):
-                    for d in range(k_dim):
-                        new_keys[row, head, d] = number(k[row, head, 0, d])
-                    for d in range(v_dim):
-                        new_values[row, head, d] = number(v[row, head, 0, d])
-            store_args = new_keys, new_values, keys, values, table, position
+            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, position
             stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
-        queries = np.empty((rows, kv_heads, group, k_dim), np.float32)
-        for row in range(rows):
-            for head in range(heads):
-                for d in range(k_dim):
-                    queries[row, head // group, head % group, d] = number(q[row, head, 0, d])
+        queries = as_rows_of_heads(q).reshape(rows, kv_heads, group, k_dim)
         if which == EVERYTHING:
             ids = table.copy().reshape(rows, 1, table.shape[1])
         else:
@@ -213,10 +200,7 @@ def _kernel(dtype: str) -> Any:
         )  # fmt: skip
         if call_kernel("attend lists", UNTYPED_POOL, addresses[4], attend_args) < 0:
             return BAD_LISTS
-        for row in range(rows):
-            for head in range(heads):
-                for d in range(v_dim):
-                    out[row, head, 0, d] = rounded(out, attended[row, head // group, head % group, d])
+        write_numbers(attended.reshape(rows, heads, v_dim), out)
         return stored
 
     return step

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.array_checks import check_chunk
 from cpu_ops.bfloat16_bits import rounded
 from cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
@@ -69,16 +70,8 @@ def attend_runs(
     if any(each.ndim != 4 or each.dtype != q.dtype for each in inputs) or q.dtype not in (np.uint16, np.float32):
         raise TypeError("q, past_k, past_v, k and v must have four dimensions and be float32, or bits of bfloat16")
     batch, heads, n, k_dim = q.shape
-    kv_heads, v_dim, past = k.shape[1], v.shape[3], past_k.shape[2]
-    if (
-        k.shape != (batch, kv_heads, n, k_dim)
-        or v.shape != (batch, kv_heads, n, v_dim)
-        or past_k.shape != (batch, kv_heads, past, k_dim)
-        or past_v.shape != (batch, kv_heads, past, v_dim)
-        or heads % kv_heads
-        or min(q.shape) < 1
-    ):
-        raise ValueError(f"q {q.shape}, past {past_k.shape} {past_v.shape}, k {k.shape} and v {v.shape} do not fit")
+    v_dim, past = v.shape[3], past_k.shape[2]
+    check_chunk(*inputs)
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be above 0")
     is_bits = q.dtype == np.uint16

@@ -166,9 +166,14 @@ def score_rows(typingctx, lanes, storage, dim, group, queries, tokens, row, q, q
     return types.none(lanes, storage, dim, group, queries, tokens, row, q, at, keys, at, scores, at, at), codegen
 
 
+def _times(builder: ir.IRBuilder, step: ir.Value | int, count: int) -> ir.Value | int:
+    return step * count if isinstance(step, int) else builder.mul(step, integer(count))
+
+
 def emit_accumulate_rows(
     v: Vectors, storage: str, size: int, rows: int, pitch: int, most: int, stretch: int,
     p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value, places: ir.Value | None = None,
+    apart: ir.Value | int = 1,
 ) -> None:  # fmt: skip
     """Emit the code of `accumulate_rows`, on pointers; places: int64, row indices in `values` (None: in order)."""
     builder, kind = v.builder, STORAGE_TYPES[storage]
@@ -190,7 +195,7 @@ def emit_accumulate_rows(
                 for start, part in tile
             }
             weight_row = offset(builder, p, builder.mul(loop.index, integer(pitch)))
-            weight = [v.broadcast(offset(builder, weight_row, g)) for g in range(rows)]
+            weight = [v.broadcast(offset(builder, weight_row, _times(builder, apart, g))) for g in range(rows)]
             for slot, (g, start, _) in zip(slots, cells, strict=True):
                 builder.store(v.call("fmuladd", weight[g], stored[start], builder.load(slot)), slot)
         for slot, target, (_, _, part) in zip(slots, targets, cells, strict=True):
@@ -199,12 +204,12 @@ def emit_accumulate_rows(
 
 @intrinsic(prefer_literal=True)
 def accumulate_rows(
-    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_at, p_tile, values, v_at, count, sums,
+    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_at, p_tile, p_apart, values, v_at, count, sums,
     ahead, ahead_at, ahead_tile, ahead_bytes,
 ):  # fmt: skip
     """Add weighted rows for a group of queries: sums[g * dim + d] += sum over t < count of weight * value d of row t.
 
-    The weight of query g is p[p_at + tile * p_tile + t * row + its number in its register tile of `queries`]. Meanwhile
+    The weight is p[p_at + tile * p_tile + t * row + i * p_apart] for query i of a register tile of `queries`. Meanwhile
     each row prefetches the next `ahead_bytes` of `ahead` from ahead_at + tile * ahead_tile on: a core has only about
     twenty cache-line requests in flight, and more at once would stall the arithmetic.
     """
@@ -215,25 +220,26 @@ def accumulate_rows(
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         p_pointer = array_pointer(context, builder, p, arguments[7], arguments[8])
-        v_pointer = array_pointer(context, builder, values, arguments[10], arguments[11])
-        s_pointer = array_pointer(context, builder, sums, arguments[13], integer(0))
-        a_pointer = array_pointer(context, builder, ahead, arguments[14], arguments[15])
+        v_pointer = array_pointer(context, builder, values, arguments[11], arguments[12])
+        s_pointer = array_pointer(context, builder, sums, arguments[14], integer(0))
+        a_pointer = array_pointer(context, builder, ahead, arguments[15], arguments[16])
         v = Vectors(builder, width)
 
         def add(tile: ir.Value, rows: int) -> None:
             weights = offset(builder, p_pointer, builder.mul(tile, arguments[9]))
             target = offset(builder, s_pointer, builder.mul(tile, integer(of_tile * size)))
-            following = byte_pointer(builder, offset(builder, a_pointer, builder.mul(tile, arguments[16])))
+            following = byte_pointer(builder, offset(builder, a_pointer, builder.mul(tile, arguments[17])))
             emit_accumulate_rows(
-                v, name, size, rows, pitch, most, stretch, weights, v_pointer, arguments[12], target, following
-            )
+                v, name, size, rows, pitch, most, stretch, weights, v_pointer, arguments[13], target, following,
+                apart=arguments[10],
+            )  # fmt: skip
 
         emit_tiles(builder, of_group, of_tile, add)
         return context.get_dummy_value()
 
     at = types.int64
     literals = lanes, storage, dim, group, queries, row, columns
-    return types.none(*literals, p, at, at, values, at, at, sums, ahead, at, at, ahead_bytes), codegen
+    return types.none(*literals, p, at, at, at, values, at, at, sums, ahead, at, at, ahead_bytes), codegen
 
 
 @intrinsic(prefer_literal=True)

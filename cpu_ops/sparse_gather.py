@@ -12,6 +12,7 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
+from cpu_ops.device_function import device_function
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import scratch
@@ -130,6 +131,14 @@ def _adding_arguments(numbers: str) -> tuple[Any, ...]:
     return _REAL4, pool, _TABLE, _POSITIONS, _TABLE, types.Array(types.float32, 5, "C")
 
 
+@device_function(forceinline=True)
+def _place(table, row, position, pool, head):
+    """Returns where a position of a sequence lies for a kv head, as indices of blocks and of tokens of one head."""
+    kv_heads, block_size = pool.shape[1], pool.shape[2]
+    block = np.int64(table[row, position // block_size]) * kv_heads + head
+    return block, block * block_size + position % block_size
+
+
 @cache
 def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> Any:
     """Compile a thread's share of `token_scores`. Numba's disk cache keys it by the constants below, plain values."""
@@ -140,7 +149,7 @@ def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> An
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def score(thread, threads, arguments):
         q, keys, key_offsets, table, positions, counts, scores = arguments_at("score tokens", numbers, arguments)
-        kv_heads, block_size = keys.shape[1], keys.shape[2]
+        kv_heads = keys.shape[1]
         rows, lists, n = positions.shape
         parts = (n + _AT_ONCE - 1) // _AT_ONCE
         total = rows * lists * parts
@@ -154,20 +163,17 @@ def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> An
             end = min(stop, np.int64(counts[row, each]))
             for entry in range(first, end):
                 if entry + _AHEAD < end:
-                    position = np.int64(positions[row, each, entry + _AHEAD])
-                    block = np.int64(table[row, position // block_size])
-                    ahead = ((block * kv_heads + head) * block_size + position % block_size) * units
-                    prefetch(keys, ahead, units)
-                position = np.int64(positions[row, each, entry])
-                block = np.int64(table[row, position // block_size])
-                k_at = ((block * kv_heads + head) * block_size + position % block_size) * units
+                    _, ahead = _place(table, row, positions[row, each, entry + _AHEAD], keys, head)
+                    prefetch(keys, ahead * units, units)
+                block, place = _place(table, row, positions[row, each, entry], keys, head)
+                k_at = place * units
                 score_rows(
                     lanes, storage, dim, queries, tile_queries, 1, row_size, q, q_at, keys, k_at, found, 0, row_size
                 )
                 if offset:
                     score_rows(
                         lanes, "float16", dim, queries, tile_queries, 1, row_size, q, q_at,
-                        key_offsets, (block * kv_heads + head) * dim, shifts, 0, row_size,
+                        key_offsets, block * dim, shifts, 0, row_size,
                     )  # fmt: skip
                     for lane in range(width):
                         found[0, lane] += shifts[0, lane]
@@ -192,7 +198,7 @@ def _adding(isa: str, storage: str, queries: int, dim: int) -> Any:
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def add(thread, threads, arguments):
         weights, values, table, positions, counts, sums = arguments_at("add tokens", numbers, arguments)
-        kv_heads, block_size = values.shape[1], values.shape[2]
+        kv_heads = values.shape[1]
         rows, lists = positions.shape[:2]
         parts = sums.shape[0]
         total = rows * lists * parts
@@ -205,17 +211,13 @@ def _adding(isa: str, storage: str, queries: int, dim: int) -> Any:
             end = min((part + 1) * _AT_ONCE, np.int64(counts[row, each]))
             for entry in range(part * _AT_ONCE, end):
                 if entry + _AHEAD < end:
-                    position = np.int64(positions[row, each, entry + _AHEAD])
-                    block = np.int64(table[row, position // block_size])
-                    ahead = ((block * kv_heads + head) * block_size + position % block_size) * units
-                    prefetch(values, ahead, units)
-                position = np.int64(positions[row, each, entry])
-                block = np.int64(table[row, position // block_size])
-                v_at = ((block * kv_heads + head) * block_size + position % block_size) * units
+                    _, ahead = _place(table, row, positions[row, each, entry + _AHEAD], values, head)
+                    prefetch(values, ahead * units, units)
+                v_at = _place(table, row, positions[row, each, entry], values, head)[1] * units
                 for g in range(queries):
                     weight[0, g // tile_queries * row_size + g % tile_queries] = weights[row, each, g, entry]
                 accumulate_rows(
-                    lanes, storage, dim, queries, tile_queries, row_size, columns, weight, 0, row_size,
+                    lanes, storage, dim, queries, tile_queries, row_size, columns, weight, 0, row_size, 1,
                     values, v_at, 1, summed, values, v_at, 0, 0,
                 )  # fmt: skip
             for g in range(queries):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cpu_ops.bfloat16_bits import number
+from cpu_ops.bfloat16_bits import number, rounded
 from cpu_ops.device_function import device_function
 from cpu_ops.estimated_masses import logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, tanh
@@ -18,6 +18,15 @@ def as_rows_of_heads(array):
             for d in range(dim):
                 found[row, head, d] = number(array[row, head, 0, d])
     return found
+
+
+@device_function
+def write_numbers(numbers, out):
+    """Write float32 [rows, heads, dim] to a step's out [rows, heads, 1, dim], of q's type."""
+    for row in range(numbers.shape[0]):
+        for head in range(numbers.shape[1]):
+            for d in range(numbers.shape[2]):
+                out[row, head, 0, d] = rounded(out, numbers[row, head, d])
 
 
 @device_function

@@ -76,8 +76,8 @@ SINGLE_TOKENS = (
     Mutation(
         "what was taken off the keys of a block is another block's",
         "cpu_ops/list_attention.py",
-        "key_offsets, block * k_dim, shifts",
-        "key_offsets, 0 * block, shifts",
+        "                                key_offsets, block * k_dim, shifts",
+        "                                key_offsets, 0 * block, shifts",
         ("tests/cpu_ops/test_token_attention.py",),
     ),
     Mutation(

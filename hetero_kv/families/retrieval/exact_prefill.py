@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numba
 import torch
@@ -49,25 +50,26 @@ class ExactPrefill(AttentionOperator):
             layer.accumulate_pending(step.past)
             if step.part.is_first:
                 layer.state = replace(layer.state, observation=self._new_observation(step))
-        if is_short(step, call):
-            out, lse = store_and_attend(layer, step, call, self.threads)
-            if call.sink is not None:
-                out, lse = apply_sink(out, lse, call.sink)
-        else:
-            out, lse = self._attended_chunk(layer, step, call)
+        out, lse, q = self._attended_chunk(layer, step, call)
         if layer.state.observation is not None:
-            layer.state.observation.add(call.q, lse, call.scale, call.softcap)
+            layer.state.observation.add(q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)
 
     def _attended_chunk(
-        self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk to all earlier tokens and to itself; out and lse as from `chunk_attention`."""
+        self, layer: Any, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention of a chunk to all earlier tokens and to itself.
+
+        Returns out and lse as from `chunk_attention`, and the queries that observe keys.
+        """
+        if is_short(step, call):
+            out, lse = store_and_attend(layer, step, call, self.threads)
+            return *((out, lse) if call.sink is None else apply_sink(out, lse, call.sink)), call.q
         past_k, past_v = layer.extend(call.k, call.v)
         assert layer.prefill_buffer is not None
         if not layer.prefill_buffer.first:
-            return self.attend_chunk(step, call, past_k, past_v)
-        return attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
+            return *self.attend_chunk(step, call, past_k, past_v), call.q
+        return *attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v), call.q
 
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor

@@ -90,14 +90,10 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
 
     # -- attention
 
-    def prefill_chunk(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator: exact attention to neighbours and to all keys beyond them."""
-        if call.sliding_window is not None:
-            self._refuse_window(call.sliding_window)
-        if layer.prefill_buffer is None:
-            layer.accumulate_pending(step.past)
-            if step.part.is_first:
-                layer.state = replace(layer.state, observation=self._new_observation(step))
+    def _attended_chunk(
+        self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Exact attention to neighbours and to all keys beyond them."""
         start = layer.get_seq_length()
         grouped = self._grouped(layer, call, start)
         past_k, past_v = layer.extend(grouped.k, call.v)
@@ -106,11 +102,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
         if first < call.q.shape[2]:
             far = self._far(layer, grouped, start, first)
             out[:, :, first:], lse[:, :, first:] = merge_attention(out[:, :, first:], lse[:, :, first:], *far)
-        if call.sink is not None:
-            out, lse = apply_sink(out, lse, call.sink)
-        if layer.state.observation is not None:
-            layer.state.observation.add(grouped.q, lse, call.scale, call.softcap)
-        return out.to(call.q.dtype)
+        return *((out, lse) if call.sink is None else apply_sink(out, lse, call.sink)), grouped.q
 
     def _near(
         self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int, past_k: torch.Tensor, past_v: torch.Tensor

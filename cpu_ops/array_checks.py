@@ -1,4 +1,4 @@
-"""Checks of the arrays of attention over lists of blocks, and their error messages."""
+"""Checks of the arrays of attention kernels, and their error messages."""
 
 import numpy as np
 
@@ -70,3 +70,18 @@ def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndar
     if status == BAD_ID:
         return f"block_ids name a block outside the pool's 0..{keys.shape[0] - 1}"
     return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
+
+
+def check_chunk(q: np.ndarray, past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+    """Raise ValueError unless these arrays of a chunk fit together (as in `prompt_attention.attend_prompt`)."""
+    batch, heads, n, k_dim = q.shape
+    kv_heads, v_dim, past = k.shape[1], v.shape[3], past_k.shape[2]
+    if (
+        k.shape != (batch, kv_heads, n, k_dim)
+        or v.shape != (batch, kv_heads, n, v_dim)
+        or past_k.shape != (batch, kv_heads, past, k_dim)
+        or past_v.shape != (batch, kv_heads, past, v_dim)
+        or heads % kv_heads
+        or min(q.shape) < 1
+    ):
+        raise ValueError(f"q {q.shape}, past {past_k.shape} {past_v.shape}, k {k.shape} and v {v.shape} do not fit")
