@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 from gpu_ops.staging import Staging
 from hetero_kv.families.retrieval.decode import RetrievalDecode
-from hetero_kv.families.shadowkv.device_decode import Holding
+from hetero_kv.families.shadowkv.device_decode import ChunkLoading
 
 #: Part -> the calls whose time it is. What is left is the model's own forward and launches.
 _PARTS: dict[str, tuple[type, str]] = {
     "waits for queries": (Staging, "arrived"),
     "attends on the CPU": (RetrievalDecode, "_attend_natively"),
-    "asks for values": (Holding, "__init__"),
-    "asks for keys": (Holding, "finished"),
+    "asks for values": (ChunkLoading, "__init__"),
+    "asks for keys": (ChunkLoading, "finished"),
 }
 REST = "the model, launches"
 

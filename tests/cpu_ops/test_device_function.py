@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numba import njit
 
-from cpu_ops.device_function import inner
+from cpu_ops.device_function import device_function
 
 
-@inner(error_model="numpy")
+@device_function(error_model="numpy")
 def _ratio(numbers):
     return numbers[0] / numbers[1]
 
@@ -28,7 +28,7 @@ def test_a_kernel_calls_it_with_its_options():
 def test_python_is_refused_before_and_after_it_was_compiled():
     numbers = np.array([3.0, 2.0])
 
-    @inner
+    @device_function
     def fresh(given):
         return given[0]
 

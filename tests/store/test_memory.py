@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from hetero_kv.store.memory import lay, reserve
+from hetero_kv.store.memory import map_file, reserve
 
 PAGE = mmap.PAGESIZE
 
@@ -28,7 +28,7 @@ def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, 
     memory = reserve(8 * PAGE)
     memory[:] = 255
     target = memory[start : start + size]
-    before, behind = lay(target, descriptor, offset)
+    before, behind = map_file(target, descriptor, offset)
     assert before == -start % PAGE
     assert (size - before - behind) % PAGE == 0
     assert behind < PAGE
@@ -42,8 +42,8 @@ def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, 
 
 def test_what_does_not_lie_alike_in_its_pages_or_fills_none_is_to_be_read(file):
     memory = reserve(4 * PAGE)
-    assert lay(memory[1:], file[1], 0) == (4 * PAGE - 1, 0)
-    assert lay(memory[: PAGE - 1], file[1], 0) == (PAGE - 1, 0)
+    assert map_file(memory[1:], file[1], 0) == (4 * PAGE - 1, 0)
+    assert map_file(memory[: PAGE - 1], file[1], 0) == (PAGE - 1, 0)
     assert not memory.any()
 
 
