@@ -64,7 +64,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 }
 
 
-class Subject:
+class StreamSubject:
     """The model that all is measured on, with one recipe in it at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, threads: int | None = None) -> None:
@@ -107,7 +107,7 @@ class Subject:
         return torch.randint(self.model.config.vocab_size, (1, count), generator=generator).to(self.model.device)
 
 
-class Prefill:
+class StridedPrefillFigures:
     """A recipe's prefill of one prompt, from nothing, again and again.
 
     Attributes:
@@ -115,7 +115,7 @@ class Prefill:
         last_over_first: of every time, the time of the last `stretch` tokens relative to that of the first.
     """
 
-    def __init__(self, subject: Subject, spec: ConfigSpec | None, length: int, stretch: int) -> None:
+    def __init__(self, subject: StreamSubject, spec: ConfigSpec | None, length: int, stretch: int) -> None:
         self.subject, self.spec, self.stretch = subject, spec, stretch
         self.tokens = subject.random(length)
         self.shares: list[dict[str, float]] = []
@@ -150,7 +150,7 @@ class Decode:
         shares: of every time, the share of each of PARTS.
     """
 
-    def __init__(self, subject: Subject, spec: ConfigSpec | None, steps: int, held: int = 0) -> None:
+    def __init__(self, subject: StreamSubject, spec: ConfigSpec | None, steps: int, held: int = 0) -> None:
         self.subject, self.spec, self.steps = subject, spec, steps
         self.shares: list[dict[str, float]] = []
         with subject.injected(spec):
@@ -234,7 +234,7 @@ def _filling(layer: BoundedLayer, steps: int) -> int:
 
 
 def cost(
-    subject: Subject, specs: Sequence[ConfigSpec], lengths: Sequence[int], repeats: int, steps: int
+    subject: StreamSubject, specs: Sequence[ConfigSpec], lengths: Sequence[int], repeats: int, steps: int
 ) -> dict[str, Any]:
     """Milliseconds per token of prefill and decode by recipe, ratios and shares: medians of interleaved repeats.
 
@@ -243,9 +243,9 @@ def cost(
         steps: tokens that are decoded at a time.
     """
     short = lengths[0]
-    prefills = {(spec.name, n): Prefill(subject, spec, n, short) for spec in specs for n in lengths}
-    prefills[UNTOUCHED, short] = Prefill(subject, None, short, short)
-    Prefill(subject, None, min(short, PREFILL_CHUNK), 1)()
+    prefills = {(spec.name, n): StridedPrefillFigures(subject, spec, n, short) for spec in specs for n in lengths}
+    prefills[UNTOUCHED, short] = StridedPrefillFigures(subject, None, short, short)
+    StridedPrefillFigures(subject, None, min(short, PREFILL_CHUNK), 1)()
     took = interleaved_medians({str(key): prefill for key, prefill in prefills.items()}, repeats)
     decodes = {spec.name: Decode(subject, spec, steps) for spec in specs}
     peers = {held: Decode(subject, None, steps, held) for held in {decode.held for decode in decodes.values()}}
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(given.threads)
     specs = config_specs(given.recipes.split(","))
     loaded = load_model(given.model, dtype=given.dtype, device=given.device)
-    subject = Subject(loaded.model, loaded.tokenizer, given.threads)
+    subject = StreamSubject(loaded.model, loaded.tokenizer, given.threads)
     result: dict[str, Any] = {
         "model": given.model,
         "dtype": str(loaded.model.dtype),

@@ -39,7 +39,7 @@ _CHUNK, _LOCAL_CHUNKS = 8, 4
 
 
 @dataclass(frozen=True)
-class Cell:
+class BudgetCell:
     """A recipe at one budget.
 
     Attributes:
@@ -52,14 +52,16 @@ class Cell:
     spec: str
 
 
-def cells(length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[str, ...] = ("adaptive",)) -> list[Cell]:
+def cells(
+    length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[str, ...] = ("adaptive",)
+) -> list[BudgetCell]:
     """Every recipe at every share of a prompt of `length` tokens, and those of `shipped` with their own settings."""
     found = [
-        Cell(recipe, fraction, at_budget(recipe, length // fraction, length))
+        BudgetCell(recipe, fraction, at_budget(recipe, length // fraction, length))
         for recipe in RECIPES
         for fraction in fractions
     ]
-    return found + [Cell(recipe, SHIPPED, _as_shipped(recipe)) for recipe in shipped]
+    return found + [BudgetCell(recipe, SHIPPED, _as_shipped(recipe)) for recipe in shipped]
 
 
 def _as_shipped(recipe: str) -> str:

@@ -44,7 +44,7 @@ GOAL_LENGTH, GOAL_RATIO, GOAL_SECONDS = 16384, 50.0, 1.5
 
 
 @dataclass
-class Measured:
+class ContextFigures:
     """One way to the first token.
 
     Attributes:
@@ -63,7 +63,7 @@ class Measured:
     written: int | None = None
 
 
-class Run(NamedTuple):
+class ContextRun(NamedTuple):
     """One way gone once: seconds in all, seconds until the context is loaded, bytes read from the disk if counted."""
 
     seconds: float
@@ -71,7 +71,7 @@ class Run(NamedTuple):
     read: int | None
 
 
-class Ours:
+class HeteroContexts:
     """This project: one model, whose context is saved at `path`."""
 
     def __init__(self, model: str, config: str, longest: int, path: Path) -> None:
@@ -99,7 +99,7 @@ class Ours:
         cache = HeteroCache.load(self.path, self.model)
         return seconds(lambda: cache.save(self.path.with_suffix(".again"), [document]))
 
-    def resumed(self, question: list[int], expected: int, verify: bool, cold: bool) -> Run:
+    def resumed(self, question: list[int], expected: int, verify: bool, cold: bool) -> ContextRun:
         """To the first token behind the saved context."""
         gc.collect()
         if cold:
@@ -109,7 +109,7 @@ class Ours:
         asking = seconds(lambda: tokens.append(self.ask(caches[0], question)))
         if tokens != [expected]:
             raise RuntimeError(f"the first token is {tokens[0]}, and without the break it is {expected}")
-        return Run(loading + asking, loading, bytes_read() - before)
+        return ContextRun(loading + asking, loading, bytes_read() - before)
 
 
 class Llama(LlamaCpp):
@@ -125,12 +125,12 @@ class Llama(LlamaCpp):
         self.ask(save=str(self.state), tokens=document)
         return took + self.ask(eval=question)
 
-    def resumed(self, question: list[int], cold: bool) -> Run:
+    def resumed(self, question: list[int], cold: bool) -> ContextRun:
         """To the first token behind the state; the model is there."""
         if cold:
             drop_pages(self.state)
         loading = self.ask(load=str(self.state))
-        return Run(loading + self.ask(eval=question), loading, None)
+        return ContextRun(loading + self.ask(eval=question), loading, None)
 
 
 def drop_pages(path: Path) -> None:
@@ -149,31 +149,33 @@ def bytes_read() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
-def measure(ours: Ours, llama: Llama | None, document: list[int], question: list[int], repeats: int) -> list[Measured]:
+def measure(
+    ours: HeteroContexts, llama: Llama | None, document: list[int], question: list[int], repeats: int
+) -> list[ContextFigures]:
     """Every way at one length."""
     length = len(document)
     took, token = ours.prefill(document, question)
-    measured = [Measured("hetero-kv", length, PREFILL, took)]
-    measured.append(Measured("hetero-kv", length, SAVE, ours.saved(document), written=ours.path.stat().st_size))
-    ways: dict[tuple[str, str], Callable[[], Run]] = {
+    measured = [ContextFigures("hetero-kv", length, PREFILL, took)]
+    measured.append(ContextFigures("hetero-kv", length, SAVE, ours.saved(document), written=ours.path.stat().st_size))
+    ways: dict[tuple[str, str], Callable[[], ContextRun]] = {
         ("hetero-kv", f"{way}, {'cold' if cold else 'warm'}"): partial(ours.resumed, question, token, verify, cold)
         for way, verify in ((CHECKED, True), (UNCHECKED, False))
         for cold in (True, False)
     }
     if llama is not None:
-        measured.append(Measured(LLAMA, length, PREFILL, llama.first(document, question)))
-        measured.append(Measured(LLAMA, length, SAVE, None, written=llama.state.stat().st_size))
+        measured.append(ContextFigures(LLAMA, length, PREFILL, llama.first(document, question)))
+        measured.append(ContextFigures(LLAMA, length, SAVE, None, written=llama.state.stat().st_size))
         ways |= {(LLAMA, f"resumed, {'cold' if cold else 'warm'}"): partial(llama.resumed, question, cold)
                  for cold in (True, False)}  # fmt: skip
     names = {f"{engine}/{way}": (engine, way) for engine, way in ways}
     samples = interleaved_samples({name: ways[key] for name, key in names.items()}, repeats)  # type: ignore[arg-type]
     for name, (engine, way) in names.items():
         middle = sorted(samples[name])[repeats // 2]
-        measured.append(Measured(engine, length, way, *middle))  # type: ignore[misc]
+        measured.append(ContextFigures(engine, length, way, *middle))  # type: ignore[misc]
     return measured
 
 
-def show(measured: Sequence[Measured]) -> None:
+def show(measured: Sequence[ContextFigures]) -> None:
     """Print what was measured, then goals and verdicts."""
     table = Table("tokens", "engine", "way", "s", "of that loading", "/ prefill", "MB read", "MB on disk")
     prefill = {(each.engine, each.length): each.seconds or 0.0 for each in measured if each.way == PREFILL}
@@ -219,9 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lengths = [int(length) for length in given.lengths.split(",")]
     set_threads(given.threads)
     text = source_tokens(given.model, max(lengths) + QUESTION)
-    measured: list[Measured] = []
+    measured: list[ContextFigures] = []
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        ours = Ours(given.model, given.config, max(lengths) + 512, Path(folder) / "context")
+        ours = HeteroContexts(given.model, given.config, max(lengths) + 512, Path(folder) / "context")
         llama = None
         if given.llama_python:
             llama = Llama(given.llama_python, given.model, given.threads, Path(folder) / "state")

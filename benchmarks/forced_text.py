@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.budgeted_recipes import Cell, cells
+from benchmarks.budgeted_recipes import BudgetCell, cells
 from hetero_kv.evals import ConfiguredModel, config_specs
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.haystack import Haystack
@@ -64,7 +64,7 @@ def compared(model: ConfiguredModel, methods: Sequence[str], tokens: Sequence[in
         )
 
 
-def table(asked: Sequence[tuple[Cell, str]], found: dict[str, list[Figures]]) -> str:
+def table(asked: Sequence[tuple[BudgetCell, str]], found: dict[str, list[Figures]]) -> str:
     """Means, and intervals by bootstrap over texts, in Markdown."""
     lines = ["| recipe | tokens | divergence | likelihood | entropy |", "|---|---:|---:|---:|---:|"]
     for cell, name in asked:

@@ -32,7 +32,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.gpu_speed.budget import Budget, TimeUp
 from benchmarks.gpu_speed.measurements import Measurements
-from benchmarks.gpu_speed.subject import Row
+from benchmarks.gpu_speed.subject import SpeedRow
 from hetero_kv.errors import OutOfMemoryError
 
 _CHECKED = ("exactness", "sets", "kernels")
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[SpeedRow]) -> str:
     """What was measured, in Markdown."""
     lines = [
         "| recipe | tokens | rows | layers | prefill tokens/s | ms per token | tokens/s | GPU GB | ms on the host |",
@@ -96,9 +96,9 @@ def _check(flags: argparse.Namespace, budget: Budget, failed: list[str], left_ou
 
 def _measured(
     measurements: Measurements, only: list[str], budget: Budget, failed: list[str], left_out: dict[str, str]
-) -> list[Row]:
+) -> list[SpeedRow]:
     """A row for each measurement that ends in time; with texts in `only`, of those whose titles have one of them."""
-    rows: list[Row] = []
+    rows: list[SpeedRow] = []
     titles: list[str] = []
     for each in measurements:
         titles.append(each.title)

@@ -30,7 +30,7 @@ import torch
 import transformers
 
 from benchmarks.gpu_checks import chosen_sets, exactness, kernels, long_prompt
-from benchmarks.gpu_checks.setting import Check, Result, Setting
+from benchmarks.gpu_checks.setting import Check, CheckResult, Setting
 
 CHECKS: dict[str, Check] = {
     "exactness": exactness.check,
@@ -63,13 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _results(group: str, setting: Setting) -> Iterator[Result]:
+def _results(group: str, setting: Setting) -> Iterator[CheckResult]:
     """What a group finds; an error ends the group as a failure, and not the others."""
     try:
         yield from CHECKS[group](setting)
     except Exception as error:
         traceback.print_exc()
-        yield Result(group, False, f"ended by {type(error).__name__}: {error}")
+        yield CheckResult(group, False, f"ended by {type(error).__name__}: {error}")
 
 
 def _flags(arguments: list[str] | None) -> argparse.Namespace:

@@ -87,7 +87,7 @@ METHODS = {
 
 
 @dataclass
-class Recording:
+class KeptSetRecording:
     """What a press chose, layer by layer.
 
     Attributes:
@@ -99,13 +99,13 @@ class Recording:
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def recorded(press: Any) -> Recording:
+def recorded(press: Any) -> KeptSetRecording:
     """Let a press choose and drop nothing; what it chose is in the recording once a prompt has passed.
 
     The press gathers keys and values by the same indices and scores no values, so that it is handed positions in their
     place.
     """
-    recording, compress, score = Recording(), press.compress, press.score
+    recording, compress, score = KeptSetRecording(), press.compress, press.score
 
     def choose(module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         places = torch.arange(keys.shape[2], device=keys.device, dtype=torch.float64)[:, None].expand(values.shape)
@@ -122,7 +122,7 @@ def recorded(press: Any) -> Recording:
     return recording
 
 
-def kept_by_presses(model: Any, prompt: Sequence[int], presses: Sequence[Any]) -> list[Recording]:
+def kept_by_presses(model: Any, prompt: Sequence[int], presses: Sequence[Any]) -> list[KeptSetRecording]:
     """What each press chooses of a prompt; one prefill for all."""
     recordings = [recorded(press) for press in presses]
     pressed_prefill(model, prompt, DynamicCache(config=model.config.get_text_config(decoder=True)), *presses)

@@ -88,7 +88,7 @@ GOALS = (
 
 
 @dataclass
-class Measured:
+class PeerFigures:
     """Of one engine at one length: seconds per decoded token, and tokens per second of the prefill."""
 
     engine: str
@@ -97,7 +97,7 @@ class Measured:
     prefill: float
 
 
-class Ours:
+class HeteroPeer:
     """This project under one recipe; the model is loaded anew for each, its weights as the file stores them."""
 
     def __init__(self, model: str, name: str, longest: int) -> None:
@@ -177,7 +177,7 @@ class LlamaCpp:
         return self.ask(decode=ids) / len(ids)
 
 
-def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[Measured]:
+def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[PeerFigures]:
     """Every engine at every length; `text` is at least as long as the longest."""
     measured = []
     for length in lengths:
@@ -188,18 +188,18 @@ def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text:
             engine.decode(following)
         turns = {name: partial(engine.decode, following) for name, engine in engines.items()}
         decode = interleaved_medians(turns, repeats)
-        measured += [Measured(name, length, decode[name], length / prefill[name]) for name in engines]
+        measured += [PeerFigures(name, length, decode[name], length / prefill[name]) for name in engines]
         report_line(measured[-len(engines) :])
     return measured
 
 
-def report_line(measured: Sequence[Measured]) -> None:
+def report_line(measured: Sequence[PeerFigures]) -> None:
     """Say what one length has given, while the others are still to come."""
     parts = (f"{each.engine} {each.decode * 1e3:.1f} ms, prefill {each.prefill:.0f}/s" for each in measured)
     print(f"{measured[0].length:>6} tokens: " + "; ".join(parts), file=sys.stderr, flush=True)
 
 
-def verdicts(measured: Sequence[Measured]) -> list[tuple[Goal, float]]:
+def verdicts(measured: Sequence[PeerFigures]) -> list[tuple[Goal, float]]:
     """The goals whose engines and lengths were measured, and the ratios reached."""
     found = {(each.engine, each.length): each for each in measured}
     reached = []
@@ -211,7 +211,7 @@ def verdicts(measured: Sequence[Measured]) -> list[tuple[Goal, float]]:
     return reached
 
 
-def show(measured: Sequence[Measured]) -> None:
+def show(measured: Sequence[PeerFigures]) -> None:
     """Print what was measured, then goals and verdicts."""
     table = Table("tokens", "engine", "decode, ms per token", "prefill, tokens/s")
     for each in measured:
@@ -220,7 +220,7 @@ def show(measured: Sequence[Measured]) -> None:
     Console().print(table, goals)
 
 
-def plot(measured: Sequence[Measured], path: Path) -> None:
+def plot(measured: Sequence[PeerFigures], path: Path) -> None:
     """Milliseconds per token against the length of the context, a labelled line for each engine."""
     figure, axes = new_figure()
     labels = []
@@ -245,13 +245,13 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
     save(figure, axes, path)
 
 
-def recorded() -> list[Measured]:
+def recorded() -> list[PeerFigures]:
     """The current decode times of the record `peers`, one per engine and length."""
     found = []
     for entry in load("peers").measurements:
         if entry.status == CURRENT and entry.columns[0] == "tokens":
             for tokens, engine, decode, _, prefill, *_ in entry.rows:
-                found.append(Measured(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
+                found.append(PeerFigures(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
     return found
 
 
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     lengths = [int(length) for length in given.lengths.split(",")]
     set_threads(given.threads)
-    engines: dict[str, Any] = {name: Ours(given.model, name, max(lengths) + 512) for name in _OURS}
+    engines: dict[str, Any] = {name: HeteroPeer(given.model, name, max(lengths) + 512) for name in _OURS}
     if given.llama_python:
         engines[LLAMA] = LlamaCpp(given.llama_python, given.model, given.threads)
     if given.transformers:
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finish(measure(engines, lengths, given.repeats, source_tokens(given.model, max(lengths))), given)
 
 
-def finish(measured: Sequence[Measured], given: argparse.Namespace) -> None:
+def finish(measured: Sequence[PeerFigures], given: argparse.Namespace) -> None:
     """Print what was measured, and write the files that the flags name."""
     show(measured)
     if given.plot:

@@ -23,7 +23,7 @@ _PROJECT = Path(hetero_kv.__file__).parent.parent
 
 
 @dataclass(frozen=True)
-class Prompt:
+class QualityPrompt:
     """One prompt.
 
     Attributes:
@@ -81,17 +81,17 @@ class Request:
         return fit(build, lambda text: len(self.asked(text)), self.length, kind).text
 
 
-def shared_beginning(prompts: list[Prompt]) -> int:
+def shared_beginning(prompts: list[QualityPrompt]) -> int:
     """Tokens that all prompts begin with, at most all but two of the shortest."""
     columns = zip(*(prompt.tokens for prompt in prompts), strict=False)
     return min(sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)), _shortest(prompts) - 2)
 
 
-def _shortest(prompts: list[Prompt]) -> int:
+def _shortest(prompts: list[QualityPrompt]) -> int:
     return min(len(prompt.tokens) for prompt in prompts)
 
 
-def needles(request: Request) -> list[Prompt]:
+def needles(request: Request) -> list[QualityPrompt]:
     """A number for every city, hidden at even depths of essays; one question for each."""
     rng = random.Random(f"needles/{request.seed}")
     cities = rng.sample(_CITIES, request.questions)
@@ -105,12 +105,12 @@ def needles(request: Request) -> list[Prompt]:
 
     text = request.fitted(build, "needles")
     return [
-        Prompt("needles", request.asked(f"{text}\n\nWhat is the special magic {city} number?"), value, 32)
+        QualityPrompt("needles", request.asked(f"{text}\n\nWhat is the special magic {city} number?"), value, 32)
         for city, value in zip(cities, numbers, strict=True)
     ]
 
 
-def pairs(request: Request) -> list[Prompt]:
+def pairs(request: Request) -> list[QualityPrompt]:
     """Key-value retrieval of Lost in the middle (Liu et al. 2023): random UUIDs in a JSON object.
 
     The wanted pairs lie at even depths. The answer begins as given, so that what is decoded is the value.
@@ -131,20 +131,22 @@ def pairs(request: Request) -> list[Prompt]:
     count = text.count('": "')
     wanted = [records[int((i + 0.5) / request.questions * count)] for i in range(request.questions)]
     return [
-        Prompt("pairs", request.asked(f'{text}\n\nKey: "{key}"\nCorresponding value:', 'The value is "'), value, 48)
+        QualityPrompt(
+            "pairs", request.asked(f'{text}\n\nKey: "{key}"\nCorresponding value:', 'The value is "'), value, 48
+        )
         for key, value in wanted
     ]
 
 
-def prose(request: Request) -> list[Prompt]:
+def prose(request: Request) -> list[QualityPrompt]:
     """Essays, continued: prompts that end at different places of the last tenth of the length."""
     text = request.fitted(lambda words: " ".join(request.essays.take(words)), "prose")
     tokens = request.tokenizer(text, add_special_tokens=False)["input_ids"]
     ends = [round(len(tokens) * (1 - 0.1 * i / request.questions)) for i in range(request.questions)]
-    return [Prompt("prose", tuple(tokens[:end]), None, request.continued) for end in sorted(ends)]
+    return [QualityPrompt("prose", tuple(tokens[:end]), None, request.continued) for end in sorted(ends)]
 
 
-def code(request: Request) -> list[Prompt]:
+def code(request: Request) -> list[QualityPrompt]:
     """The engine's own sources; asked for the line that defines a function of which there is one."""
     sources = [path.read_text() for path in sorted((_PROJECT / "hetero_kv" / "engine").rglob("*.py"))]
     lines = "\n".join(sources).splitlines()
@@ -152,7 +154,7 @@ def code(request: Request) -> list[Prompt]:
     definitions = _definitions(text)
     chosen = random.Random(f"code/{request.seed}").sample(sorted(definitions), request.questions)
     return [
-        Prompt(
+        QualityPrompt(
             "code",
             request.asked(
                 f"```python\n{text}\n```\n\nQuote the line of the code above that defines the function `{name}`.",
@@ -177,7 +179,7 @@ def _definitions(text: str) -> dict[str, str]:
     return {name: lines[0] for name, lines in found.items() if len(lines) == 1 and "," in lines[0]}
 
 
-KINDS: dict[str, Callable[[Request], list[Prompt]]] = {
+KINDS: dict[str, Callable[[Request], list[QualityPrompt]]] = {
     "needles": needles,
     "pairs": pairs,
     "prose": prose,

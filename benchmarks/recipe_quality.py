@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.equal_budgets import is_full, retrieval_settings, settings_for_budget
-from benchmarks.quality_prompts import KINDS, Prompt, Request, shared_beginning
+from benchmarks.quality_prompts import KINDS, QualityPrompt, Request, shared_beginning
 from hetero_kv import eject, inject
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
@@ -41,7 +41,9 @@ _NONE = "\N{EN DASH}"
 Row = dict[str, Any]
 
 
-def recordings(model: Any, prompts: list[Prompt], observation_len: int) -> Iterable[tuple[Prompt, RecordedPrefill]]:
+def recordings(
+    model: Any, prompts: list[QualityPrompt], observation_len: int
+) -> Iterable[tuple[QualityPrompt, RecordedPrefill]]:
     """The prompts of one text with their prefills; what they have in common is prefilled once."""
     beginning = shared_beginning(prompts)
     common = torch.tensor([prompts[0].tokens[:beginning]])
@@ -58,7 +60,7 @@ def recordings(model: Any, prompts: list[Prompt], observation_len: int) -> Itera
         )
 
 
-class Measured:
+class QualityFigures:
     """A model on which recipes are measured, one after the other, on one prompt at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, threads: int | None) -> None:
@@ -69,12 +71,12 @@ class Measured:
         """Tokens as text, without special tokens."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def full(self, prompt: Prompt, recording: RecordedPrefill) -> Continuation:
+    def full(self, prompt: QualityPrompt, recording: RecordedPrefill) -> Continuation:
         """The untouched model's answer."""
         return full_attention_continuation(self.model, recording, prompt.max_new_tokens, self.ends)
 
     def recipe(
-        self, spec: ConfigSpec, share: int, prompt: Prompt, recording: RecordedPrefill, full: Continuation
+        self, spec: ConfigSpec, share: int, prompt: QualityPrompt, recording: RecordedPrefill, full: Continuation
     ) -> Row:
         """One recipe with a budget of 1/share of the context, on one prompt."""
         injection = inject(self.model, spec.rules, command_line=spec.settings)
@@ -119,7 +121,7 @@ class Measured:
 def measure(arguments: argparse.Namespace, report: Callable[[str], None]) -> list[Row]:
     """A row for every prompt, recipe and budget, and one for the untouched model's answer to each prompt."""
     loaded = load_model(arguments.model, dtype="float32")
-    measured = Measured(loaded.model, loaded.tokenizer, arguments.threads)
+    measured = QualityFigures(loaded.model, loaded.tokenizer, arguments.threads)
     specs = config_specs(arguments.recipes.split(","))
     variants = config_specs(arguments.variants.split(",")) if arguments.variants else []
     haystack = Haystack.from_file(arguments.haystack) if arguments.haystack else None

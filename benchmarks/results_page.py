@@ -29,7 +29,7 @@ _FULL = "full attention"
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultsRow:
     """One recipe at one budget, on the samples that all rows of its table have.
 
     Attributes:
@@ -56,7 +56,7 @@ class Row:
         return fmean(found) if found else None
 
 
-def rows_of(folders: Iterable[Path]) -> list[Row]:
+def rows_of(folders: Iterable[Path]) -> list[ResultsRow]:
     """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out.
 
     None where no sample is in all of them. What several runs have measured is taken from the first. They come recipe by
@@ -74,7 +74,7 @@ def rows_of(folders: Iterable[Path]) -> list[Row]:
         # Whole, so that a row is of one run, with one set of settings.
         found = own | found
     order = sorted(set.intersection(*map(set, found.values()))) if found else []
-    rows = [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
+    rows = [ResultsRow(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
     recipes = list(dict.fromkeys(row.recipe for row in rows))
     return sorted(rows, key=lambda row: (_budget_order(row.fraction), recipes.index(row.recipe), -_tokens_to_one(row)))
 
@@ -84,11 +84,11 @@ def _budget_order(fraction: int | str | None) -> int:
     return 0 if fraction is None else 2 if fraction == SHIPPED else 1
 
 
-def _tokens_to_one(row: Row) -> int:
+def _tokens_to_one(row: ResultsRow) -> int:
     return row.fraction if isinstance(row.fraction, int) else 0
 
 
-def fidelity_table(rows: Sequence[Row]) -> str:
+def fidelity_table(rows: Sequence[ResultsRow]) -> str:
     """Agreement, divergence, tokens and bytes of every row."""
     lines = [
         "| recipe | tokens | agreement | KL, nats | KB read |",
@@ -103,7 +103,7 @@ def fidelity_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def scores_table(rows: Sequence[Row]) -> str:
+def scores_table(rows: Sequence[ResultsRow]) -> str:
     """Mean scores of every row over all tasks, and of each task."""
     tasks = sorted({result.task for result in rows[0].results})
     names = [task.rpartition("/")[2] for task in tasks]
@@ -121,7 +121,7 @@ def scores_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def perplexity_table(rows: Sequence[Row]) -> str:
+def perplexity_table(rows: Sequence[ResultsRow]) -> str:
     """Perplexity of every row, and its mean negative log-likelihood less full attention's, sample by sample."""
     (full,) = (row.values("nll") for row in rows if row.fraction is None)
     lines = ["| recipe | tokens | perplexity | nats above full attention | KB read |", "|---|---:|---:|---:|---:|"]
@@ -135,7 +135,7 @@ def perplexity_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"fidelity": fidelity_table, "perplexity": perplexity_table}
+_TABLES: dict[str, Callable[[Sequence[ResultsRow]], str]] = {"fidelity": fidelity_table, "perplexity": perplexity_table}
 """Of parts whose samples are not scored as right or wrong."""
 
 

@@ -90,7 +90,7 @@ def write_model(path: Path) -> None:
     writer.close()
 
 
-class RandomPrompt:
+class RandomLayerPrompt:
     """Keys and values of a prompt that nobody has prefilled (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
 
     rotation = None
@@ -112,7 +112,7 @@ def fill(cache: Any, injection: Any, tokens: int, dtype: torch.dtype) -> None:
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
         for index, operator in operators.items():
-            operator.load_prefill(step.group.layers[index], step, RandomPrompt(tokens, dtype, index))
+            operator.load_prefill(step.group.layers[index], step, RandomLayerPrompt(tokens, dtype, index))
     cache.columns = cache.columns.grown(tokens, [tokens])
 
 

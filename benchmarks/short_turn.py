@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.peers import DECODED, Ours, source_tokens
+from benchmarks.peers import DECODED, HeteroPeer, source_tokens
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
@@ -33,7 +33,7 @@ GOAL = 4
 """Decoded tokens' time in which the answer is to begin."""
 
 
-def measure(engine: Ours, context: list[int], question: list[int], repeats: int) -> dict[str, float]:
+def measure(engine: HeteroPeer, context: list[int], question: list[int], repeats: int) -> dict[str, float]:
     """Medians, seconds: of a decoded token, of the question's forward, and of that through a buffer."""
     engine.prefill(context)
     cache, before = engine.cache, engine.cache.snapshot()
@@ -106,7 +106,7 @@ def main() -> None:
     context, question = ids[: given.length], ids[given.length : given.length + given.question]
     found: dict[str, Any] = {}
     for recipe in given.recipes.split(","):
-        engine = Ours(given.model, recipe, given.length + given.question + DECODED)
+        engine = HeteroPeer(given.model, recipe, given.length + given.question + DECODED)
         found[recipe] = figures = measure(engine, context, question, given.repeats)
         if given.json:
             continue

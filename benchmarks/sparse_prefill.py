@@ -39,7 +39,7 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class Prefill:
+class SparsePrefillFigures:
     """One prefill, in seconds of the clock, of all CPUs, and of these in attention; keys: the share attended to."""
 
     wall: float
@@ -48,7 +48,7 @@ class Prefill:
     keys: float
 
 
-def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> Prefill:
+def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> SparsePrefillFigures:
     """A prefill of [1, tokens] under a recipe."""
     injection = inject(model, recipe, command_line={"max_seq_len": context.shape[1]})
     spent = 0.0
@@ -71,7 +71,7 @@ def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> Prefill:
         cache, before = HeteroCache(model), time.process_time()
         with torch.no_grad():
             wall = seconds(lambda: model(context, past_key_values=cache, logits_to_keep=1))
-        return Prefill(wall, time.process_time() - before, spent, share_of_keys(prompts))
+        return SparsePrefillFigures(wall, time.process_time() - before, spent, share_of_keys(prompts))
     finally:
         eject(model)
 
@@ -89,16 +89,16 @@ def with_layers(model: Any, count: int) -> None:
         model.config.layer_types = model.config.layer_types[:count]
 
 
-def measured(model: Any, recipes: list[str], context: torch.Tensor, repeats: int) -> dict[str, Prefill]:
+def measured(model: Any, recipes: list[str], context: torch.Tensor, repeats: int) -> dict[str, SparsePrefillFigures]:
     """The medians of prefills under `dense` and the recipes, in turns."""
     for recipe in recipes:
         timed_prefill(model, recipe, context)
-    runs: dict[str, list[Prefill]] = {name: [] for name in (DENSE, *recipes)}
+    runs: dict[str, list[SparsePrefillFigures]] = {name: [] for name in (DENSE, *recipes)}
     for _ in range(repeats):
         for name, found in runs.items():
             found.append(timed_prefill(model, name, context))
     return {
-        name: Prefill(
+        name: SparsePrefillFigures(
             *(statistics.median(getattr(run, part) for run in found) for part in ("wall", "cpu", "attention", "keys"))
         )
         for name, found in runs.items()

@@ -101,7 +101,7 @@ def tiny_llama(layers: int, attention: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-class Subject:
+class StepCostSubject:
     """A model with a recipe injected and a prompt in its cache, beside the untouched one."""
 
     def __init__(self, tree: Path, layers: int) -> None:
@@ -184,7 +184,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    subject = Subject(tree, layers)
+    subject = StepCostSubject(tree, layers)
     with torch.no_grad():
         for line in sys.stdin:
             request = json.loads(line)

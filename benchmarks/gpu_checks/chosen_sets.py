@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu_checks.setting import HALF, Result, Setting
+from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
@@ -41,7 +41,7 @@ def swapped(found: torch.Tensor, values: torch.Tensor, largest: bool) -> tuple[i
     return len(wrong), float((values[wrong] - best.values[-1]).abs().max())
 
 
-def check(setting: Setting) -> Iterator[Result]:
+def check(setting: Setting) -> Iterator[CheckResult]:
     """Sets of a layer that was prefilled in chunks, on the device, in single and half precision."""
     heads, group, dim, size = 2, 4, 64, 8
     tokens, outliers, count = (400, 5, 6) if setting.tiny else (20_000, 48, 64)
@@ -82,7 +82,7 @@ def check(setting: Setting) -> Iterator[Result]:
             is_tie = is_tie and away <= 4 * precision * float(scores.abs().max())
             swaps, distance = swaps + wrong + more, distance if is_tie else float("inf")
         name = f"ShadowKV's landmarks, outliers and choice, {str(dtype).removeprefix('torch.')}"
-        yield Result(
+        yield CheckResult(
             name,
             landmark_error <= precision and distance == 0.0,
             f"{layer.chunks} chunks, landmarks within {landmark_error:.1e}; of {heads * (outliers + count)} members "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.gpu_checks.setting import HALF, Result, Setting, random_model, random_tokens, relative_error
+from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, random_model, random_tokens, relative_error
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.rules.rule_file import parse_rules
@@ -72,7 +72,7 @@ def _shape(setting: Setting, model_type: str) -> dict[str, Any]:
     return {**shape, "vocab_size": VOCABULARY, "max_position_embeddings": 4096}
 
 
-class Subject:
+class ExactnessSubject:
     """One random model in every precision, and the logits that full attention gives."""
 
     def __init__(self, setting: Setting, model_type: str) -> None:
@@ -110,16 +110,16 @@ class Subject:
             eject(model)
 
 
-def check(setting: Setting) -> Iterator[Result]:
+def check(setting: Setting) -> Iterator[CheckResult]:
     """Every operator in fp16 and bf16, as near to full attention in fp32 as full attention in that precision is."""
-    subjects = {kind: Subject(setting, kind) for kind in ("llama", "gemma3_text")}
+    subjects = {kind: ExactnessSubject(setting, kind) for kind in ("llama", "gemma3_text")}
     for name, (model_type, rules, kv_type) in variants(subjects["llama"].full_rank).items():
         subject = subjects[model_type]
         for dtype in HALF:
             error, rounding = subject.error_under(rules, dtype), subject.rounding[dtype]
             limit = 2 * rounding + STORAGE_ERROR[kv_type]
             kind = str(dtype).removeprefix("torch.")
-            yield Result(
+            yield CheckResult(
                 f"{name}, {kind}",
                 error <= limit,
                 f"error {error:.2e}, at most {limit:.2e}; full attention in {kind} {rounding:.2e}"

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
-from benchmarks.gpu_checks.setting import HALF, Result, Setting, relative_error, synchronise
+from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, relative_error, synchronise
 from gpu_ops.gather import gathered_rows, gathered_rows_by_copy
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
@@ -117,10 +117,10 @@ def _milliseconds(setting: Setting, action: Callable[[], Any]) -> float:
     return statistics.median(took) * 1e3
 
 
-def check(setting: Setting) -> Iterator[Result]:
+def check(setting: Setting) -> Iterator[CheckResult]:
     """Each kernel in every precision; without Triton, a line that says so."""
     if setting.on_gpu and not runs_triton(torch.empty(1, device=setting.device)):
-        yield Result("Triton kernels", False, "Triton is not installed or does not run on this GPU")
+        yield CheckResult("Triton kernels", False, "Triton is not installed or does not run on this GPU")
         return
     for dtype in (torch.float32, *HALF):
         # Not held beyond: a page that the next one's DRAM shares with this one's would be locked already.
@@ -136,13 +136,13 @@ def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype)]
 
 
-def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> Result:
+def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> CheckResult:
     name, kernel, twin, roundings = case
     error = relative_error(kernel(), twin())
     passed = error <= roundings * torch.finfo(dtype).eps if setting.on_gpu else None
     kind = str(dtype).removeprefix("torch.")
     ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, twin)
-    return Result(
+    return CheckResult(
         f"{name}, {kind}",
         passed if error < 1 else False,
         f"error {error:.1e}; kernel {ours:.3f} ms, torch {torchs:.3f} ms"

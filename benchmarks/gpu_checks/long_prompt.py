@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_checks.setting import Result, Setting, random_model, random_tokens, synchronise
+from benchmarks.gpu_checks.setting import CheckResult, Setting, random_model, random_tokens, synchronise
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.planning.plan import Footprint
@@ -52,7 +52,7 @@ _DECODED = 16
 _DECODED_TINY = 3
 
 
-def check(setting: Setting) -> Iterator[Result]:
+def check(setting: Setting) -> Iterator[CheckResult]:
     """Each recipe: the peak of the allocator, prefill tokens/s, and time per decoded token."""
     if setting.on_gpu:
         total = torch.cuda.get_device_properties(setting.device).total_memory
@@ -64,7 +64,7 @@ def check(setting: Setting) -> Iterator[Result]:
         try:
             yield _measured(setting, model, recipe, short if setting.tiny else {}, name)
         except (HeteroKVError, torch.cuda.OutOfMemoryError) as error:
-            yield Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+            yield CheckResult(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
         finally:
             if getattr(model, "hetero_kv_injection", None) is not None:
                 eject(model)
@@ -74,7 +74,7 @@ def check(setting: Setting) -> Iterator[Result]:
 
 
 @torch.no_grad()
-def _measured(setting: Setting, model: Any, recipe: str, overrides: dict[str, Any], name: str) -> Result:
+def _measured(setting: Setting, model: Any, recipe: str, overrides: dict[str, Any], name: str) -> CheckResult:
     chunk_size, decoded = (128, _DECODED_TINY) if setting.tiny else (4096, _DECODED)
     injection = inject(
         model, recipe, command_line={**overrides, "chunk_size": chunk_size, "max_seq_len": setting.tokens + decoded}
@@ -119,4 +119,4 @@ def _measured(setting: Setting, model: Any, recipe: str, overrides: dict[str, An
         }
         detail += f", {peak / 1e9:.2f} GB of GPU memory (planned {(planned.compute + weights) / 1e9:.2f})"
         fits = peak <= setting.gpu_memory
-    return Result(name, fits and bool(logits.isfinite().all()), detail, figures)
+    return CheckResult(name, fits and bool(logits.isfinite().all()), detail, figures)

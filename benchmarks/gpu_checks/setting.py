@@ -35,7 +35,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What one check found.
 
     Attributes:
@@ -51,7 +51,7 @@ class Result:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-Check = Callable[[Setting], Iterator[Result]]
+Check = Callable[[Setting], Iterator[CheckResult]]
 
 
 def random_model(setting: Setting, dtype: torch.dtype, model_type: str = "llama", **shape: Any) -> Any:

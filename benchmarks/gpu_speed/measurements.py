@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_checks.long_prompt import LLAMA_8B, RECIPES, TINY
 from benchmarks.gpu_checks.setting import Setting, random_model
 from benchmarks.gpu_speed.packed_model import packed_model
-from benchmarks.gpu_speed.subject import UNTOUCHED, Row, Subject
+from benchmarks.gpu_speed.subject import UNTOUCHED, SpeedRow, SpeedSubject
 
 K = 1024
 #: Layers of the model that has a million tokens, of the 32: all of them would take 137 GB of DRAM in FP16.
@@ -49,7 +49,7 @@ SMALL = Sizes((300,), (400,), 600, 200, (1, 2), 2)
 
 
 @dataclass(frozen=True)
-class Measurement:
+class GpuMeasurement:
     """One row to be measured.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measurement:
 
     title: str
     seconds: float
-    run: Callable[[], Row]
+    run: Callable[[], SpeedRow]
 
 
 class Measurements:
@@ -75,7 +75,7 @@ class Measurements:
         self.sizes = SMALL if setting.tiny else FULL
         self._prefill = _PREFILL
 
-    def __iter__(self) -> Iterator[Measurement]:
+    def __iter__(self) -> Iterator[GpuMeasurement]:
         sizes = self.sizes
         few = self._subject(num_hidden_layers=1 if self.setting.tiny else FEW_LAYERS)
         yield self._filled(few, sizes.longest)
@@ -94,35 +94,35 @@ class Measurements:
         for tokens in sizes.prefilled[1:]:
             yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
 
-    def learn(self, row: Row) -> None:
+    def learn(self, row: SpeedRow) -> None:
         """Take what was measured for the estimates of what comes."""
         if row.prefill is not None:
             self._prefill = min(row.prefill, self._prefill) if self._prefill != _PREFILL else row.prefill
 
-    def _subject(self, **shape: Any) -> Subject:
+    def _subject(self, **shape: Any) -> SpeedSubject:
         shape = {**(TINY if self.setting.tiny else LLAMA_8B), **shape}
-        return Subject(self.setting, random_model(self.setting, torch.bfloat16, **shape), self.sizes.decoded)
+        return SpeedSubject(self.setting, random_model(self.setting, torch.bfloat16, **shape), self.sizes.decoded)
 
-    def _packed(self) -> Subject:
+    def _packed(self) -> SpeedSubject:
         shape = TINY if self.setting.tiny else LLAMA_8B
-        return Subject(self.setting, packed_model(self.setting, _PACKED, **shape), self.sizes.decoded, _PACKED)
+        return SpeedSubject(self.setting, packed_model(self.setting, _PACKED, **shape), self.sizes.decoded, _PACKED)
 
     def _settings(self, recipe: str) -> dict[str, Any]:
         short = RECIPES.get(recipe, {}) if self.setting.tiny else {}
         return {} if recipe == UNTOUCHED else {**short, "chunk_size": 128 if self.setting.tiny else 4 * K}
 
-    def _prefilled(self, subject: Subject, recipe: str, tokens: int, batch: int = 1) -> Measurement:
+    def _prefilled(self, subject: SpeedSubject, recipe: str, tokens: int, batch: int = 1) -> GpuMeasurement:
         slower = max(1.0, tokens / _LONG)
         rows = "" if batch == 1 else f", {batch} rows"
         weights = f", {subject.weights}" if subject.weights else ""
-        return Measurement(
+        return GpuMeasurement(
             f"{recipe}{weights}, {tokens:,} tokens{rows}",
             5 + 1.3 * slower * tokens * batch / self._prefill,
             lambda: subject.prefilled(recipe, tokens, batch, **self._settings(recipe)),
         )
 
-    def _filled(self, subject: Subject, tokens: int) -> Measurement:
-        return Measurement(
+    def _filled(self, subject: SpeedSubject, tokens: int) -> GpuMeasurement:
+        return GpuMeasurement(
             f"quest, {tokens:,} random tokens, {subject.layers} layers",
             5 + tokens * subject.layers / _FILL,
             lambda: subject.filled("quest", tokens, **self._settings("quest")),

@@ -22,7 +22,7 @@ UNTOUCHED = "untouched"
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """What was measured of one recipe and length.
 
     Attributes:
@@ -60,7 +60,7 @@ class RandomPrompt:
         raise RuntimeError("random keys come without queries; fill contexts of recipes that watch none")
 
 
-class Subject:
+class SpeedSubject:
     """A model, to be measured under several recipes.
 
     Args:
@@ -76,7 +76,7 @@ class Subject:
         self.layers = model.config.num_hidden_layers
 
     @torch.no_grad()
-    def prefilled(self, recipe: str, tokens: int, batch: int = 1, **settings: Any) -> Row:
+    def prefilled(self, recipe: str, tokens: int, batch: int = 1, **settings: Any) -> SpeedRow:
         """A prompt of `tokens` in each of `batch` rows, and tokens behind it."""
         with self._under(recipe, tokens, settings) as cache:
             prompt = random_tokens(self.setting, tokens * batch, 1, self.vocabulary).view(batch, tokens)
@@ -86,7 +86,7 @@ class Subject:
             return self._decoded(recipe, tokens, batch, cache, logits, tokens * batch / seconds)
 
     @torch.no_grad()
-    def filled(self, recipe: str, tokens: int, **settings: Any) -> Row:
+    def filled(self, recipe: str, tokens: int, **settings: Any) -> SpeedRow:
         """Random keys and values of `tokens`, and tokens behind them."""
         with self._under(recipe, tokens, settings) as cache:
             operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
@@ -107,7 +107,7 @@ class Subject:
 
     def _decoded(
         self, name: str, tokens: int, batch: int, cache: Any, logits: torch.Tensor, prefill: float | None
-    ) -> Row:
+    ) -> SpeedRow:
         times: list[float] = []
         for _ in range(self.decoded):
             start = self._now()
@@ -125,7 +125,7 @@ class Subject:
         peak = torch.cuda.max_memory_allocated(self.setting.device) if self.setting.on_gpu else None
         told = {} if name == UNTOUCHED else shares(parts, seconds, self.decoded)
         name = f"{name}, {self.weights}" if self.weights else name
-        return Row(name, tokens, batch, self.layers, prefill, median * 1e3, batch / median, peak, told)
+        return SpeedRow(name, tokens, batch, self.layers, prefill, median * 1e3, batch / median, peak, told)
 
     def _next(self, cache: Any, logits: torch.Tensor) -> torch.Tensor:
         chosen = logits[:, -1:].argmax(dim=-1)

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_model
 
 from benchmarks import bounded_stream
-from benchmarks.bounded_stream import PARTS, Prefill, Subject
+from benchmarks.bounded_stream import PARTS, StreamSubject, StridedPrefillFigures
 from hetero_kv import HeteroKVError
 from hetero_kv.adapter.strided_prefill import StridedForward
 from hetero_kv.evals.config_spec import config_specs
@@ -32,7 +32,7 @@ class Letters:
 
 @pytest.fixture
 def subject():
-    return Subject(tiny_model("llama"), Letters())
+    return StreamSubject(tiny_model("llama"), Letters())
 
 
 def test_every_strided_recipe_has_its_costs_and_the_parts_that_its_policy_needs(subject):
@@ -70,4 +70,4 @@ def test_time_within_a_prompt_is_read_between_the_stamps():
 
 def test_a_recipe_whose_prompts_pass_whole_is_refused(subject):
     with pytest.raises(HeteroKVError, match=r"recipe h2o: its prompts do not pass in strides"):
-        Prefill(subject, config_specs(["h2o"])[0], 16, 8)()
+        StridedPrefillFigures(subject, config_specs(["h2o"])[0], 16, 8)()

@@ -13,12 +13,12 @@ from devices import device_called
 
 from benchmarks import gpu
 from benchmarks.gpu_speed.budget import Budget, TimeUp
-from benchmarks.gpu_speed.measurements import Measurement
+from benchmarks.gpu_speed.measurements import GpuMeasurement
 from benchmarks.gpu_speed.step_parts import REST
-from benchmarks.gpu_speed.subject import Row
+from benchmarks.gpu_speed.subject import SpeedRow
 from hetero_kv.errors import OutOfMemoryError
 
-ROW = Row("quest", 400, 1, 2, None, 2.0, 500.0, 3_000_000_000, {"waits for queries": 0.5, REST: 1.5})
+ROW = SpeedRow("quest", 400, 1, 2, None, 2.0, 500.0, 3_000_000_000, {"waits for queries": 0.5, REST: 1.5})
 
 
 @pytest.mark.slow
@@ -59,10 +59,10 @@ def test_what_would_not_end_in_time_is_left_out_and_what_does_not_is_broken_off(
             time.sleep(0.01)
 
     measured = [
-        Measurement("quick", 0.0, lambda: ROW),
-        Measurement("long", 1e6, lambda: ROW),
-        Measurement("endless", 0.0, endless),
-        Measurement("late", 0.0, lambda: ROW),
+        GpuMeasurement("quick", 0.0, lambda: ROW),
+        GpuMeasurement("long", 1e6, lambda: ROW),
+        GpuMeasurement("endless", 0.0, endless),
+        GpuMeasurement("late", 0.0, lambda: ROW),
     ]
     assert ran(measured, ["--minutes", "0.01"]) == 0
     told = capsys.readouterr().out
@@ -81,9 +81,9 @@ def test_rows_can_be_chosen_by_their_titles(capsys):
         pytest.fail("it was measured")
 
     measured = [
-        Measurement("quest, 32,768 tokens", 0.0, lambda: ROW),
-        Measurement("untouched, 32,768 tokens", 0.0, unasked),
-        Measurement("shadowkv, 16,384 tokens, 4 rows", 0.0, lambda: ROW),
+        GpuMeasurement("quest, 32,768 tokens", 0.0, lambda: ROW),
+        GpuMeasurement("untouched, 32,768 tokens", 0.0, unasked),
+        GpuMeasurement("shadowkv, 16,384 tokens, 4 rows", 0.0, lambda: ROW),
     ]
     assert ran(measured, ["--only", "quest, 32;4 rows"]) == 0
     assert "2 rows, 0 failed, 0 left out" in capsys.readouterr().out
@@ -101,8 +101,8 @@ def test_what_finds_no_memory_is_left_out_and_what_fails_is_a_failure(capsys):
         return run
 
     measured = [
-        Measurement("large", 0.0, raising(OutOfMemoryError("no room\nat all"))),
-        Measurement("wrong", 0.0, raising(RuntimeError("logits that are not finite"))),
+        GpuMeasurement("large", 0.0, raising(OutOfMemoryError("no room\nat all"))),
+        GpuMeasurement("wrong", 0.0, raising(RuntimeError("logits that are not finite"))),
     ]
     assert ran(measured) == 1
     told = capsys.readouterr().out
