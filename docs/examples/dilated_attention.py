@@ -58,9 +58,9 @@ class Kept:
     """Tokens that a layer holds; replaced, and never changed.
 
     Attributes:
-        keys: [batch, kv_heads, held, k_dim].
-        values: [batch, kv_heads, held, v_dim].
-        positions: [held] int64 on the CPU, the same for all rows: those of a group have one length.
+        keys: [batch, kv_heads, stored, k_dim].
+        values: [batch, kv_heads, stored, v_dim].
+        positions: [stored] int64 on the CPU, the same for all rows: those of a group have one length.
     """
 
     keys: torch.Tensor
@@ -185,12 +185,12 @@ class DilatedAttention(AttentionOperator):
         return DilatedLayer(self.settings)
 
     def prefill_chunk(self, layer: DilatedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator: attention to what is held and, causally, to the chunk itself."""
+        """See AttentionOperator: attention to the stored tokens and, causally, to the chunk itself."""
         if call.sliding_window is not None:
             raise UnsupportedModelError(f"{self.path}: the model asks for a sliding window of {call.sliding_window}")
-        held = layer.state or Kept.nothing(call.k, call.v)
-        out, lse = chunk_attention(call.q, held.keys, held.values, call.k, call.v, call.scale, call.softcap)
-        layer.state = held.grown(call.k, call.v)
+        stored = layer.state or Kept.nothing(call.k, call.v)
+        out, lse = chunk_attention(call.q, stored.keys, stored.values, call.k, call.v, call.scale, call.softcap)
+        layer.state = stored.grown(call.k, call.v)
         return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
 
     def decode_step(self, layer: DilatedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
