@@ -19,7 +19,7 @@ VARIABLE = "HETERO_KV_ISA"
 
 
 @dataclass(frozen=True)
-class Isa:
+class InstructionSet:
     """bits: of one vector. registers: number of vector registers. needs: required features, by LLVM's names."""
 
     name: str
@@ -36,10 +36,10 @@ class Isa:
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512", 512, 32, frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"})),
-        Isa("avx2", 256, 16, frozenset({"avx2", "fma", "f16c"})),
-        Isa("neon", 128, 32, frozenset({"neon"})),
-        Isa("generic", 128, 16, frozenset()),
+        InstructionSet("avx512", 512, 32, frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"})),
+        InstructionSet("avx2", 256, 16, frozenset({"avx2", "fma", "f16c"})),
+        InstructionSet("neon", 128, 32, frozenset({"neon"})),
+        InstructionSet("generic", 128, 16, frozenset()),
     )
 }
 """Best first. generic means 128-bit vectors on any CPU, without named instructions."""

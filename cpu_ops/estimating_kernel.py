@@ -43,7 +43,7 @@ from cpu_ops.step_parts import (
 from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
 
-class Flags(NamedTuple):
+class StepFlags(NamedTuple):
     """Integer settings of a step, an array in this order for the kernel (see `estimating_step.BlockChoice`)."""
 
     reduce: int

@@ -22,7 +22,7 @@ from cpu_ops import (
 )
 from cpu_ops.chosen_blocks import SOFTMAX
 from cpu_ops.cpu_features import isa
-from cpu_ops.estimating_kernel import Flags, kernel_for
+from cpu_ops.estimating_kernel import StepFlags, kernel_for
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
@@ -161,7 +161,7 @@ class EstimatingStep:
             as_bytes(representatives if group_vectors is None else group_vectors),
             as_bytes(means if group_values is None else group_values),
         )
-        flags = Flags(
+        flags = StepFlags(
             choice.reduce, choice.rerank, choice.least, has_mean, key_codes is not None,
             value_means is not None, threads,
             choice.group_blocks if group_vectors is not None else 1, choice.group_factor, choice.tokens,

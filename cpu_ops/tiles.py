@@ -12,7 +12,7 @@ _ROWS_APART = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
 """Vectors of partial sums for gathered value rows: more, because weights are read from memory each time."""
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     """The division of a group of query heads into tiles.
 
     lanes: float32 numbers of a vector. full: number of tiles of `queries` queries; `rest` queries remain. row:
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
         return self.full + (self.rest > 0)
 
 
-def tiles_for(isa: str, group: int, block_size: int) -> Tiles:
+def tiles_for(isa: str, group: int, block_size: int) -> TileSizes:
     """Returns the tiles for `group` queries on an instruction set (`cpu_features.ISAS`)."""
     most, accumulators = _MOST_QUERIES[isa], _ACCUMULATORS[isa]
     queries = -(-group // -(-group // most))
@@ -43,7 +43,7 @@ def tiles_for(isa: str, group: int, block_size: int) -> Tiles:
     while 2 * tokens * queries <= accumulators and block_size % (2 * tokens) == 0:
         tokens *= 2
     columns = max(1, accumulators // queries)
-    return Tiles(ISAS[isa].float_lanes, group // queries, queries, group % queries, row, tokens, columns)
+    return TileSizes(ISAS[isa].float_lanes, group // queries, queries, group % queries, row, tokens, columns)
 
 
 def columns_apart(isa: str, tile_queries: int, v_dim: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from gpu_ops.side_stream import stream_for
 
 
-class Segments:
+class GraphSegments:
     """CUDA graphs, launched in the order in which they were captured.
 
     A launch reads and writes the captured addresses. Allocations during the capture come from the graphs' own memory,

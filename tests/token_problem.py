@@ -7,7 +7,7 @@ import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval import choosers
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, TokenQuery, merged
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, TokenQuery, merged
 from hetero_kv.store.pool import BlockPool
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
@@ -51,7 +51,7 @@ class TokenProblem:
         self.keys, self.values = (torch.stack(part).float() for part in zip(*read, strict=True))
         none, scale = torch.empty(0), dim**-0.5
         asked = TokenQuery(
-            self.q.numpy(), self.pool, table, FIRST, END, lengths, scale, softcap, none, NOTHING_KNOWN, 1
+            self.q.numpy(), self.pool, table, FIRST, END, lengths, scale, softcap, none, NOTHING_LEARNED, 1
         )
         self.around = asked.attend_blocks(asked.other_blocks)
         self.asked = asked._replace(outside_lse=self.around[1])
@@ -59,7 +59,7 @@ class TokenProblem:
 
     def finalize(self):
         """Have what is kept of the Context derived as blocks close: most behind a prompt, then one by one."""
-        known = NOTHING_KNOWN
+        known = NOTHING_LEARNED
         for first, end in ((FIRST, END - 2), (END - 2, END - 1), (END - 1, END)):
             known = self.chooser.finalize(self.pool, self.asked.table, first, end, known)
         self.asked = self.asked._replace(known=known)

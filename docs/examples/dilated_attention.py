@@ -18,7 +18,7 @@ from torch import nn
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
-from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import FootprintTerm, LayerFootprint, MemoryDemand, MemoryShare, register
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine import statistics
 from hetero_kv.engine.layer import FamilyLayer
@@ -29,7 +29,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.operators import AttentionOperator, Operator, SlidingWindowAttention
 from hetero_kv.settings.setting import Settings, setting
 
-PATTERN = register(Term("pattern", "tokens that the pattern of DilatedAttention keeps"))
+PATTERN = register(FootprintTerm("pattern", "tokens that the pattern of DilatedAttention keeps"))
 TOKENS_KEPT = statistics.register(Statistic("tokens_kept", "tokens kept", "tokens that the pattern has kept"))
 
 
@@ -158,10 +158,10 @@ class DilatedFootprint(LayerFootprint):
         """See LayerFootprint."""
         return True
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """See LayerFootprint."""
         kept = self.settings.tokens_kept(demand.tokens)
-        yield Share(PATTERN, demand.sequences * self.kv_bytes(kept, demand))
+        yield MemoryShare(PATTERN, demand.sequences * self.kv_bytes(kept, demand))
 
 
 class DilatedAttention(AttentionOperator):

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from gpu_ops.graph_segments import Segments
+from gpu_ops.graph_segments import GraphSegments
 from gpu_ops.host_traffic import traffic_observed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
-from hetero_kv.adapter.captures import Captures
+from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
 from hetero_kv.adapter.graph_recording import RECORDING, GraphRecording, NotCapturableError, Rehearsal
 from hetero_kv.adapter.model_call import ModelCall, Signature
@@ -51,7 +51,7 @@ class _CapturedToken:
     def __init__(
         self,
         model: nn.Module,
-        segments: Segments,
+        segments: GraphSegments,
         recording: GraphRecording,
         inputs: dict[str, torch.Tensor],
         output: Any,
@@ -93,7 +93,7 @@ class _CapturedToken:
 class CapturedSteps:
     """The forward of the module that walks through a model's layers, captured for decoded tokens."""
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: Captures) -> None:
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: CaptureState) -> None:
         self._model, self._signature, self._captures = model, Signature(forward), captures
         self._tokens: dict[_Key, _CapturedToken] = {}
         self._seen: dict[_Key, int] = {}
@@ -207,7 +207,7 @@ class CapturedSteps:
     def _recorded(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> _CapturedToken:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
         inputs_copied = {name: tensor.clone() for name, tensor in inputs.items()}
-        segments = Segments(next(iter(inputs.values())).device)
+        segments = GraphSegments(next(iter(inputs.values())).device)
         recording = GraphRecording(segments)
         token = RECORDING.set(recording)
         try:

@@ -1,14 +1,15 @@
 """The memory of one layer's keys and values: the protocol between a family and the planner.
 
 A family's operator returns its own `LayerFootprint` (`AttentionOperator.footprint`). The `shares` of a footprint are
-bytes under `Term`s, which `hetero-kv plan` prints and writes to JSON, including terms that extensions register:
+bytes under `FootprintTerm`s, which `hetero-kv plan` prints and writes to JSON, including terms that extensions
+register:
 
-    SKETCHES = register(Term("sketches", "sketches of the keys"))
+    SKETCHES = register(FootprintTerm("sketches", "sketches of the keys"))
 
     @dataclass(frozen=True)
     class SketchFootprint(LayerFootprint):
-        def shares(self, demand: Demand) -> Iterator[Share]:
-            yield Share(SKETCHES, demand.sequences * demand.tokens * 16)
+        def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
+            yield MemoryShare(SKETCHES, demand.sequences * demand.tokens * 16)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hetero_kv.errors import HeteroKVError
 
 
 @dataclass(frozen=True)
-class Term:
+class FootprintTerm:
     """The purpose of a part of the memory.
 
     Attributes:
@@ -37,10 +38,10 @@ class Term:
     in_dram: bool = False
 
 
-_TERMS: dict[str, Term] = {}
+_TERMS: dict[str, FootprintTerm] = {}
 
 
-def register(term: Term) -> Term:
+def register(term: FootprintTerm) -> FootprintTerm:
     """Register a term under its name. Raises HeteroKVError for a name that another term has."""
     if _TERMS.setdefault(term.name, term) != term:
         raise HeteroKVError(
@@ -50,18 +51,18 @@ def register(term: Term) -> Term:
     return term
 
 
-def terms() -> tuple[Term, ...]:
+def terms() -> tuple[FootprintTerm, ...]:
     """The registered terms, in order of registration."""
     return tuple(_TERMS.values())
 
 
-KEYS_VALUES = register(Term("keys_values", "keys and values, in blocks", in_dram=True))
-REPRESENTATIVES = register(Term("representatives", "representatives of the blocks", in_dram=True))
-SLIDING = register(Term("sliding", "the model's own sliding windows"))
-MASKS = register(Term("masks", "the mask of a chunk, in layers without an operator"))
-FOLLOWING = register(Term("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
-UNTOUCHED = register(Term("untouched", "layers without an operator"))
-STATES = register(Term("states", "states of layers without attention"))
+KEYS_VALUES = register(FootprintTerm("keys_values", "keys and values, in blocks", in_dram=True))
+REPRESENTATIVES = register(FootprintTerm("representatives", "representatives of the blocks", in_dram=True))
+SLIDING = register(FootprintTerm("sliding", "the model's own sliding windows"))
+MASKS = register(FootprintTerm("masks", "the mask of a chunk, in layers without an operator"))
+FOLLOWING = register(FootprintTerm("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
+UNTOUCHED = register(FootprintTerm("untouched", "layers without an operator"))
+STATES = register(FootprintTerm("states", "states of layers without attention"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class BytesPerToken:
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryDemand:
     """The workload that memory is planned for.
 
     Attributes:
@@ -117,10 +118,10 @@ class Demand:
         return self.batch * self.caches
 
 
-class Share(NamedTuple):
+class MemoryShare(NamedTuple):
     """Bytes of one layer under a term. Layers take turns with a `common` share: only the largest one counts, once."""
 
-    term: Term
+    term: FootprintTerm
     size: int
     common: bool = False
 
@@ -159,18 +160,18 @@ class LayerFootprint:
         """Tokens of a prompt of `tokens` that pass through the layer at once; fewer than all with strides."""
         return tokens
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """The layer's memory after the prefill of a prompt."""
-        yield Share(UNTOUCHED, demand.sequences * self.kv_bytes(demand.tokens, demand))
+        yield MemoryShare(UNTOUCHED, demand.sequences * self.kv_bytes(demand.tokens, demand))
 
-    def kv_bytes(self, tokens: int, demand: Demand) -> int:
+    def kv_bytes(self, tokens: int, demand: MemoryDemand) -> int:
         """Bytes of the keys and values of `tokens` on the compute device."""
         return tokens * self.shape.bytes_per_token(demand.element)
 
-    def block_shares(self, tokens: int, demand: Demand) -> Iterator[Share]:
+    def block_shares(self, tokens: int, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """The memory of `tokens`, a number of whole blocks, in DRAM blocks."""
-        yield Share(KEYS_VALUES, demand.sequences * round(tokens * (self.stored.keys + self.stored.values)))
-        yield Share(REPRESENTATIVES, demand.sequences * round(tokens * self.stored.representatives))
+        yield MemoryShare(KEYS_VALUES, demand.sequences * round(tokens * (self.stored.keys + self.stored.values)))
+        yield MemoryShare(REPRESENTATIVES, demand.sequences * round(tokens * self.stored.representatives))
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class UntouchedFootprint(LayerFootprint):
     def place(self) -> str:
         return "without an operator"
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from super().shares(demand)
         yield mask_share(demand.tokens, demand)
 
@@ -202,10 +203,10 @@ class WindowFootprint(LayerFootprint):
     def place(self) -> str:
         return f"with a sliding window of {self.sliding_window} tokens"
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         # The buffer of a window has slack for as many tokens again.
         stored = min(demand.tokens, self.sliding_window) + self.sliding_window
-        yield Share(SLIDING, demand.sequences * self.kv_bytes(stored, demand))
+        yield MemoryShare(SLIDING, demand.sequences * self.kv_bytes(stored, demand))
         if self.is_untouched:
             yield mask_share(min(demand.tokens, self.sliding_window + demand.chunk_tokens), demand)
 
@@ -224,21 +225,21 @@ class StateFootprint(LayerFootprint):
     def place(self) -> str:
         return "without attention, with a state"
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         # The state and its copy for the rollback of a failed forward.
-        yield Share(STATES, 2 * demand.sequences * self.state_bytes)
+        yield MemoryShare(STATES, 2 * demand.sequences * self.state_bytes)
 
 
-def sums_share(queries: int, keys: int, shape: KVShape, demand: Demand) -> Share:
+def sums_share(queries: int, keys: int, shape: KVShape, demand: MemoryDemand) -> MemoryShare:
     """The attention that `keys` received from `queries`, while a GPU sums it; a CPU's tiles are small."""
     counts = queries, keys, demand.batch, demand.heads, shape.kv_heads, shape.k_dim
-    return Share(FOLLOWING, working_bytes(*counts) if demand.on_gpu and queries else 0, common=True)
+    return MemoryShare(FOLLOWING, working_bytes(*counts) if demand.on_gpu and queries else 0, common=True)
 
 
-def mask_share(keys: int, demand: Demand) -> Share:
+def mask_share(keys: int, demand: MemoryDemand) -> MemoryShare:
     """The mask of a chunk's queries over `keys`, an estimate.
 
     It exists as booleans twice, during and after its construction, and as the numbers that attention adds to its
     scores.
     """
-    return Share(MASKS, demand.batch * demand.chunk_tokens * keys * (2 + demand.element), common=True)
+    return MemoryShare(MASKS, demand.batch * demand.chunk_tokens * keys * (2 + demand.element), common=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_ops.graph_segments import Segments
+from gpu_ops.graph_segments import GraphSegments
 from gpu_ops.host_traffic import HostTraffic
 from hetero_kv.adapter.cache_argument import CACHE_NAMES
 
@@ -36,7 +36,7 @@ class GraphRecording:
             captured segment reads.
     """
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: GraphSegments) -> None:
         self._segments = segments
         self.attentions: list[tuple[Work, torch.Tensor]] = []
         self._before: Callable[[HeteroCache], Any] | None = None

@@ -20,8 +20,8 @@ from gpu_ops.attention_backend import AttentionBackend, attending_by
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.cacheless import without_cache
+from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.captured_steps import CapturedSteps
-from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload_hidden_states
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
@@ -29,7 +29,7 @@ from hetero_kv.adapter.strided_prefill import run_strided
 from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.rollback import AllOrNothing, rollback_on_error
+from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -38,7 +38,7 @@ _RECORDED = ("output_hidden_states", "output_attentions")
 _LENGTH_NAMES = frozenset({"get_seq_length", "get_query_offset", "cache_position"})
 
 
-class Guarding(Protocol):
+class GuardContext(Protocol):
     """The properties of an injected model that its forwards depend on.
 
     Attributes:
@@ -54,7 +54,7 @@ class Guarding(Protocol):
     @property
     def attention(self) -> AttentionBackend: ...
     @property
-    def captures(self) -> Captures: ...
+    def captures(self) -> CaptureState: ...
     @property
     def one_at_a_time(self) -> AbstractContextManager[Any]: ...
     @property
@@ -67,7 +67,7 @@ class Guarding(Protocol):
         """
 
 
-def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
+def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., Any]:
     """`model.forward` with the guard around it.
 
     Args:
@@ -96,7 +96,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
                 with cache.in_use:
                     return nested(cache, args, kwargs)
             # The outermost context: the forward is over, or undone, when it ends.
-            with AllOrNothing(cache) as whole:
+            with CacheTransaction(cache) as whole:
                 return first(cache, whole.go_back, args, kwargs)
         if not by.needs_cache:
             with by.one_at_a_time:

@@ -13,7 +13,7 @@ from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import CacheFactory
 from hetero_kv.engine.capacity import require_room, room
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
-from hetero_kv.engine.interrupts import completed
+from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
@@ -237,7 +237,7 @@ class Batch:
             remedy = let_go
             let_go()
         except BaseException:
-            completed(remedy)
+            run_to_completion(remedy)
             raise
 
     @staticmethod
@@ -253,7 +253,7 @@ class Batch:
         try:
             change()
         except BaseException:
-            completed(go_back)
+            run_to_completion(go_back)
             raise
 
     def select(self, rows: Rows[int] | torch.Tensor) -> None:

@@ -17,9 +17,9 @@ from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.cache_statistics import CacheStatistics
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
+from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.hf_interface import HFInterface
 from hetero_kv.engine.mapped_file import MappedFile
-from hetero_kv.engine.one_thread import OneThread
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
@@ -67,7 +67,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         resident: ResidentPrefix = NO_RESIDENT_PREFIX,
     ) -> None:
         maker = injected(model)
-        self.in_use = OneThread()
+        self.in_use = ExclusiveUse()
         PrefillProgress.__init__(self, on_progress)
         self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
         #: The strided forward in progress, if any (`adapter.strides.StridedForward`).
@@ -241,7 +241,7 @@ class HeteroCache(PrefillProgress, HFInterface):
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after the prompt")
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
-        clone.in_use = OneThread()
+        clone.in_use = ExclusiveUse()
         clone.on_progress = clone._question = None
         memo: dict[int, Any] = {}
         clone._set_groups([group.fork(memo) for group in self.groups])

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache_statistics import CacheStatistics
-from hetero_kv.engine.one_thread import OneThread
+from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 
@@ -16,7 +16,7 @@ from hetero_kv.errors import HeteroKVError
 class HFInterface(CacheStatistics, Cache):
     """The methods of transformers' Cache that a batch answers in another way, or refuses."""
 
-    in_use: OneThread
+    in_use: ExclusiveUse
     steps: tuple[Step, ...]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def completed(act: Callable[[], None]) -> None:
+def run_to_completion(act: Callable[[], None]) -> None:
     """Call `act`, which must be repeatable from any intermediate state, until it has run to its end.
 
     After Ctrl-C in `act`, it is called again from its beginning, and then the interrupt is raised. After any other
@@ -14,7 +14,7 @@ def completed(act: Callable[[], None]) -> None:
     try:
         act()
     except KeyboardInterrupt:
-        completed(act)
+        run_to_completion(act)
         raise
     except Exception:
         act()

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.interrupts import completed
+from hetero_kv.engine.interrupts import run_to_completion
 
 
 def rollback_point(cache: Cache) -> Callable[[], None]:
@@ -41,11 +41,11 @@ def rollback_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -
     try:
         yield
     except BaseException:
-        completed(go_back)
+        run_to_completion(go_back)
         raise
 
 
-class AllOrNothing:
+class CacheTransaction:
     """Within this context one thread uses a cache; an exception, Ctrl-C included, rolls every layer back.
 
     An interrupt while the thread leaves is undone too.
@@ -76,9 +76,9 @@ class AllOrNothing:
         in_use = self._cache.in_use
         try:
             if error is not None:
-                completed(self.go_back)
+                run_to_completion(self.go_back)
             in_use.__exit__()
         except BaseException:
-            completed(self.go_back)
+            run_to_completion(self.go_back)
             in_use.leave_if_at(self._depth)
             raise

@@ -18,11 +18,11 @@ from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
-    Demand,
+    FootprintTerm,
     LayerFootprint,
-    Share,
+    MemoryDemand,
+    MemoryShare,
     StateFootprint,
-    Term,
     UntouchedFootprint,
     WindowFootprint,
     register,
@@ -37,13 +37,15 @@ from hetero_kv.planning.planned import Planned
 from hetero_kv.planning.weights import parted, room_to_unpack, weight_sizes
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
-WEIGHTS = register(Term("weights", "weights"))
-WEIGHTS_IN_DRAM = register(Term("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
-UNPACKED = register(Term("unpacked", "room in which packed weights are unpacked (prefill)"))
-LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
-HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
-HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
-ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
+WEIGHTS = register(FootprintTerm("weights", "weights"))
+WEIGHTS_IN_DRAM = register(FootprintTerm("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
+UNPACKED = register(FootprintTerm("unpacked", "room in which packed weights are unpacked (prefill)"))
+LAYER_KV = register(FootprintTerm("layer_kv", "one layer's keys and values (prefill)"))
+HIDDEN = register(FootprintTerm("hidden", "hidden states and rotary tables (prefill)"))
+HIDDEN_IN_DRAM = register(
+    FootprintTerm("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True)
+)
+ACTIVATIONS = register(FootprintTerm("activations", "one chunk's activations (prefill; an estimate)"))
 
 #: What is only there while the model is loaded, or a prompt passes, or not a context's.
 PASSING = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
@@ -64,13 +66,13 @@ class Memory:
         sizes: term -> bytes; a term that nobody takes anything under may be missing.
     """
 
-    sizes: Mapping[Term, int]
+    sizes: Mapping[FootprintTerm, int]
 
     @classmethod
-    def of(cls, shares: Iterable[Share]) -> Memory:
+    def of(cls, shares: Iterable[MemoryShare]) -> Memory:
         """The sums; of what is common to layers, the largest."""
-        own: dict[Term, int] = {}
-        common: dict[Term, int] = {}
+        own: dict[FootprintTerm, int] = {}
+        common: dict[FootprintTerm, int] = {}
         for share in shares:
             if share.common:
                 common[share.term] = max(common.get(share.term, 0), share.size)
@@ -198,35 +200,39 @@ class Footprint:
         prompt = max(1, tokens - stored)
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
         chunk_tokens = min(forward_tokens, self.chunk_size)
-        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads)
+        demand = MemoryDemand(
+            tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads
+        )
         own = (
-            Share(WEIGHTS, self.weights),
-            Share(WEIGHTS_IN_DRAM, self.weights_in_dram),
-            Share(UNPACKED, self.unpacked if self.on_gpu else 0),
+            MemoryShare(WEIGHTS, self.weights),
+            MemoryShare(WEIGHTS_IN_DRAM, self.weights_in_dram),
+            MemoryShare(UNPACKED, self.unpacked if self.on_gpu else 0),
             *self._hidden(tokens, forward_tokens, batch),
-            Share(ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))),
+            MemoryShare(
+                ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))
+            ),
         )
         # Layers prefill one after the other.
         whole = (
-            Share(LAYER_KV, batch * layer.kv_bytes(tokens, demand), common=True)
+            MemoryShare(LAYER_KV, batch * layer.kv_bytes(tokens, demand), common=True)
             for layer in self.layers
             if layer.prefills_whole
         )
         return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
 
-    def _hidden(self, tokens: int, forward_tokens: int, batch: int) -> Iterator[Share]:
+    def _hidden(self, tokens: int, forward_tokens: int, batch: int) -> Iterator[MemoryShare]:
         """Hidden states of a prompt, its rotary tables, token ids and positions."""
         tables = batch * forward_tokens * 2 * self.rotary_dim * self.element
         ids = batch * forward_tokens * _ID_BYTES
         walks = self.on_gpu and not any(layer.passes_in_strides for layer in self.layers)
         if not (walks and offloads_to_dram(self.hidden_device, tokens, self.chunk_size)):
-            yield Share(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
+            yield MemoryShare(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
             return
         on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)
         # Of the tables, chunks of two layers' arguments; those that the model made, and the copies that are locked.
         chunk_of_tables = batch * self.chunk_size * 2 * self.rotary_dim * self.element
-        yield Share(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
-        yield Share(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
+        yield MemoryShare(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
+        yield MemoryShare(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
 
     def _attention_tiles(self, tokens: int, chunk_tokens: int) -> int:
         """Of a tile of queries and keys in float32: scores and two tensors made of them, vectors, results."""

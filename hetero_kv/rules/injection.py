@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import attention_module, bridge
-from hetero_kv.adapter.captures import Captures
+from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import is_offloaded, mark_own, require_own_weights
 from hetero_kv.adapter.generation import guard_generation, unguard_generation
@@ -110,7 +110,7 @@ class Injection:
     configs: list[tuple[Any, Any]] = field(default_factory=list)
     guards: list[PutForward] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
-    captures: Captures = field(default_factory=Captures)
+    captures: CaptureState = field(default_factory=CaptureState)
     digests: TensorDigests = field(default_factory=TensorDigests)
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
@@ -319,7 +319,7 @@ def inject(
     if lacking := missing(backend):
         raise SettingError("attention_backend", backend, lacking)
     injection = Injection(
-        model, engine.settings, attention=AttentionBackend(backend), captures=Captures(engine.settings.cuda_graphs)
+        model, engine.settings, attention=AttentionBackend(backend), captures=CaptureState(engine.settings.cuda_graphs)
     )
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:

@@ -12,7 +12,7 @@ from benchmarks.sparse_scores import plot, rows_of, table
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.evals.outcome import Result
 from hetero_kv.families.sparse_prefill import flexprefill
-from hetero_kv.families.sparse_prefill.key_lists import Lines
+from hetero_kv.families.sparse_prefill.key_lists import KeyLines
 
 
 def result(method, sample, score):
@@ -48,7 +48,7 @@ def test_the_plot_is_a_picture(tmp_path):
 ])  # fmt: skip
 def test_the_share_is_of_keys_that_blocks_of_queries_attended_to(recipe, share, monkeypatch):
     nothing = np.empty(0, np.int64)
-    monkeypatch.setattr(flexprefill, "keys_of", lambda chunk, *_: [Lines.of(nothing, nothing)] * chunk.q.shape[1])
+    monkeypatch.setattr(flexprefill, "keys_of", lambda chunk, *_: [KeyLines.of(nothing, nothing)] * chunk.q.shape[1])
     model = tiny_model("qwen2", max_position_embeddings=512)
     given = {"chunk_size": 100, "max_seq_len": 400, "threads_num": 1, "prefill_from": 100, "prefill_last": 0}
     injection = inject(model, recipe, command_line=given)

@@ -13,10 +13,10 @@ from cpu_ops.matched_blocks import matched_blocks
 from gpu_ops.chosen_keys import best_matched_blocks
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import with_matched_blocks
-from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines, runs_of
 
 SCALE = 0.1
-LINES = Lines.of(np.array([3, 90, 91]), np.array([70]))
+LINES = KeyLines.of(np.array([3, 90, 91]), np.array([70]))
 
 
 def problem(past, n, heads=3, dtype=torch.float32, dim=8):
@@ -126,7 +126,7 @@ def test_a_sentence_that_stands_twice_sees_itself():
     # Of head 2 forty queries are turned to as many keys, ten of these in the next block of keys.
     q[0, 2, 200:240] = 4 * k[0, 1, 290:330]
     chunk = Chunk(q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:], 0.5, None)
-    chosen = Blocks(np.ones((8, 24), bool))
+    chosen = KeyBlocks(np.ones((8, 24), bool))
     keys = [LINES, chosen, LINES, LINES]
     found = with_matched_blocks(chunk, keys, 2)
     assert found[1] is chosen

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 import hetero_kv
 from gpu_ops.attention import chunk_attention
 from hetero_kv import operators
-from hetero_kv.adapter.footprint import BytesPerToken, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import BytesPerToken, FootprintTerm, LayerFootprint, MemoryShare, register
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.chat.answer import Answer, Statistics
@@ -38,8 +38,8 @@ from hetero_kv.rules.injection import eject, inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.settings.setting import Settings, setting
 
-NOTES = register(Term("notes", "notes beside the blocks", in_dram=True))
-PAIRS = register(Term("pairs", "pairs of a key and a value"))
+NOTES = register(FootprintTerm("notes", "notes beside the blocks", in_dram=True))
+PAIRS = register(FootprintTerm("pairs", "pairs of a key and a value"))
 PAIRS_KEPT = statistics.register(Statistic("pairs_kept", "pairs", "pairs of a key and a value that are kept"))
 NOTE_BYTES = 5
 
@@ -59,9 +59,9 @@ class PairFootprint(LayerFootprint):
     def place(self) -> str:
         return f"in pairs, with room for {self.spare} more"
 
-    def shares(self, demand) -> Iterator[Share]:
-        yield Share(NOTES, demand.sequences * demand.tokens * NOTE_BYTES)
-        yield Share(PAIRS, demand.sequences * self.kv_bytes(demand.tokens + self.spare, demand))
+    def shares(self, demand) -> Iterator[MemoryShare]:
+        yield MemoryShare(NOTES, demand.sequences * demand.tokens * NOTE_BYTES)
+        yield MemoryShare(PAIRS, demand.sequences * self.kv_bytes(demand.tokens + self.spare, demand))
 
 
 class PairLayer(FamilyLayer):
@@ -251,7 +251,7 @@ def test_the_plan_has_the_familys_terms(command):
 def test_a_term_has_one_meaning():
     assert register(PAIRS) is PAIRS
     with pytest.raises(HeteroKVError, match="'pairs' of a footprint is registered already"):
-        register(Term("pairs", "something else"))
+        register(FootprintTerm("pairs", "something else"))
     with pytest.raises(HeteroKVError, match="'pairs_kept' is registered already"):
         statistics.register(Statistic("pairs_kept", "pairs", "something else"))
 

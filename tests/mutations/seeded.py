@@ -173,7 +173,7 @@ MUTATIONS = (
     Mutation(
         "a forward that fails is not undone",
         "hetero_kv/engine/rollback.py",
-        "        completed(go_back)",
+        "        run_to_completion(go_back)",
         "        pass",
         # Retrieval by bounds changes nothing before a forward's end.
         (f"{_FORWARDS}[entries]",),

@@ -83,7 +83,7 @@ SINGLE_TOKENS = (
     Mutation(
         "what is learned of a short prompt supports every long one behind it",
         "hetero_kv/families/token_retrieval/choosers/chooser.py",
-        "return tokens >= LEARNED_ANEW * learned",
+        "return tokens >= RELEARN_FACTOR * learned",
         "return False",
         ("tests/operators/test_token_retrieval.py::test_a_long_prompt_behind_a_short_one_is_learned_from",),
     ),

@@ -16,7 +16,7 @@ from small_recipes import RECIPES, injected, new_cache, small_recipe
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.adapter import captured_steps, captures, foreign
+from hetero_kv.adapter import capture_state, captured_steps, foreign
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.rules.rule_file import parse_rules
 
@@ -238,8 +238,8 @@ def behind_mlp(llama, monkeypatch):
 @pytest.fixture
 def crowded(gpu, llama, monkeypatch, behind_mlp):
     """Lets memory run out in captures for as long as it `holds` it, and counts the `tries`."""
-    monkeypatch.setattr(captures, "_RESTING", 2)
-    monkeypatch.setattr(captures, "_LONGER", 1)
+    monkeypatch.setattr(capture_state, "_RESTING", 2)
+    monkeypatch.setattr(capture_state, "_LONGER", 1)
     found = SimpleNamespace(holds=True, tries=0)
 
     def greedy(module, args, output):
@@ -286,7 +286,7 @@ def test_graphs_that_are_asked_for_are_refused_once_memory_was_looked_for_in_vai
 
 
 def test_memory_is_looked_for_less_and_less_often():
-    report = captures.Captures()
+    report = capture_state.CaptureState()
     behind = []
     for _ in range(3):
         report.run_out()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import simulated_cuda
 
-from gpu_ops.graph_segments import Segments
+from gpu_ops.graph_segments import GraphSegments
 from gpu_ops.merge import merge_attention
 from simulated_cuda import Launch, SimulatedCudaError
 
@@ -23,7 +23,7 @@ def gpu():
 
 def captured(work):
     """Segments of one, and what `work` gave while it was captured."""
-    segments = Segments(torch.device("cuda", 0))
+    segments = GraphSegments(torch.device("cuda", 0))
     with segments.captured():
         made = work()
     return segments, made
@@ -50,7 +50,7 @@ def test_nothing_runs_while_it_is_captured_and_all_of_it_when_it_is_launched(gpu
 
 def test_work_between_two_segments_sees_the_one_and_is_seen_by_the_other(gpu):
     ours, out = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
-    segments = Segments(torch.device("cuda", 0))
+    segments = GraphSegments(torch.device("cuda", 0))
     with segments.captured():
         first = ours + 1
         residual = first * 10
@@ -132,7 +132,7 @@ def test_an_interrupt_while_a_capture_begins_ends_it(gpu, monkeypatch, segment, 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", interrupted)
-    ours, segments = torch.ones(4, device="cuda"), Segments(torch.device("cuda", 0))
+    ours, segments = torch.ones(4, device="cuda"), GraphSegments(torch.device("cuda", 0))
     with pytest.raises(KeyboardInterrupt):
         capture_in_two(segments, lambda: ours.add_(1))
     assert not torch.cuda.is_current_stream_capturing()
@@ -141,7 +141,7 @@ def test_an_interrupt_while_a_capture_begins_ends_it(gpu, monkeypatch, segment, 
 
 
 def test_a_capture_that_fails_is_over_for_the_allocator_and_the_generator_too(gpu):
-    segments, ours = Segments(torch.device("cuda", 0)), torch.ones(4, device="cuda")
+    segments, ours = GraphSegments(torch.device("cuda", 0)), torch.ones(4, device="cuda")
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), segments.captured():
         ours.sum().item()
     assert not gpu.memory.underway

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register, sums_share
+from hetero_kv.adapter.footprint import FootprintTerm, LayerFootprint, MemoryDemand, MemoryShare, register, sums_share
 from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.families.bounded.eviction import EvictionPolicy
 
-ENTRIES = register(Term("entries", "entries that eviction policies keep"))
+ENTRIES = register(FootprintTerm("entries", "entries that eviction policies keep"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,6 @@ class BoundedFootprint(LayerFootprint):
         rotated = kept // 2 if self.policy.reindexed else 0
         return 2 * kept + max(new, 2 * SLACK + rotated)
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
-        yield Share(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
+        yield MemoryShare(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))
         yield sums_share(demand.chunk_tokens, demand.tokens, self.shape, demand)

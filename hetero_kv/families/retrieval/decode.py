@@ -17,7 +17,7 @@ from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.read_bytes import Reading, SelectionStatistics
+from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
@@ -54,7 +54,7 @@ class RetrievalDecode(RetrievalPrefill):
             assert layer.pool is not None
             group = call.q.shape[1] // call.k.shape[1]
             native = self._bound_step(layer.pool, blocks.lengths, group, softcapped, dtype)
-            layer.token_step, layer.reading = native, Reading.of(layer.pool, layer.window)
+            layer.token_step, layer.reading = native, ReadSizes.of(layer.pool, layer.window)
         return native
 
     def _attend_natively(

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpu_ops.int4_key_scores import bytes_of_block
-from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register, sums_share
+from hetero_kv.adapter.footprint import (
+    BytesPerToken,
+    FootprintTerm,
+    LayerFootprint,
+    MemoryDemand,
+    MemoryShare,
+    register,
+    sums_share,
+)
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
@@ -15,8 +23,8 @@ from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.store.storage import FP16, StorageType
 
-WINDOWS = register(Term("windows", "Initial and Local of every layer"))
-WRITE_OUT = register(Term("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
+WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
+WRITE_OUT = register(FootprintTerm("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
 
 _FLOAT_BYTES = 4
 # Float32 attention that a key received.
@@ -54,11 +62,11 @@ def bytes_per_token(
     )
 
 
-def write_out_share(stored: BytesPerToken, numbers: int, demand: Demand) -> Share:
+def write_out_share(stored: BytesPerToken, numbers: int, demand: MemoryDemand) -> MemoryShare:
     """Two pieces of a prompt in stored form, and the `numbers` float32 per token that one piece is encoded from."""
     tokens = demand.batch * min(PIECE_TOKENS, demand.chunk_tokens, demand.tokens)
     of_token = 2 * (stored.keys + stored.values + stored.representatives) + _FLOAT_BYTES * numbers
-    return Share(WRITE_OUT, math.ceil(tokens * of_token), common=True)
+    return MemoryShare(WRITE_OUT, math.ceil(tokens * of_token), common=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +109,10 @@ class PagedFootprint(LayerFootprint):
     def prefills_whole(self) -> bool:
         return True
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.on_gpu:
-            yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
+            yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)

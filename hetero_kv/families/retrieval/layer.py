@@ -30,7 +30,7 @@ from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
-from hetero_kv.families.retrieval.read_bytes import Reading
+from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
 from hetero_kv.store.pool import BlockPool
@@ -70,7 +70,7 @@ class RetrievalLayer(AccumulatingLayer):
         #: The native call that decodes a token, bound to the pool.
         self.token_step: RetrievalStep | EstimatingStep | None = None
         #: How many bytes `token_step` reads.
-        self.reading: Reading | None = None
+        self.reading: ReadSizes | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)

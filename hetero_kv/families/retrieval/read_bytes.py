@@ -33,7 +33,7 @@ class SelectionStatistics(NamedTuple):
     whole: float | None = None
 
 
-class Reading(NamedTuple):
+class ReadSizes(NamedTuple):
     """The sizes of what a step can read from a layer's pool, in bytes of all kv heads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
     value_mean: int
 
     @classmethod
-    def of(cls, pool: BlockPool, window: DeviceWindow | None) -> Reading:
+    def of(cls, pool: BlockPool, window: DeviceWindow | None) -> ReadSizes:
         """The sizes for this pool, with attention sink and recent window in `window`, if any."""
         coarse = pool.keys if pool.key_codes is None else pool.key_codes
         differs_from = _of_block(pool.key_offsets)

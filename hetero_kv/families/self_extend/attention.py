@@ -16,7 +16,7 @@ from torch import nn
 from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.footprint import Demand, Share
+from hetero_kv.adapter.footprint import MemoryDemand, MemoryShare
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.rope_capture import RopeCapture
 from hetero_kv.adapter.rotary_probe import require_constant_rotation
@@ -171,7 +171,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
 class _GroupedFootprint(PagedFootprint):
     """Blocks in DRAM; Initial and Local on the compute device, with two copies of the keys."""
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from (share for share in super().shares(demand) if share.term is not WINDOWS)
         keys = self.device_window * self.shape.kv_heads * self.shape.k_dim * demand.element
-        yield Share(WINDOWS, demand.sequences * (self.kv_bytes(self.device_window, demand) + keys))
+        yield MemoryShare(WINDOWS, demand.sequences * (self.kv_bytes(self.device_window, demand) + keys))

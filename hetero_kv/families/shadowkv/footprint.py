@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_kv.adapter import rotary_table
-from hetero_kv.adapter.footprint import FOLLOWING, BytesPerToken, Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import (
+    FOLLOWING,
+    BytesPerToken,
+    FootprintTerm,
+    LayerFootprint,
+    MemoryDemand,
+    MemoryShare,
+    register,
+)
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.footprint import write_out_share
 from hetero_kv.families.shadowkv import key_factors, landmarks
@@ -14,8 +22,8 @@ from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.layout import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
-PARKED = register(Term("parked", "low-rank keys that a turn may go back to (turns)", in_dram=True))
-LOW_RANK = register(Term("low_rank", "low-rank keys, landmarks and exact chunks"))
+PARKED = register(FootprintTerm("parked", "low-rank keys that a turn may go back to (turns)", in_dram=True))
+LOW_RANK = register(FootprintTerm("low_rank", "low-rank keys, landmarks and exact chunks"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +58,20 @@ class LowRankFootprint(LayerFootprint):
     def prefills_whole(self) -> bool:
         return True
 
-    def shares(self, demand: Demand) -> Iterator[Share]:
+    def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from self.block_shares(self.context(demand.tokens), demand)
-        yield Share(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
+        yield MemoryShare(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
         # All layers and rows share one table of rotations.
-        yield Share(LOW_RANK, demand.caches * demand.element * self.rotary(demand.tokens), common=True)
+        yield MemoryShare(LOW_RANK, demand.caches * demand.element * self.rotary(demand.tokens), common=True)
         if demand.forward_tokens < demand.tokens:
             # All of a prompt is buffered exactly until its last stride has arrived.
-            yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
+            yield MemoryShare(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 
-        yield Share(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
+        yield MemoryShare(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
         if demand.on_gpu:
             if self.settings.refactor_above < 1:
                 parked = self.context(demand.tokens) * self.settings.most_rank
-                yield Share(PARKED, demand.batch * demand.element * parked)
+                yield MemoryShare(PARKED, demand.batch * demand.element * parked)
             yield write_out_share(self.stored, self.shape.kv_heads * self.shape.v_dim, demand)
 
     def factoring(self, tokens: int) -> int:

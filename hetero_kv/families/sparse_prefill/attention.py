@@ -14,7 +14,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
+from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
@@ -97,7 +97,7 @@ class PromptAttention:
         self._count(chunk, float(tokens.mean()))
         return out, lse
 
-    def _keys_of(self, chunk: Chunk, length: int) -> list[Lines | Blocks]:
+    def _keys_of(self, chunk: Chunk, length: int) -> list[KeyLines | KeyBlocks]:
         settings = self._settings
         if settings.prefill == "flexprefill":
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)

@@ -10,7 +10,7 @@ import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from gpu_ops.chosen_keys import block_means, chosen_attention
-from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines, runs_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class Chunk:
         )
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
-    def attention(self, heads: list[Lines | Blocks], whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    def attention(
+        self, heads: list[KeyLines | KeyBlocks], whole: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """Attention to the keys in `heads`, which lists those of each row's heads in turn.
 
         whole: see `runs_of`.

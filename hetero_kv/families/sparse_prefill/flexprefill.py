@@ -10,18 +10,18 @@ import torch
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
-from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
+from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 
 # The paper's threshold for the square root of the Jensen-Shannon divergence.
 _NEAR = 0.1
 
 
-def keys_of(chunk: Chunk, mass: float, least: int) -> list[Lines | Blocks]:
+def keys_of(chunk: Chunk, mass: float, least: int) -> list[KeyLines | KeyBlocks]:
     """For all rows and heads, keys with the estimated share `mass` of the attention, at least `least` tokens."""
     return [_keys(view, mass, least) for view in views(chunk)]
 
 
-def _keys(view: HeadView, mass: float, least: int) -> Lines | Blocks:
+def _keys(view: HeadView, mass: float, least: int) -> KeyLines | KeyBlocks:
     if estimate_distance(view) < _NEAR:
         return blocks_of_mass(view.block_scores(), mass, least)
     return view.lines_of_mass(mass, least)
@@ -48,7 +48,7 @@ def _jensen_shannon(a: np.ndarray, b: np.ndarray) -> float:
     )  # fmt: skip
 
 
-def blocks_of_mass(scores: torch.Tensor, mass: float, least: int) -> Blocks:
+def blocks_of_mass(scores: torch.Tensor, mass: float, least: int) -> KeyBlocks:
     """For each query block, the fewest key blocks whose softmax reaches `mass`; always includes the sink's block.
 
     scores: [query blocks, key blocks] float32.
@@ -61,4 +61,4 @@ def blocks_of_mass(scores: torch.Tensor, mass: float, least: int) -> Blocks:
     taken[:, : max(1, -(-least // QUERY_BLOCK))] = True
     chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, order, taken)
     chosen[:, 0] = True
-    return Blocks(chosen.numpy())
+    return KeyBlocks(chosen.numpy())

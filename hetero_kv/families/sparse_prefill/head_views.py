@@ -13,7 +13,7 @@ from cpu_ops.qk_tile import QUERY_COLUMNS
 from cpu_ops.vertical_slash_scores import distances_within
 from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.key_lists import ALWAYS_NEAR, Blocks, Lines, runs_of
+from hetero_kv.families.sparse_prefill.key_lists import ALWAYS_NEAR, KeyBlocks, KeyLines, runs_of
 
 #: Last queries of a chunk from which tokens and distances are chosen.
 LAST_QUERIES = QUERY_COLUMNS
@@ -63,13 +63,13 @@ class HeadView:
         """The last queries' attention summed by token and by distance, [tokens] float32 each."""
         return self._last.sums(self.head)
 
-    def lines_within(self, tokens: int, band_tokens: int) -> Lines:
+    def lines_within(self, tokens: int, band_tokens: int) -> KeyLines:
         """The `tokens` best tokens, and the best distances, by which a query block sees `band_tokens` tokens."""
         by_token, by_distance = self.sums
         ranked = _ranked(by_distance, band_tokens)
-        return Lines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
+        return KeyLines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
 
-    def lines_of_mass(self, mass: float, least: int) -> Lines:
+    def lines_of_mass(self, mass: float, least: int) -> KeyLines:
         """The fewest tokens, and the fewest distances, each with this share of the last queries' attention.
 
         least: the minimum number of tokens, and of tokens that a query block sees by its distances. The latter matters
@@ -77,7 +77,7 @@ class HeadView:
         """
         by_token, by_distance = self.sums
         seen = distances_within(_ranked(by_distance, least), QUERY_BLOCK, ALWAYS_NEAR, least)
-        return Lines.of(_fewest(by_token, mass, least), np.union1d(_fewest(by_distance, mass), seen))
+        return KeyLines.of(_fewest(by_token, mass, least), np.union1d(_fewest(by_distance, mass), seen))
 
     @property
     def key_means(self) -> torch.Tensor:
@@ -111,7 +111,7 @@ def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView
     return found
 
 
-def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int) -> list[Lines | Blocks]:
+def with_matched_blocks(chunk: Chunk, keys: Sequence[KeyLines | KeyBlocks], count: int) -> list[KeyLines | KeyBlocks]:
     """Add `count` key blocks for each query block to the heads whose keys are lines.
 
     `keys` lists all rows' heads in turn. The added blocks best match some queries of the query block, among those that
@@ -123,7 +123,7 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
         for kv_head in range(chunk.k.shape[1]):
             those = [
                 head for head in range(heads)
-                if chunk.kv_head(head) == kv_head and isinstance(found[first + head], Lines)
+                if chunk.kv_head(head) == kv_head and isinstance(found[first + head], KeyLines)
             ]  # fmt: skip
             if not those:
                 continue
@@ -139,7 +139,7 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
             )  # fmt: skip
             for head, blocks in zip(those, matched, strict=True):
                 lines = found[first + head]
-                assert isinstance(lines, Lines)
+                assert isinstance(lines, KeyLines)
                 found[first + head] = replace(lines, blocks=blocks)
     return found
 

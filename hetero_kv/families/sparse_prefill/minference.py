@@ -12,7 +12,7 @@ import torch
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views, with_matched_blocks
-from hetero_kv.families.sparse_prefill.key_lists import Blocks, Lines
+from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
@@ -41,10 +41,10 @@ class Pattern:
     first: int
     rest: int
 
-    def keys(self, view: HeadView) -> Lines | Blocks:
+    def keys(self, view: HeadView) -> KeyLines | KeyBlocks:
         """The keys of one row and head."""
         if self.kind == "a_shape":
-            return Lines.of(np.arange(self.first), np.arange(self.rest))
+            return KeyLines.of(np.arange(self.first), np.arange(self.rest))
         if self.kind == "vertical_slash":
             return view.lines_within(self.first, self.rest)
         scores = view.block_scores()
@@ -52,7 +52,7 @@ class Pattern:
         best = scores.topk(count, dim=1).indices
         chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, value=True)
         chosen[:, 0] = True
-        return Blocks(chosen.numpy())
+        return KeyBlocks(chosen.numpy())
 
 
 def candidates(budget: int) -> list[Pattern]:
@@ -69,7 +69,7 @@ def candidates(budget: int) -> list[Pattern]:
     return found
 
 
-def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list[Lines | Blocks]:
+def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list[KeyLines | KeyBlocks]:
     """The keys of all rows and heads under the heads' patterns.
 
     matches: key blocks that a query block gets in addition, if its pattern is not block-sparse: those that it matches

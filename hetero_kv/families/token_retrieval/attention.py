@@ -29,7 +29,7 @@ from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers import ContextAttention, TokenQuery, TokenSettings
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, ChosenTokens
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, ChosenTokens
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
@@ -262,7 +262,7 @@ class TokenRetrievalAttention(ExactPrefill):
             q[:, None], pool.key_array, pool.value_array, table[None], counts, lengths, 1.0, softcap,
             key_offsets=pool.offset_array,
         )  # fmt: skip
-        known = NOTHING_KNOWN if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_KNOWN)
+        known = NOTHING_LEARNED if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_LEARNED)
         query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
         _, lse = query.attend_blocks(query.other_blocks)
         if self.chooser is not None:

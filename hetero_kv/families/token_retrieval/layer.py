@@ -13,9 +13,9 @@ from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.read_bytes import Reading, SelectionStatistics
+from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
 from hetero_kv.families.retrieval.state import RetrievalState
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, Chooser, LearnedState
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.store.pool_arrays import AuxiliaryArray
@@ -46,7 +46,7 @@ class TokenState(RetrievalState):
         tokens: Context tokens that a kv head attended to, per step.
     """
 
-    known: Known = field(default_factory=dict)
+    known: LearnedState = field(default_factory=dict)
     learned: int = 0
     query_length: int = 0
     tokens: Tally = NO_NUMBERS
@@ -102,7 +102,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         """
         if self.reading is None:
             assert self.pool is not None
-            self.reading = Reading.of(self.pool, self.window)
+            self.reading = ReadSizes.of(self.pool, self.window)
         reading = self.reading
         around = reading.of_step(length, context, SelectionStatistics(0))
         # The offset of a block is read again for each scattered token of another block.
@@ -141,7 +141,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         """Void what was learned, and with it the derived arrays of all blocks."""
         if self.state.known:
             self.group.finalized[self.layout] = 0
-            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0, query_length=0)
+            self.state = replace(self.state, known=NOTHING_LEARNED, learned=0, query_length=0)
 
     def saved(self) -> SavedPart:
         part = super().saved()

@@ -15,7 +15,7 @@ from hetero_kv.families.token_retrieval.choosers.settings import BudgetedSetting
 B = TypeVar("B", bound=BudgetedSettings)
 
 
-class Coarse(NamedTuple):
+class CoarseScores(NamedTuple):
     """Approximate scores of a step.
 
     Attributes:
@@ -35,7 +35,7 @@ class BestTokens(Chooser[B], Generic[B]):
     choosing = frozenset(("token_budget",))
 
     @abstractmethod
-    def coarse(self, query: TokenQuery) -> Coarse:
+    def coarse(self, query: TokenQuery) -> CoarseScores:
         """Returns approximate scores of the Context's tokens."""
 
     def attend(self, query: TokenQuery) -> ContextAttention:
@@ -54,7 +54,7 @@ class BestTokens(Chooser[B], Generic[B]):
     def completed(
         self,
         query: TokenQuery,
-        coarse: Coarse,
+        coarse: CoarseScores,
         chosen: torch.Tensor,
         attended: TokenAttention,
         answer: ContextAttention,

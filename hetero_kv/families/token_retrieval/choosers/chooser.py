@@ -20,10 +20,10 @@ from hetero_kv.store.storage import StorageType
 S = TypeVar("S", bound=TokenSettings)
 
 #: What a chooser has learned about the sequences of a batch: [rows, ...] tensors on the CPU; replaced, never modified.
-Known = Mapping[str, torch.Tensor]
-NOTHING_KNOWN: Known = {}
+LearnedState = Mapping[str, torch.Tensor]
+NOTHING_LEARNED: LearnedState = {}
 #: A prompt of at least this many times the learned tokens makes the chooser learn again.
-LEARNED_ANEW = 4
+RELEARN_FACTOR = 4
 
 
 class TokenAttention(NamedTuple):
@@ -97,7 +97,7 @@ class TokenQuery(NamedTuple):
     scale: float
     softcap: float
     outside_lse: torch.Tensor
-    known: Known
+    known: LearnedState
     threads: int
     ahead: ChosenTokens | None = None
 
@@ -161,7 +161,7 @@ class Chooser(ABC, Generic[S]):
     """Chooses among the Context's tokens at decode, and defines the arrays kept per block for that.
 
     An instance belongs to one layer of a model and has no state of any sequence. That is in the pool's arrays
-    (`arrays`) and in `Known`, which the layer passes in.
+    (`arrays`) and in `LearnedState`, which the layer passes in.
     """
 
     #: Whether `finalize` learns something about the sequence and derives block arrays from it.
@@ -183,7 +183,7 @@ class Chooser(ABC, Generic[S]):
         """The arrays that it keeps per block and kv head, by name."""
 
     @abstractmethod
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         """Derive the arrays of blocks [first, end) of every row, which are full and enter the Context.
 
         tables: [rows, blocks] int32, block ids of each row. Returns what is known afterwards.
@@ -199,12 +199,12 @@ class Chooser(ABC, Generic[S]):
         """Number of last queries of a prompt that `learned` receives; 0 for none."""
         return 0
 
-    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> LearnedState:
         """What is known after a prompt, before `finalize` is first called with the same blocks.
 
         queries: the prompt's last ones, [rows, heads, n, k_dim] float32.
         """
-        return NOTHING_KNOWN
+        return NOTHING_LEARNED
 
     def choose(self, query: TokenQuery) -> ChosenTokens:
         """Choose tokens for a query that may be a guess; the newest token's key may not be stored yet."""
@@ -226,14 +226,14 @@ class Chooser(ABC, Generic[S]):
     choosing: ClassVar[frozenset[str]] = frozenset()
 
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
-        """The entries of `Known` per row: name -> (shape, None for any extent; dtype)."""
+        """The entries of `LearnedState` per row: name -> (shape, None for any extent; dtype)."""
         return {}
 
     def is_outgrown(self, learned: int, tokens: int) -> bool:
         """Whether a prompt that brings the sequence to `tokens` tokens replaces what `learned` tokens have taught."""
-        return tokens >= LEARNED_ANEW * learned
+        return tokens >= RELEARN_FACTOR * learned
 
-    def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
+    def kept_until(self, known: LearnedState, learned: int, full: int, context_end: int) -> int:
         """The number of first blocks whose derived arrays stay valid when all but the first `full` blocks are removed.
 
         known: was learned from the first `learned` blocks. context_end: the block at which the Context now ends, at

@@ -15,7 +15,7 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
     Chooser,
     ChosenTokens,
     ContextAttention,
-    Known,
+    LearnedState,
     TokenQuery,
     every_index,
 )
@@ -87,11 +87,11 @@ class InfiniGen(Chooser[InfiniGenSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
 
-    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> LearnedState:
         by_kv_head = queries.unflatten(1, (pool.keys.shape[1], -1)).flatten(2, 3)
         return self._skewed(pool, tables, first, end, by_kv_head)
 
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         if not known:
             # A Context that grows during an answer has no prompt's queries: its keys replace them.
             keys = torch.stack([pool.decoded_keys(torch.from_numpy(ids[first:end].astype(np.int64))) for ids in tables])
@@ -100,7 +100,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         keep_components(pool, "partial_keys", storage, tables, first, end, known["basis"])
         return known
 
-    def _skewed(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+    def _skewed(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> LearnedState:
         """The basis of each kv head, from queries [rows, kv_heads, n, k_dim] and the keys of blocks [first, end)."""
         bases = []
         for table, of_row in zip(tables, queries, strict=True):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
-from hetero_kv.families.token_retrieval.choosers.chooser import Known, TokenQuery
+from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, CoarseScores
+from hetero_kv.families.token_retrieval.choosers.chooser import LearnedState, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
@@ -66,7 +66,7 @@ class Loki(BestTokens[LokiSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
 
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         if not known:
             bases = [principal_components(keys_in_parts(pool, table, first, end)) for table in tables]
             known = {"basis": torch.stack(bases)[..., : self._components(bases[0].shape[2])].contiguous()}
@@ -74,12 +74,12 @@ class Loki(BestTokens[LokiSettings]):
         keep_components(pool, "key_components", storage, tables, first, end, known["basis"])
         return known
 
-    def coarse(self, query: TokenQuery) -> Coarse:
+    def coarse(self, query: TokenQuery) -> CoarseScores:
         q = torch.from_numpy(query.q) @ query.known["basis"]
         scores, read = scores_by_components(query, "key_components", q)
         # Scores from a part of the components lack what all keys have in common. They are comparable only among
         # themselves.
-        return Coarse(scores, torch.full(q.shape[:3], -torch.inf), read)
+        return CoarseScores(scores, torch.full(q.shape[:3], -torch.inf), read)
 
     def _components(self, k_dim: int) -> int:
         return part_of(self.settings.key_components, k_dim)

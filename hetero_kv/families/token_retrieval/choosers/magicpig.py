@@ -12,7 +12,7 @@ import torch
 from cpu_ops.hash_collisions import collisions
 from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, Known, TokenQuery
+from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, LearnedState, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
@@ -69,7 +69,7 @@ class MagicPIG(Chooser[MagicPIGSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"centre": ((shape.kv_heads, shape.k_dim), torch.float32)}
 
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         if not known:
             known = {"centre": torch.stack([_centre(pool, table, first, end) for table in tables])}
         for table, centre in zip(tables, known["centre"], strict=True):

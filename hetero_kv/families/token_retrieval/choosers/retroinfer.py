@@ -13,7 +13,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import (
     Chooser,
     ContextAttention,
-    Known,
+    LearnedState,
     TokenAttention,
     TokenQuery,
     encoded,
@@ -99,11 +99,11 @@ class RetroInfer(Chooser[RetroInferSettings]):
         # New tokens form new clusters; earlier ones stay.
         return False
 
-    def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
+    def kept_until(self, known: LearnedState, learned: int, full: int, context_end: int) -> int:
         # A cluster has tokens from all blocks of its segment, so only whole segments within the Context stay valid.
         return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= context_end), default=0)
 
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         size = max(1, self.settings.segment_tokens // self.settings.block_size)
         ends = [*range(first + size, end, size), end]
         for table in tables:

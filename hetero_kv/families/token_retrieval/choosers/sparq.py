@@ -10,10 +10,10 @@ import torch
 
 from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
+from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, CoarseScores
 from hetero_kv.families.token_retrieval.choosers.chooser import (
     ContextAttention,
-    Known,
+    LearnedState,
     TokenAttention,
     TokenQuery,
     encoded,
@@ -71,7 +71,7 @@ class SparQ(BestTokens[SparQSettings]):
         columns = AuxiliaryArray((shape.k_dim,), self.settings.block_size, storage)
         return {"key_columns": columns, "value_means": AuxiliaryArray((), shape.v_dim, FP32)}
 
-    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+    def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         storage = self.settings.key_storage.for_representatives
         for table in tables:
             for start in range(first, end, _AT_ONCE):
@@ -81,7 +81,7 @@ class SparQ(BestTokens[SparQSettings]):
                 pool.auxiliary["value_means"][ids] = pool.value_storage.decode(pool.values[ids]).float().mean(dim=2)
         return known
 
-    def coarse(self, query: TokenQuery) -> Coarse:
+    def coarse(self, query: TokenQuery) -> CoarseScores:
         q, columns = torch.from_numpy(query.q), query.pool.auxiliary_kernel_arrays["key_columns"]
         r = part_of(self.settings.query_components, q.shape[3])
         # The query heads of a kv head use the same components, because they read the same keys.
@@ -99,12 +99,12 @@ class SparQ(BestTokens[SparQSettings]):
         # For tokens outside the Context whole keys are read.
         whole = query.other_blocks.shape[1] * query.pool.keys[0].nbytes
         read = query.tokens * q.shape[1] * r * columns.itemsize + whole
-        return Coarse(query.capped(torch.from_numpy(products)), outside_lse, read)
+        return CoarseScores(query.capped(torch.from_numpy(products)), outside_lse, read)
 
     def completed(
         self,
         query: TokenQuery,
-        coarse: Coarse,
+        coarse: CoarseScores,
         chosen: torch.Tensor,
         attended: TokenAttention,
         answer: ContextAttention,

@@ -7,7 +7,7 @@ import threading
 from hetero_kv.engine.errors import CacheInUseError
 
 
-class OneThread:
+class ExclusiveUse:
     """A reentrant context for one thread at a time; any other thread is refused.
 
     Attributes:

@@ -10,7 +10,7 @@ _OFF, _ON, _WAITING = "off", "on", "not yet"
 _TRIES, _RESTING, _LONGER = 4, 16, 4
 
 
-class Captures:
+class CaptureState:
     """Whether a model's tokens are to be captured, and the outcome.
 
     Args:
