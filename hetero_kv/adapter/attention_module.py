@@ -1,4 +1,4 @@
-"""What an attention module, or the config of its model, says about its attention."""
+"""Properties of an attention module and of its model's config: layer index, interface, sliding window."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
-# States of the native path: not tried yet; or the layer has foreign parts, which is checked again at each prompt.
+# States of the fused decode layer: not tried yet; or the layer has foreign parts, which is checked again at each
+# prompt.
 _UNTRIED, _FOREIGN = object(), object()
 # Attributes of an attention module that it passes to its attention function.
 _CALLED_WITH = "scaling", "sliding_window"
@@ -56,7 +57,7 @@ class ChunkedDecoderLayer(Operator):
         # Both paths are tried before the first token and the first prompt: weights are loaded after rules are injected.
         self._native: Any = _UNTRIED
         self._short: FusedPrefillLayer | None = None
-        #: The modules and settings with which the short path was tried.
+        #: The modules and settings with which the fused prefill layer was tried.
         self._tried_with: list[Any] | None = None
 
     @classmethod
@@ -64,7 +65,7 @@ class ChunkedDecoderLayer(Operator):
         _mixer_of(path, module)
 
     def compile_own_kernels(self) -> None:
-        """Try the native path of a token and the short path of a prompt, which compiles both."""
+        """Try the fused decode and prefill layers, which compiles both."""
         if self._is_replaced:
             self._fused_decode()
             self._fused_prefill()
@@ -131,7 +132,7 @@ class ChunkedDecoderLayer(Operator):
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _fused_decode(self) -> FusedDecodeLayer | None:
-        """The native path of a token; None where the layer, in its present state, has none that is equivalent."""
+        """The fused decode layer; None if the layer, in its present state, has no equivalent one."""
         native = self._native
         if native is _UNTRIED or (isinstance(native, FusedDecodeLayer) and not native.is_current):
             is_theirs = not is_plain(self.wrapped)
@@ -139,7 +140,7 @@ class ChunkedDecoderLayer(Operator):
         return None if native is _FOREIGN else native
 
     def _fused_prefill(self) -> FusedPrefillLayer | None:
-        """The short path of prompts; None where the layer, in its present state, has none that is equivalent."""
+        """The fused prefill layer; None if the layer, in its present state, has no equivalent one."""
         if not is_plain_but_for_projections(self.wrapped):
             return None
         attention: Any = self.attention.wrapped

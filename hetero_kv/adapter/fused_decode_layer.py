@@ -1,4 +1,4 @@
-"""The native path of a decoded token through a decoder layer of Llama's form: two native calls.
+"""The fused decode step of a decoder layer of Llama's form: two native calls per token.
 
 Such a layer (RMSNorm, quantized projections, rotation of both halves, gated MLP) takes some fifty small torch calls per
 token around its attention. If all its weights are quantized, `cpu_ops.fused_decode_layer` computes the same in two
@@ -50,7 +50,7 @@ _TRIED_ROWS = 2
 
 
 class FusedDecodeLayer:
-    """The native path of one decoder layer.
+    """The fused decode step of one decoder layer.
 
     Args:
         layer: the decoder layer, its attention replaced by `operator`.
@@ -95,7 +95,7 @@ class FusedDecodeLayer:
 
     @classmethod
     def of(cls, layer: Any, operator: Any) -> FusedDecodeLayer | None:
-        """The native path of a plain decoder layer; None when the layer has another form, or the outputs differ."""
+        """The fused decode step of a plain decoder layer; None for another form, or if the outputs differ."""
         if not _has_form(layer, operator):
             return None
         path, dtype = cls(layer, operator), layer.input_layernorm.weight.dtype
@@ -200,7 +200,7 @@ _ROTATION = _Rotation()
 
 
 def _has_form(layer: Any, operator: Any) -> bool:
-    """Whether a decoder layer has the parts that the native path computes, with all weights quantized."""
+    """Whether a decoder layer has the parts that the fused decode step computes, with all weights quantized."""
     if not has_llama_form(layer, operator):
         return False
     attention = operator.wrapped

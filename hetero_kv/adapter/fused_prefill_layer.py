@@ -1,4 +1,4 @@
-"""The short path of a prompt chunk through a decoder layer of Llama's form: fewer passes over memory.
+"""The fused prompt chunk of a decoder layer of Llama's form: fewer passes over memory.
 
 Besides its matrix products, such a layer takes some 25 passes over a chunk's numbers: norms, rotations, the gate,
 residuals, each a torch call that reads and writes all of them. `cpu_ops.fused_prefill_layer` takes five, and rounds at
@@ -61,7 +61,7 @@ def is_plain_but_for_projections(layer: nn.Module) -> bool:
 
 
 class FusedPrefillLayer:
-    """The short path of one decoder layer.
+    """The fused prompt chunk of one decoder layer.
 
     Args:
         layer: the decoder layer, its attention replaced by `operator`.
@@ -81,7 +81,7 @@ class FusedPrefillLayer:
 
     @classmethod
     def of(cls, layer: Any, operator: Any) -> FusedPrefillLayer | None:
-        """The short path of a decoder layer; None when the layer has another form, or the outputs differ."""
+        """The fused prompt chunk of a decoder layer; None when the layer has another form, or the outputs differ."""
         if not has_llama_form(layer, operator):
             return None
         fast_path = cls(layer, operator)

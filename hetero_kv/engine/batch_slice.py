@@ -1,4 +1,4 @@
-"""What a call changes in a batch, and what a rollback returns to."""
+"""The part of a call that belongs to one equal-length group, and snapshots of a batch for rollbacks."""
 
 from __future__ import annotations
 

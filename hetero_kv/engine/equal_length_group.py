@@ -1,4 +1,4 @@
-"""A group: sequences of equal length that pass through the model together, with their layers."""
+"""An equal-length group: sequences of equal length that pass through the model together, with their layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers calls on a cache, answered for a batch of several equal-length groups."""
+"""transformers' cache interface, for a batch of several equal-length groups."""
 
 from __future__ import annotations
 
