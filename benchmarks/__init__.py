@@ -1,10 +1,10 @@
-"""What the project measures of itself and beside its peers, under the settings that its users have it under."""
+"""Benchmarks of the project against its goals and its peers, in the environment that users have."""
 
 import os
 from collections.abc import Mapping
 
 GIVEN_ENVIRONMENT: Mapping[str, str] = dict(os.environ)
-"""As this process was given it: for a peer's process, which what `cpu_ops` sets for our own kernels is not for."""
+"""The environment before `cpu_ops` changes it for this project's kernels; peers' processes run with it."""
 
-# Before anything loads torch, as hetero_kv does: which most benchmarks import first.
+# Import this before torch, as hetero_kv does; most benchmarks import hetero_kv first.
 import cpu_ops  # noqa: E402, F401

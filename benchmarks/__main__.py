@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark that needs no GPU, one after the other."""
+"""`make bench`: runs every benchmark that needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,30 +1,30 @@
-"""What endless streams through a fixed number of entries cost.
+"""The cost of endless streams through a fixed number of entries.
 
     python -m benchmarks.bounded_stream [--model smollm2-135m-instruct] [--recipes streaming_llm,cascade,...]
         [--lengths 8k,64k] [--repeats 3] [--steps 32] [--json FILE]
 
-Any recipe whose prompts pass in strides: `cascade`, or `cascade:stride=1024` with settings of its own. `k` is 1,024.
+Recipes are those with strided prefill: `cascade`, or `cascade:stride=1024` with settings. `k` is 1,024.
 
-Prefill: time per token of a whole prompt (random tokens) at every length, the longest against the shortest; and within
-the longest its last tokens against its first, as many of either as the shortest has. The first tokens find the cache
-empty and attend to less, so that a ratio somewhat above 1 is no cost that grows. The untouched model reads the shortest
-prompt in chunks, as a peer. `tova` keeps positions: beyond what a model was trained for its time means what the others'
-does, its text nothing.
+Prefill: the time per token of a prompt of random tokens at every length, and the ratio of the longest to the shortest;
+and within the longest, the ratio of its last tokens to its first, as many as the shortest has. The first tokens find an
+empty cache and attend to fewer entries, so a ratio slightly above 1 does not mean a growing cost. The untouched model
+prefills the shortest prompt in chunks, as a peer. `tova` keeps positions: beyond the model's trained length its time is
+valid, but its text is not.
 
-Shares of that time, and of a decoded token's when the budget is full, that are not the model's own work:
+Shares of that time, and of a decoded token's with a full budget, besides the model's own work:
 
-- update: `BoundedLayer.begin`, `extend` (new keys and values behind the entries, keys rotated to their positions in the
-  cache) and `evict_if_due` (the policy's choice of what stays, and taking it).
-- scores: `BoundedLayer.observe` (the policy's column sums of the attention, computed a second time for them).
-- logits: scoring tokens by their logits (`infinipot`, `sirllm`): for a prompt the head a second time, and entropies.
-- catalyst: `infinipot`'s runs of its catalyst, a forward of the model, with all that happens in it.
+- update: `BoundedLayer.begin`, `extend` (appends keys and values, and rotates keys to their positions in the cache) and
+  `evict_if_due` (the policy's choice, and the eviction).
+- scores: `BoundedLayer.observe` (the policy's column sums of the attention, for which it is computed again).
+- logits: scoring tokens by their logits (`infinipot`, `sirllm`): the head again for a prompt, and entropies.
+- catalyst: `infinipot`'s runs of its catalyst, a forward of the model with everything in it.
 
-Not among them: attention, the rotation of queries, and cutting the prompt. A decoded token is measured with a cache as
-full as the policy leaves it. A pot that is distilled when it is full is nearly so, and no distillation falls into the
-decoded tokens: it comes once in as many tokens as in a prompt, for the same time. The untouched model with as many
-tokens in its cache is the peer.
+Excluded are attention, the rotation of queries, and splitting the prompt. A decoded token is measured with a cache as
+full as the policy leaves it. A pot that is distilled when it is full is nearly full then, and no distillation is among
+the decoded tokens: it comes as often per token as in a prompt, and takes the same time. The peer is the untouched model
+with as many tokens in its cache.
 
-Whether such a stream stays readable is `hetero-kv eval --task perplexity --stride N`.
+`hetero-kv eval --task perplexity --stride N` measures the quality of such a stream.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from hetero_kv.models import load_model
 RECIPES = "streaming_llm,cascade,tova,infinipot,sirllm"
 UNTOUCHED = "untouched"
 PREFILL_CHUNK = 1024
-#: part -> the functions whose time it is.
+#: Part -> the functions whose time it includes.
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "update": [(BoundedLayer, "begin_turn"), (BoundedLayer, "extend"), (BoundedLayer, "evict_if_due")],
     "scores": [(BoundedLayer, "observe")],
@@ -65,7 +65,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 
 
 class StreamSubject:
-    """The model that all is measured on, with one recipe in it at a time."""
+    """The measured model, with one recipe injected at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, threads: int | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -73,7 +73,7 @@ class StreamSubject:
 
     @contextmanager
     def injected(self, spec: ConfigSpec | None) -> Iterator[None]:
-        """Within this context the recipe is in the model, nothing for None, and no gradients are kept."""
+        """Within this context the recipe is injected (none for None), and gradients are off."""
         if spec is not None:
             inject(self.model, spec.rules, command_line={**self.settings, **spec.settings})
         try:
@@ -84,9 +84,9 @@ class StreamSubject:
                 eject(self.model)
 
     def cache(self, spec: ConfigSpec | None, on_progress: Any = None) -> Any:
-        """A new cache for the recipe that is injected.
+        """A new cache for the injected recipe.
 
-        Raises HeteroKVError for a recipe with no bounded layers, or with prompts that do not pass in strides.
+        Raises HeteroKVError for a recipe without bounded layers or without strided prefill.
         """
         if spec is None:
             return DynamicCache(config=self.model.config)
@@ -96,23 +96,23 @@ class StreamSubject:
         return cache
 
     def fed(self, tokens: torch.Tensor, cache: Any, chunk: int) -> None:
-        """Read `tokens` [1, n], in chunks where the cache is transformers' own, and wait until it is done."""
+        """Run `tokens` [1, n] through the model, in chunks with transformers' cache, and wait until they are done."""
         for part in [tokens] if isinstance(cache, HeteroCache) else tokens.split(chunk, dim=1):
             self.model(part, past_key_values=cache, logits_to_keep=1)
         _wait()
 
     def random(self, count: int) -> torch.Tensor:
-        """[1, count] tokens, the same every time."""
+        """[1, count] random tokens, always the same."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.model.config.vocab_size, (1, count), generator=generator).to(self.model.device)
 
 
-class StridedPrefillFigures:
-    """A recipe's prefill of one prompt, from nothing, again and again.
+class StreamPrefill:
+    """A recipe's prefill of one prompt with an empty cache, which can be repeated.
 
     Attributes:
-        shares: of every time, the share of each of PARTS.
-        last_over_first: of every time, the time of the last `stretch` tokens relative to that of the first.
+        shares: per run, the share of each of PARTS.
+        last_over_first: per run, the time of the last `stretch` tokens relative to that of the first.
     """
 
     def __init__(self, subject: StreamSubject, spec: ConfigSpec | None, length: int, stretch: int) -> None:
@@ -142,22 +142,24 @@ class StridedPrefillFigures:
         return took / length
 
 
-class Decode:
-    """Tokens one by one behind a prompt that has filled the budget, again and again from the same state.
+class StreamDecode:
+    """Decoding after a prompt that has filled the budget, which can be repeated from the same state.
 
     Attributes:
-        held: entries per kv head, or tokens, when the first comes.
-        shares: of every time, the share of each of PARTS.
+        entries: entries per kv head, or tokens of the untouched model, before the first decoded token.
+        shares: per run, the share of each of PARTS.
     """
 
-    def __init__(self, subject: StreamSubject, spec: ConfigSpec | None, steps: int, held: int = 0) -> None:
+    def __init__(self, subject: StreamSubject, spec: ConfigSpec | None, steps: int, entries: int = 0) -> None:
         self.subject, self.spec, self.steps = subject, spec, steps
         self.shares: list[dict[str, float]] = []
         with subject.injected(spec):
             self.cache = subject.cache(spec)
-            filling = held if spec is None else _filling(self.cache.strided_layers[0], steps)
+            filling = entries if spec is None else _filling(self.cache.strided_layers[0], steps)
             subject.fed(subject.random(filling), self.cache, PREFILL_CHUNK)
-        self.held = held if spec is None else max(h for h in self.cache.statistics["cached_entries"] if h is not None)
+        self.entries = (
+            entries if spec is None else max(h for h in self.cache.statistics["cached_entries"] if h is not None)
+        )
 
     def __call__(self) -> float:
         """Seconds per token."""
@@ -181,7 +183,7 @@ class Decode:
 
 @contextmanager
 def spent() -> Iterator[dict[str, float]]:
-    """Within this context the seconds that go into each of PARTS are added up; inside of a part none is told apart."""
+    """Within this context the seconds of each of PARTS are added up; parts inside a part do not count separately."""
     total, inside = dict.fromkeys(PARTS, 0.0), False
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,11 +224,11 @@ def _time_at(tokens: int, passed: Sequence[tuple[int, float]]) -> float:
 
 
 def _filling(layer: BoundedLayer, steps: int) -> int:
-    """Tokens that fill the layer's budget so that `steps` + 1 more are like any others of a stream."""
+    """The number of tokens that fill the layer's budget so that the next `steps` + 1 are typical of a stream."""
     budget = layer.policy.settings.budget
     if isinstance(budget, float):
         raise HeteroKVError(f"budget is {budget}, a share; for an endless stream it must be a number of entries")
-    # A pot overflows while it is decoded into; a budget that every token overflows is passed twice.
+    # A pot may overflow while decoding; a budget that every token overflows is filled twice.
     filling = budget - steps - 2 if layer.policy.is_due(budget, budget) else 2 * budget
     if filling < 1:
         raise HeteroKVError(f"a budget of {budget} is filled before {steps} tokens are decoded; give fewer --steps")
@@ -243,13 +245,18 @@ def cost(
         steps: tokens that are decoded at a time.
     """
     short = lengths[0]
-    prefills = {(spec.name, n): StridedPrefillFigures(subject, spec, n, short) for spec in specs for n in lengths}
-    prefills[UNTOUCHED, short] = StridedPrefillFigures(subject, None, short, short)
-    StridedPrefillFigures(subject, None, min(short, PREFILL_CHUNK), 1)()
+    prefills = {(spec.name, n): StreamPrefill(subject, spec, n, short) for spec in specs for n in lengths}
+    prefills[UNTOUCHED, short] = StreamPrefill(subject, None, short, short)
+    StreamPrefill(subject, None, min(short, PREFILL_CHUNK), 1)()
     took = interleaved_medians({str(key): prefill for key, prefill in prefills.items()}, repeats)
-    decodes = {spec.name: Decode(subject, spec, steps) for spec in specs}
-    peers = {held: Decode(subject, None, steps, held) for held in {decode.held for decode in decodes.values()}}
-    stepped = interleaved_medians({**decodes, **{f"{UNTOUCHED} {held}": peer for held, peer in peers.items()}}, repeats)
+    decodes = {spec.name: StreamDecode(subject, spec, steps) for spec in specs}
+    peers = {
+        entries: StreamDecode(subject, None, steps, entries)
+        for entries in {decode.entries for decode in decodes.values()}
+    }
+    stepped = interleaved_medians(
+        {**decodes, **{f"{UNTOUCHED} {entries}": peer for entries, peer in peers.items()}}, repeats
+    )
     result: dict[str, Any] = {
         "lengths": list(lengths),
         "untouched_prefill_ms_per_token": took[str((UNTOUCHED, short))] * 1e3,
@@ -257,14 +264,14 @@ def cost(
     }
     for name, decode in decodes.items():
         ms = [took[str((name, n))] * 1e3 for n in lengths]
-        peer = stepped[f"{UNTOUCHED} {decode.held}"]
+        peer = stepped[f"{UNTOUCHED} {decode.entries}"]
         result["recipes"][name] = {
             "prefill_ms_per_token": ms,
             "prefill_last_over_first_length": ms[-1] / ms[0],
             "prefill_last_over_first_tokens": statistics.median(prefills[name, lengths[-1]].last_over_first),
             "prefill_shares": _medians(prefills[name, lengths[-1]].shares),
             "decode_ms": stepped[name] * 1e3,
-            "decode_held": decode.held,
+            "decode_entries": decode.entries,
             "decode_over_untouched": stepped[name] / peer,
             "decode_shares": _medians(decode.shares),
         }
@@ -287,9 +294,9 @@ def _print(result: dict[str, Any]) -> None:
         ratios = f"{row['prefill_last_over_first_length']:8.2f}{row['prefill_last_over_first_tokens']:12.2f}"
         print(f"{name:{width}}{times}{ratios}{_percent(row['prefill_shares'])}")
     print(f"{UNTOUCHED:{width}}{result['untouched_prefill_ms_per_token']:8.2f}")
-    print(f"\ndecode, ms per token\n{'':{width}}    held      ms  / untouched{parts}")
+    print(f"\ndecode, ms per token\n{'':{width}} entries      ms  / untouched{parts}")
     for name, row in rows.items():
-        times = f"{row['decode_held']:8}{row['decode_ms']:8.1f}{row['decode_over_untouched']:13.2f}"
+        times = f"{row['decode_entries']:8}{row['decode_ms']:8.1f}{row['decode_over_untouched']:13.2f}"
         print(f"{name:{width}}{times}{_percent(row['decode_shares'])}")
 
 
@@ -313,23 +320,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", default=None, type=int, help="of torch and of the engine")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    given = parser.parse_args(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    specs = config_specs(given.recipes.split(","))
-    loaded = load_model(given.model, dtype=given.dtype, device=given.device)
-    subject = StreamSubject(loaded.model, loaded.tokenizer, given.threads)
+    flags = parser.parse_args(arguments)
+    if flags.threads:
+        torch.set_num_threads(flags.threads)
+    specs = config_specs(flags.recipes.split(","))
+    loaded = load_model(flags.model, dtype=flags.dtype, device=flags.device)
+    subject = StreamSubject(loaded.model, loaded.tokenizer, flags.threads)
     result: dict[str, Any] = {
-        "model": given.model,
+        "model": flags.model,
         "dtype": str(loaded.model.dtype),
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
-        "repeats": given.repeats,
-        "cost": cost(subject, specs, given.lengths, given.repeats, given.steps),
+        "repeats": flags.repeats,
+        "cost": cost(subject, specs, flags.lengths, flags.repeats, flags.steps),
     }
     _print(result["cost"])
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if flags.json:
+        flags.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipes that the page of results compares, each at the same number of attended tokens, and as shipped."""
+"""The recipes of the results page, at equal numbers of attended tokens and with their default settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hetero_kv.families.token_retrieval.choosers.magicpig import sampling_chance
 
 SHIPPED = "as shipped"
 FRACTIONS = (32, 16, 8)
-"""Of a prompt's tokens a method attends to one in so many."""
+"""A method attends to one of this many prompt tokens."""
 
-# Blocks of at most 32 tokens: of the recipes' 128 a sixteenth of 4,096 would be one.
+# Blocks of at most 32 tokens: with the recipes' 128, a sixteenth of 4,096 tokens would leave one block to choose.
 _PAGED: dict[str, dict[str, Any]] = {
     "adaptive": {"block_size": 16, "initial_len": 16},
     "adaptive_lean": {"block_size": 32, "initial_len": 0},
@@ -26,25 +26,25 @@ _PAGED: dict[str, dict[str, Any]] = {
     "streaming": {"block_size": 4, "initial_len": 4, "second_block_count": 0},
 }
 _ESTIMATING = ("adaptive", "adaptive_lean")
-# Whose tokens are chosen one by one, in small blocks, so that the window is what it says.
+# Recipes that choose single tokens have small blocks, so that the window has its nominal length.
 _TOKENS = {"block_size": 16, "initial_len": 16}
 _CLUSTER = 16
-# MagicPIG's codes: as many bits as do with so many tables (its paper has 8 to 11 bits, and 75 to 200 tables).
+# MagicPIG's hash bits and maximum number of tables (its paper has 8 to 11 bits, and 75 to 200 tables).
 _BITS, _MOST_TABLES = (10, 9, 8, 7), 200
 _BY_TOKENS = ("sparq", "loki", "magicpig", "retroinfer", "infinigen")
-# Which keep as many entries as the budget, and forget the others.
+# Recipes that keep as many entries as the budget, and drop the others.
 _BOUNDED = ("cam", "bigbird")
 RECIPES = (*_PAGED, "shadowkv", *_BY_TOKENS, *_BOUNDED)
 _CHUNK, _LOCAL_CHUNKS = 8, 4
 
 
 @dataclass(frozen=True)
-class BudgetCell:
+class RecipeBudget:
     """A recipe at one budget.
 
     Attributes:
-        fraction: the prompt's tokens to an attended one; `SHIPPED` for the recipe's own budget.
-        spec: as `--config` takes it, and as results call the method.
+        fraction: prompt tokens per attended token; `SHIPPED` for the recipe's own budget.
+        spec: the method in the notation of `--config`, which results use too.
     """
 
     recipe: str
@@ -54,18 +54,18 @@ class BudgetCell:
 
 def cells(
     length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[str, ...] = ("adaptive",)
-) -> list[BudgetCell]:
+) -> list[RecipeBudget]:
     """Every recipe at every share of a prompt of `length` tokens, and those of `shipped` with their own settings."""
     found = [
-        BudgetCell(recipe, fraction, at_budget(recipe, length // fraction, length))
+        RecipeBudget(recipe, fraction, at_budget(recipe, length // fraction, length))
         for recipe in RECIPES
         for fraction in fractions
     ]
-    return found + [BudgetCell(recipe, SHIPPED, _as_shipped(recipe)) for recipe in shipped]
+    return found + [RecipeBudget(recipe, SHIPPED, _as_shipped(recipe)) for recipe in shipped]
 
 
 def _as_shipped(recipe: str) -> str:
-    """A recipe with its own settings; ours choose from the first block on, where they would be exact."""
+    """A recipe with its own settings; this project's choose from the first block on, instead of being exact there."""
     return _spec(recipe, {"whole_block_count": 0}) if recipe in _ESTIMATING else recipe
 
 
@@ -115,7 +115,7 @@ def _token_settings(recipe: str, budget: int, length: int) -> dict[str, Any]:
 
 
 def _hashes(share: float) -> dict[str, int]:
-    """Bits and tables by which a token is sampled with a chance of `share`."""
+    """Hash bits and tables with which a token is sampled with probability `share`."""
     for bits in _BITS:
         for tables in range(2, _MOST_TABLES + 1):
             if float(sampling_chance(torch.zeros(()), bits, tables)) >= share:

@@ -1,8 +1,9 @@
-"""How fast a short turn attends to everything stored, beside as many single queries and the arithmetic of one core.
+"""Speed of a short turn's attention to all stored tokens, against single queries and the arithmetic of one core.
 
     python -m benchmarks.causal_kernel [--repeats 20] [--threads N] [--isa avx2] [--tokens 16384] [--json]
 
-The heads are those of `kernel_bandwidth`, fp16; every call reads other blocks of a pool far larger than the caches.
+The heads are those of `kernel_bandwidth`, in fp16; each call reads different blocks of a pool much larger than the
+caches.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def causal(pool: Pool, q_len: int, tokens: int, threads: int | None) -> Callable
 
 
 def measure(heads: Heads, arguments: argparse.Namespace) -> list[dict[str, float | str]]:
-    """The best time of every number of queries, with its rate and what single queries take."""
+    """The best time for each number of queries, its rate, and the time of as many single queries."""
     pool, tokens, threads = Pool(heads, np.float16, 5e8), arguments.tokens, arguments.threads
     actions = {"single": awake(attend(pool, tokens, threads))}
     for q_len in QUERIES:

@@ -1,12 +1,12 @@
-"""The first token of a question to a long document: prefilled, and gone on from a saved context, beside llama.cpp's.
+"""Time to the first token after a long document: with prefill, and from a saved context, compared with llama.cpp.
 
     python -m benchmarks.contexts [--model NAME] [--config FILE] [--lengths 16384,30000] [--repeats 5]
                                   [--llama_python PYTHON] [--threads N] [--json FILE]
 
-The document is prefilled and saved once; then, in turns, the saved context is loaded and the question asked: from a
-cold page cache (the file's pages are dropped before) and a warm one, with every block checked and without (`verify`).
-Seconds are from the beginning of loading to the first token; bytes read are those that came from the disk. llama.cpp
-runs the same GGUF file in a process of its own, and saves and loads its state file (`llama_state_save_file`).
+The document is prefilled and saved once. Then the saved context is loaded and the question answered, in turn from a
+cold page cache (the file's pages are dropped before) and a warm one, with and without a check of every block
+(`verify`). Seconds are from the start of loading to the first token; bytes read are from the disk. llama.cpp runs the
+same GGUF file in a separate process, and saves and loads its state file (`llama_state_save_file`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ QUESTION = 24
 """Tokens of the question."""
 PREFILL, SAVE = "prefill", "save"
 CHECKED, UNCHECKED = "resumed, checked", "resumed"
-#: What is to be reached at this length: prefill's time over that of a checked cold start, and its seconds.
+#: The goal at this length: the prefill's time over that of a checked cold start, and the latter's seconds.
 GOAL_LENGTH, GOAL_RATIO, GOAL_SECONDS = 16384, 50.0, 1.5
 
 
 @dataclass
-class ContextFigures:
-    """One way to the first token.
+class FirstTokenTime:
+    """The time of one way to the first token.
 
     Attributes:
-        seconds: the median; of `save` those of saving, None where they are not measured.
-        loading: of these until the context is loaded, of a median run.
-        read: bytes from the disk; None where they are not counted.
-        written: bytes of the file; None where there is none.
+        seconds: the median; for `save`, the time of saving; None if not measured.
+        loading: the part until the context is loaded, in the median run.
+        read: bytes read from the disk; None if not counted.
+        written: bytes of the file; None without a file.
     """
 
     engine: str
@@ -63,16 +63,16 @@ class ContextFigures:
     written: int | None = None
 
 
-class ContextRun(NamedTuple):
-    """One way gone once: seconds in all, seconds until the context is loaded, bytes read from the disk if counted."""
+class ResumeTime(NamedTuple):
+    """One run: total seconds, seconds until the context is loaded, and bytes read from the disk, if counted."""
 
     seconds: float
     loading: float
     read: int | None
 
 
-class HeteroContexts:
-    """This project: one model, whose context is saved at `path`."""
+class SavedContextEngine:
+    """This project's engine: one model, whose context is saved at `path`."""
 
     def __init__(self, model: str, config: str, longest: int, path: Path) -> None:
         opened = open_model(model)
@@ -82,11 +82,11 @@ class HeteroContexts:
 
     @torch.no_grad()
     def ask(self, cache: HeteroCache, ids: list[int]) -> int:
-        """The likeliest token behind `ids`."""
+        """The likeliest token after `ids`."""
         return int(self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
 
     def prefill(self, document: list[int], question: list[int]) -> tuple[float, int]:
-        """Seconds of the first token from nothing, and the token. The document's context is saved then."""
+        """Seconds to the first token with an empty cache, and the token. Also saves the document's context."""
         cache = HeteroCache(self.model)
         document_seconds = seconds(lambda: self.ask(cache, document))
         cache.save(self.path, [document])
@@ -95,12 +95,12 @@ class HeteroContexts:
         return document_seconds + question_seconds, token[0]
 
     def saved(self, document: list[int]) -> float:
-        """Seconds of saving a loaded context once more."""
+        """Seconds of saving a loaded context again."""
         cache = HeteroCache.load(self.path, self.model)
         return seconds(lambda: cache.save(self.path.with_suffix(".again"), [document]))
 
-    def resumed(self, question: list[int], expected: int, verify: bool, cold: bool) -> ContextRun:
-        """To the first token behind the saved context."""
+    def resumed(self, question: list[int], expected: int, verify: bool, cold: bool) -> ResumeTime:
+        """Measure the first token after the saved context."""
         gc.collect()
         if cold:
             drop_pages(self.path)
@@ -108,8 +108,8 @@ class HeteroContexts:
         loading = seconds(lambda: caches.append(HeteroCache.load(self.path, self.model, verify=verify)))
         asking = seconds(lambda: tokens.append(self.ask(caches[0], question)))
         if tokens != [expected]:
-            raise RuntimeError(f"the first token is {tokens[0]}, and without the break it is {expected}")
-        return ContextRun(loading + asking, loading, bytes_read() - before)
+            raise RuntimeError(f"the first token is {tokens[0]}, and without saving and loading it is {expected}")
+        return ResumeTime(loading + asking, loading, bytes_read() - before)
 
 
 class Llama(LlamaCpp):
@@ -120,21 +120,21 @@ class Llama(LlamaCpp):
         self.state = path
 
     def first(self, document: list[int], question: list[int]) -> float:
-        """Seconds of the first token from nothing; the document's state is saved then."""
+        """Seconds to the first token with an empty cache. Also saves the document's state."""
         took = self.prefill(document)
         self.ask(save=str(self.state), tokens=document)
         return took + self.ask(eval=question)
 
-    def resumed(self, question: list[int], cold: bool) -> ContextRun:
-        """To the first token behind the state; the model is there."""
+    def resumed(self, question: list[int], cold: bool) -> ResumeTime:
+        """Measure the first token after the saved state; the model stays loaded."""
         if cold:
             drop_pages(self.state)
         loading = self.ask(load=str(self.state))
-        return ContextRun(loading + self.ask(eval=question), loading, None)
+        return ResumeTime(loading + self.ask(eval=question), loading, None)
 
 
 def drop_pages(path: Path) -> None:
-    """Let no page of a file be in memory; nothing may have it mapped."""
+    """Drop a file's pages from the page cache; no process may have it mapped."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,38 +144,38 @@ def drop_pages(path: Path) -> None:
 
 
 def bytes_read() -> int:
-    """Bytes that this process has had read from disks."""
+    """Bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
 def measure(
-    ours: HeteroContexts, llama: Llama | None, document: list[int], question: list[int], repeats: int
-) -> list[ContextFigures]:
-    """Every way at one length."""
+    ours: SavedContextEngine, llama: Llama | None, document: list[int], question: list[int], repeats: int
+) -> list[FirstTokenTime]:
+    """Measure every way at one length."""
     length = len(document)
     took, token = ours.prefill(document, question)
-    measured = [ContextFigures("hetero-kv", length, PREFILL, took)]
-    measured.append(ContextFigures("hetero-kv", length, SAVE, ours.saved(document), written=ours.path.stat().st_size))
-    ways: dict[tuple[str, str], Callable[[], ContextRun]] = {
+    measured = [FirstTokenTime("hetero-kv", length, PREFILL, took)]
+    measured.append(FirstTokenTime("hetero-kv", length, SAVE, ours.saved(document), written=ours.path.stat().st_size))
+    ways: dict[tuple[str, str], Callable[[], ResumeTime]] = {
         ("hetero-kv", f"{way}, {'cold' if cold else 'warm'}"): partial(ours.resumed, question, token, verify, cold)
         for way, verify in ((CHECKED, True), (UNCHECKED, False))
         for cold in (True, False)
     }
     if llama is not None:
-        measured.append(ContextFigures(LLAMA, length, PREFILL, llama.first(document, question)))
-        measured.append(ContextFigures(LLAMA, length, SAVE, None, written=llama.state.stat().st_size))
+        measured.append(FirstTokenTime(LLAMA, length, PREFILL, llama.first(document, question)))
+        measured.append(FirstTokenTime(LLAMA, length, SAVE, None, written=llama.state.stat().st_size))
         ways |= {(LLAMA, f"resumed, {'cold' if cold else 'warm'}"): partial(llama.resumed, question, cold)
                  for cold in (True, False)}  # fmt: skip
     names = {f"{engine}/{way}": (engine, way) for engine, way in ways}
     samples = interleaved_samples({name: ways[key] for name, key in names.items()}, repeats)  # type: ignore[arg-type]
     for name, (engine, way) in names.items():
         middle = sorted(samples[name])[repeats // 2]
-        measured.append(ContextFigures(engine, length, way, *middle))  # type: ignore[misc]
+        measured.append(FirstTokenTime(engine, length, way, *middle))  # type: ignore[misc]
     return measured
 
 
-def show(measured: Sequence[ContextFigures]) -> None:
+def show(measured: Sequence[FirstTokenTime]) -> None:
     """Print what was measured, then goals and verdicts."""
     table = Table("tokens", "engine", "way", "s", "of that loading", "/ prefill", "MB read", "MB on disk")
     prefill = {(each.engine, each.length): each.seconds or 0.0 for each in measured if each.way == PREFILL}
@@ -214,25 +214,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     own = sys.executable if importlib.util.find_spec("llama_cpp") else None
-    parser.add_argument("--llama_python", default=own, help="a Python that has llama-cpp-python; none: left out")
-    parser.add_argument("--folder", default=None, help="where contexts are saved, on the disk to be measured")
+    parser.add_argument("--llama_python", default=own, help="a Python with llama-cpp-python; none: skip llama.cpp")
+    parser.add_argument("--folder", default=None, help="folder for contexts, on the disk to be measured")
     parser.add_argument("--json", default=None)
-    given = parser.parse_args(arguments)
-    lengths = [int(length) for length in given.lengths.split(",")]
-    set_threads(given.threads)
-    text = source_tokens(given.model, max(lengths) + QUESTION)
-    measured: list[ContextFigures] = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        ours = HeteroContexts(given.model, given.config, max(lengths) + 512, Path(folder) / "context")
+    flags = parser.parse_args(arguments)
+    lengths = [int(length) for length in flags.lengths.split(",")]
+    set_threads(flags.threads)
+    text = source_tokens(flags.model, max(lengths) + QUESTION)
+    measured: list[FirstTokenTime] = []
+    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
+        ours = SavedContextEngine(flags.model, flags.config, max(lengths) + 512, Path(folder) / "context")
         llama = None
-        if given.llama_python:
-            llama = Llama(given.llama_python, given.model, given.threads, Path(folder) / "state")
+        if flags.llama_python:
+            llama = Llama(flags.llama_python, flags.model, flags.threads, Path(folder) / "state")
         for length in lengths:
             document, question = text[:length], text[length : length + QUESTION]
-            measured += measure(ours, llama, document, question, given.repeats)
+            measured += measure(ours, llama, document, question, flags.repeats)
     show(measured)
-    if given.json:
-        Path(given.json).write_text(json.dumps([asdict(each) for each in measured], indent=1))
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([asdict(each) for each in measured], indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What this machine's DRAM gives: several plain ways of reading, the fastest counts."""
+"""The DRAM read bandwidth of this machine: the fastest of several plain reading kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numba import njit, prange
 from benchmarks.timing import seconds
 
 STRETCH = 1 << 25
-"""Bytes that are read at once: long against a call, short enough to fall into a quiet moment."""
+"""Bytes per read: long compared with a call's overhead, short enough to avoid disturbances."""
 WAYS = 4
-"""Stretches that `fastest_read` wants."""
+"""The number of stretches that `fastest_read` needs."""
 
 
 @njit(parallel=True, fastmath=True)
@@ -45,13 +45,13 @@ def _sum_four_streams(words):
 
 
 def stretches_of(memory: np.ndarray) -> list[np.ndarray]:
-    """Contiguous memory [bytes] uint8, as stretches of words; what is left over is not among them."""
+    """Contiguous memory [bytes] uint8 divided into stretches of words; the remainder is dropped."""
     words = memory[: memory.size // STRETCH * STRETCH].view(np.uint64)
     return np.split(words, words.nbytes // STRETCH)
 
 
 def fastest_read(stretches: Sequence[np.ndarray]) -> float:
-    """Seconds per byte of the fastest way, each over another of `WAYS` stretches, none of which is in a cache."""
+    """Seconds per byte of the fastest kernel; each of the `WAYS` kernels reads a stretch that is in no cache."""
     first, second, third, fourth = stretches
     tensor = torch.from_numpy(fourth.view(np.int64))
     ways: tuple[Callable[[], object], ...] = (

@@ -1,4 +1,4 @@
-"""Settings with which every recipe attends to the same number of tokens at a step."""
+"""Computes settings with which every recipe attends to the same number of tokens per step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hetero_kv.rules.injection import Injection
 
 
 def retrieval_settings(injection: Injection) -> RetrievalSettings:
-    """The settings of the last retrieval layer, which no recipe leaves dense."""
+    """The settings of the last retrieval layer, which is dense in no recipe."""
     return next(o.settings for o in reversed([*injection.attention_operators()]) if isinstance(o, RetrievalAttention))
 
 
 def is_full(settings: RetrievalSettings) -> bool:
-    """Whether these settings attend to everything, whatever the budget."""
+    """Whether these settings attend to all tokens, for any budget."""
     return settings.second_block_count == "all"
 
 

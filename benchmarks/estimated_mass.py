@@ -1,10 +1,10 @@
-"""The share of the attention that a choice is estimated to cover beside the one that it covers, layer by layer.
+"""The estimated and the true share of the attention that chosen blocks cover, layer by layer.
 
     python -m benchmarks.estimated_mass FILE [FILE ...] [--configs adaptive,adaptive:rerank=1] [--max_new_tokens 32]
 
-Each file is asked as a question; the untouched model's greedy continuation is forced through each method, and both
-shares are means over its steps, heads and files. The estimate is the method's own, from representatives, coarse scores
-and what was attended to; the true share takes a full attention.
+Each file is a question. Each method decodes the untouched model's greedy continuation by teacher forcing; both shares
+are means over steps, heads and files. The method's estimate is from representatives, coarse scores and the attended
+blocks; the true share needs full attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("estimated_share", "block_recall")
 
 
 def shares(model: Any, prefill: Any, spec: Any, continuation: Any) -> list[tuple[float, float]]:
-    """(estimated, true) share of every layer that chooses."""
+    """(estimated, true) share of every layer that chooses blocks."""
     inject(model, spec.rules, command_line={**spec.settings, "measure_recall": True})
     try:
         cache = prefill.cache_for(model)
@@ -49,22 +49,22 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    specs = config_specs(config_words(given.configs))
-    loaded = load_packed(given.model, threads_num=given.threads)
+    flags = parser.parse_args()
+    specs = config_specs(config_words(flags.configs))
+    loaded = load_packed(flags.model, threads_num=flags.threads)
     turns = TurnTokens(loaded.tokenizer)
     found: dict[str, list[list[tuple[float, float]]]] = {spec.name: [] for spec in specs}
-    for file in given.files:
+    for file in flags.files:
         ids = torch.tensor([turns.first(file.read_text())])
-        prefill = record_prefill(loaded.model, ids, max_seq_len=ids.shape[1] + given.max_new_tokens)
-        continuation = full_attention_continuation(loaded.model, prefill, given.max_new_tokens)
+        prefill = record_prefill(loaded.model, ids, max_seq_len=ids.shape[1] + flags.max_new_tokens)
+        continuation = full_attention_continuation(loaded.model, prefill, flags.max_new_tokens)
         for spec in specs:
             found[spec.name].append(shares(loaded.model, prefill, spec, continuation))
     means = {
         name: [tuple(map(fmean, zip(*of_layer, strict=True))) for of_layer in zip(*of_files, strict=True)]
         for name, of_files in found.items()
     }
-    if given.json:
+    if flags.json:
         print(json.dumps(means))
         return
     for name, layers in means.items():

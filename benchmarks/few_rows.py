@@ -1,10 +1,10 @@
-"""What products of few rows of activations with packed weights take: by their codes, and by weights that are unpacked.
+"""Time of products of few activation rows with packed weights: with the codes, and with unpacked weights.
 
     python -m benchmarks.few_rows [--types Q4_K,Q8_0] [--rows 1,2,3,4,8,16,32,48,64,96,128] [--dtype bfloat16]
                                   [--repeats 15] [--threads N]
 
-A short question, a batch or several beams have so many rows. Matrices of the default model's MLP from memory larger
-than most caches, both ways in turns, medians. The last column says which of them the project takes.
+Short questions, batches and beams have few rows. The matrices are those of the default model's MLP, from memory larger
+than most caches. Both ways run in turn; figures are medians. The last column has the way that the project chooses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GB = 0.2
 
 
 def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
-    """A line for each number of rows, of one type."""
+    """A line per number of rows, for one type."""
     weights = Weights(name, _GB * 1e9)
     several = [QuantizedWeight(matrix) for matrices in (next(weights.calls) for _ in range(4)) for matrix in matrices]
     of_codes, of_numbers = cycle(several), cycle(several)
@@ -62,12 +62,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=15, help="rounds of one product each way")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
-    set_threads(given.threads)
-    rows = [int(count) for count in given.rows.split(",")]
+    flags = parser.parse_args()
+    set_threads(flags.threads)
+    rows = [int(count) for count in flags.rows.split(",")]
     table = Table("type", "rows", "by codes, ms", "unpacked, ms", "unpacked / by codes", "taken")
-    for name in given.types.split(","):
-        for line in measure(name, rows, getattr(torch, given.dtype), given.repeats):
+    for name in flags.types.split(","):
+        for line in measure(name, rows, getattr(torch, flags.dtype), flags.repeats):
             table.add_row(
                 name, str(line["rows"]), f"{1e3 * line['codes']:.2f}", f"{1e3 * line['numbers']:.2f}",
                 f"{line['numbers'] / line['codes']:.2f}", line["taken"],

@@ -4,7 +4,7 @@
 
 Essays are passages of the haystack; code is modules of Python's standard library; licences are those of the installed
 packages; JSON is the metadata of these packages; a dialogue asks for functions of the standard library, one after the
-other, and answers with their documentation. What each text is asked at its end makes the answer go back to it.
+other, and answers with their documentation. The question at each text's end requires the model to look back at it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MODULES = (
     "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "traceback", "types", "unicodedata",
     "unittest", "urllib.parse", "urllib.request", "uuid", "warnings", "weakref", "xml.dom.minidom", "zipfile",
 )  # fmt: skip
-#: Less of a docstring says nothing, more is a chapter.
+#: Limits on a docstring's length: shorter ones are empty of content, longer ones are chapters.
 _ANSWER_CHARACTERS = range(120, 1200)
 
 
 def _windows(texts: list[str], rng: random.Random) -> Callable[[int], str]:
-    """A text's lines from a random one on, as many as are asked for; the next texts follow where it ends."""
+    """Yields consecutive texts of the requested number of lines, beginning at a random line."""
     lines = "\n".join(rng.sample(texts, len(texts))).splitlines()
     start = rng.randrange(len(lines))
     return lambda count: "\n".join((lines[start:] + lines[:start])[:count])
@@ -91,19 +91,19 @@ def objects(rng: random.Random, haystack: Haystack) -> Callable[[int], str]:
 
 
 def _described(distribution: metadata.Distribution) -> dict[str, Any]:
-    wanted = ("name", "version", "summary", "author", "license_expression", "requires_python", "requires_dist")
+    names = ("name", "version", "summary", "author", "license_expression", "requires_python", "requires_dist")
     fields = distribution.metadata.json
-    return {name: fields[name] for name in wanted if name in fields}
+    return {name: fields[name] for name in names if name in fields}
 
 
 def dialogue(rng: random.Random, haystack: Haystack) -> Callable[[int], str]:
     """Questions and answers about functions, then one of the questions again."""
-    asked = [*_documented()]
-    rng.shuffle(asked)
+    documented = [*_documented()]
+    rng.shuffle(documented)
 
     def build(count: int) -> str:
-        turns = "\n\n".join(f"User: What does {name} do?\n\nAssistant: {text}" for name, text in asked[:count])
-        return f"{turns}\n\nUser: Tell me again, word by word: what does {asked[count // 3][0]} do?"
+        turns = "\n\n".join(f"User: What does {name} do?\n\nAssistant: {text}" for name, text in documented[:count])
+        return f"{turns}\n\nUser: Tell me again, word by word: what does {documented[count // 3][0]} do?"
 
     return build
 
@@ -149,9 +149,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20, help="of each kind")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    kinds, tokenizer = given.kinds.split(","), open_model(given.model).tokenizer
-    write_texts(given.out, given.haystack, tokenizer, given.length, given.samples, kinds, given.seed)
+    flags = parser.parse_args()
+    kinds, tokenizer = flags.kinds.split(","), open_model(flags.model).tokenizer
+    write_texts(flags.out, flags.haystack, tokenizer, flags.length, flags.samples, kinds, flags.seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What plots of results have in common: a frame, ticks that say their numbers, and labels beside the lines."""
+"""Shared parts of plots: the frame, ticks with numbers, and labels next to the lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE = 9.0
 
 @dataclass(frozen=True)
 class Label:
-    """A line's name, to stand beside the point (x, y) in the line's colour."""
+    """A line's name, drawn next to the point (x, y) in the line's colour."""
 
     text: str
     x: float
@@ -37,9 +37,9 @@ def label_decades(axis: Any, text: Callable[[float], str]) -> None:
 
 
 def label_lines(figure: Any, axes: Any, labels: Sequence[Label]) -> None:
-    """Write each label beside its point, where it covers no point of a line and no other label.
+    """Write each label next to its point, where it covers no point of a line and no other label.
 
-    Where nothing is free within ten lines of text, a label stands to the right of its point all the same.
+    If no place within ten lines of text is free, a label is put to the right of its point.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -89,7 +89,7 @@ def _places() -> Iterator[tuple[tuple[float, float], str]]:
 
 
 def save(figure: Any, axes: Any, path: Path) -> None:
-    """Write a PNG, with a grid, and a legend where lines have names, beside the axes so that it hides no line."""
+    """Write a PNG with a grid; if lines have names, with a legend outside the axes."""
     axes.grid(alpha=0.3, which="both")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside right upper", fontsize=8)

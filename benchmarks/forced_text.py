@@ -1,12 +1,12 @@
-"""What a recipe makes of a text's own tokens: how far from full attention it is, how well it foretells, how surely.
+"""Teacher forcing of a text under each recipe: divergence from full attention, likelihood and entropy.
 
     python -m benchmarks.forced_text --haystack $ESSAYS [--model NAME] [--length 4096] [--fed 96] [--samples 8]
                                      [--recipes adaptive,quest,...] [--fractions 16] [--shipped adaptive] [--threads N]
 
-Perplexity alone does not tell closeness: an answer may be far from full attention's and foretell a text no worse, for
-the model is no perfect one. So three figures are taken at the same tokens, in nats: the divergence of the next token's
-distribution from that under `dense`, what the text's token costs more, and what the distribution's entropy has more;
-below zero it is surer than full attention is.
+Perplexity alone does not show how near a recipe is to full attention: an imperfect model may predict a text as well
+from other attention. So there are three figures for the same tokens, in nats: the divergence of the next token's
+distribution from that under `dense`, the increase of the negative log-likelihood, and the increase of the entropy; a
+negative one means more certainty than full attention has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.budgeted_recipes import BudgetCell, cells
+from benchmarks.budgeted_recipes import RecipeBudget, cells
 from hetero_kv.evals import ConfiguredModel, config_specs
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.haystack import Haystack
@@ -41,7 +41,7 @@ class Figures(NamedTuple):
 
 @torch.no_grad()
 def log_probabilities(model: ConfiguredModel, method: str, tokens: Sequence[int], fed: int) -> torch.Tensor:
-    """Of each of the last `fed` tokens, before it is fed: [fed, vocab] in float32, all but the first by decoding."""
+    """The distribution before each of the last `fed` tokens, [fed, vocab] float32; all but the first by decoding."""
     start = len(tokens) - fed
     with model.prefilled(method, Prompt(tuple(tokens[:start]), len(tokens))) as ready:
         logits = [ready.logits.reshape(-1, ready.logits.shape[-1])[-1]]
@@ -52,7 +52,7 @@ def log_probabilities(model: ConfiguredModel, method: str, tokens: Sequence[int]
 
 
 def compared(model: ConfiguredModel, methods: Sequence[str], tokens: Sequence[int], fed: int) -> Iterator[Figures]:
-    """What each of `methods` makes of the last `fed` of `tokens`, beside `DENSE`, which is one of the model's."""
+    """The figures of each of `methods` on the last `fed` of `tokens`, compared with `DENSE`, a method of the model."""
     full, rows = log_probabilities(model, DENSE, tokens, fed), torch.arange(fed)
     following = torch.tensor(list(tokens[-fed:]))
     for method in methods:
@@ -64,10 +64,10 @@ def compared(model: ConfiguredModel, methods: Sequence[str], tokens: Sequence[in
         )
 
 
-def table(asked: Sequence[tuple[BudgetCell, str]], found: dict[str, list[Figures]]) -> str:
+def table(named: Sequence[tuple[RecipeBudget, str]], found: dict[str, list[Figures]]) -> str:
     """Means, and intervals by bootstrap over texts, in Markdown."""
     lines = ["| recipe | tokens | divergence | likelihood | entropy |", "|---|---:|---:|---:|---:|"]
-    for cell, name in asked:
+    for cell, name in named:
         budget = f"1/{cell.fraction}" if isinstance(cell.fraction, int) else cell.fraction
         figures = [_interval(values) for values in zip(*found[name], strict=True)]
         lines.append(f"| {cell.recipe} | {budget} | {' | '.join(figures)} |")
@@ -91,29 +91,29 @@ def main() -> None:
     parser.add_argument("--fractions", default="16")
     parser.add_argument("--shipped", default="adaptive")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
-    recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
-    fractions = tuple(map(int, given.fractions.split(",")))
-    wanted = [cell for cell in cells(given.length, fractions, shipped) if cell.recipe in recipes]
-    specs = config_specs([DENSE, *(cell.spec for cell in wanted)])
-    asked = list(zip(wanted, [spec.name for spec in specs[1:]], strict=True))
-    loaded = load_packed(given.model, threads_num=given.threads)
+    flags = parser.parse_args()
+    recipes, shipped = flags.recipes.split(","), tuple(filter(None, flags.shipped.split(",")))
+    fractions = tuple(map(int, flags.fractions.split(",")))
+    chosen = [cell for cell in cells(flags.length, fractions, shipped) if cell.recipe in recipes]
+    specs = config_specs([DENSE, *(cell.spec for cell in chosen)])
+    named = list(zip(chosen, [spec.name for spec in specs[1:]], strict=True))
+    loaded = load_packed(flags.model, threads_num=flags.threads)
     model = ConfiguredModel(
         loaded,
         specs,
         baseline=False,
         share_baseline=True,
         measure_recall=False,
-        settings={"threads_num": given.threads},
+        settings={"threads_num": flags.threads},
     )
-    ids: Any = loaded.tokenizer(Haystack.from_file(given.haystack).text, add_special_tokens=False)["input_ids"]
-    found: dict[str, list[Figures]] = {name: [] for _, name in asked}
-    for sample in range(given.samples):
-        start = random.Random(sample).randrange(len(ids) - given.length + 1)
-        tokens = ids[start : start + given.length]
-        for name, figures in zip(found, compared(model, list(found), tokens, given.fed), strict=True):
+    ids: Any = loaded.tokenizer(Haystack.from_file(flags.haystack).text, add_special_tokens=False)["input_ids"]
+    found: dict[str, list[Figures]] = {name: [] for _, name in named}
+    for sample in range(flags.samples):
+        start = random.Random(sample).randrange(len(ids) - flags.length + 1)
+        tokens = ids[start : start + flags.length]
+        for name, figures in zip(found, compared(model, list(found), tokens, flags.fed), strict=True):
             found[name].append(figures)
-        print(f"\n{sample + 1} texts of {given.length:,} tokens\n\n{table(asked, found)}", flush=True)
+        print(f"\n{sample + 1} texts of {flags.length:,} tokens\n\n{table(named, found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""How fast the engine is on this machine's GPU: one command, under nine minutes, no network, no model's files.
+"""Speed of the engine on this machine's GPU: one command, under nine minutes, no network, no model files.
 
     python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks] [--only TEXT;TEXT]
     python -m benchmarks.gpu --device cpu --tiny        # everything at sizes that take seconds on a CPU
 
-First what `benchmarks.gpu_check` checks of exactness, sets and kernels; then, with random weights of the shape of Llama
-3.1 8B in bfloat16:
+First the checks of exactness, sets and kernels of `benchmarks.gpu_check`; then, with random weights of the shape of
+Llama 3.1 8B in bfloat16:
 
-- decoding behind a million random keys and values, in 8 of the 32 layers (`quest`)
+- decoding after a million random keys and values, in 8 of the 32 layers (`quest`)
 - prefill and decode at 32K tokens with weights packed in Q4_0 (`ktransformers`)
 - prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows
-- decoding behind 32K and 128K random keys and values (`quest`)
-- ShadowKV by batch at 16K tokens, beside the untouched model
+- decoding after 32K and 128K random keys and values (`quest`)
+- ShadowKV by batch at 16K tokens, compared with the untouched model
 
-and of each step where the host's time goes. What would not end in time is left out, and what does not is broken off;
-both are said. Tokens/s and milliseconds are medians over decoded tokens, the GPU waited for after each. The exit status
-is 1 when a check or a measurement fails. GB are 10^9 bytes.
+and for each step the parts of the host's time. A measurement that would exceed the time is skipped, and one that does
+is aborted; the output says so. Tokens/s and milliseconds are medians over decoded tokens, with a synchronisation after
+each. The exit status is 1 if a check or a measurement fails. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table(rows: list[SpeedRow]) -> str:
-    """What was measured, in Markdown."""
+    """The measurements as a Markdown table."""
     lines = [
         "| recipe | tokens | rows | layers | prefill tokens/s | ms per token | tokens/s | GPU GB | ms on the host |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",
@@ -97,7 +97,7 @@ def _check(flags: argparse.Namespace, budget: Budget, failed: list[str], left_ou
 def _measured(
     measurements: Measurements, only: list[str], budget: Budget, failed: list[str], left_out: dict[str, str]
 ) -> list[SpeedRow]:
-    """A row for each measurement that ends in time; with texts in `only`, of those whose titles have one of them."""
+    """A row for each measurement that ends in time; with `only`, for those whose titles contain one of its texts."""
     rows: list[SpeedRow] = []
     titles: list[str] = []
     for each in measurements:
@@ -128,7 +128,7 @@ def _measured(
 
 
 def _bound_memory(setting: Setting) -> None:
-    """Let the allocator refuse what a smaller GPU would."""
+    """Limit the allocator to the memory of a smaller GPU."""
     if setting.on_gpu and setting.gpu_memory:
         total = torch.cuda.get_device_properties(setting.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, setting.gpu_memory / total), setting.device)

@@ -1,4 +1,4 @@
-"""Whether the engine computes and fits on this machine's GPU: one command, a few minutes, no network.
+"""Checks that the engine computes exactly and fits on this machine's GPU: one command, a few minutes, no network.
 
     python -m benchmarks.gpu_check [--json FILE] [--only exactness,...] [--tokens 131072] [--gpu_memory 24]
     python -m benchmarks.gpu_check --device cpu --tiny        # everything at sizes that take seconds on a CPU
@@ -10,7 +10,7 @@
 - long_prompt: 128K tokens through random weights of the shape of Llama 3.1 8B, within 24 GB of GPU memory, with the
   recipes ktransformers, quest and shadowkv: memory, prefill tokens/s, time per decoded token
 
-A line per check, "pass", "FAIL" or "----" where it needs a GPU and there is none. The exit status is 1 when one fails.
+A line per check: "pass", "FAIL", or "----" if it needs a GPU and there is none. The exit status is 1 if one fails.
 GB are 10^9 bytes.
 """
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _results(group: str, setting: Setting) -> Iterator[CheckResult]:
-    """What a group finds; an error ends the group as a failure, and not the others."""
+    """The results of a group; an error ends this group as a failure, and no other group."""
     try:
         yield from CHECKS[group](setting)
     except Exception as error:
@@ -93,7 +93,7 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def machine(setting: Setting) -> dict[str, str]:
-    """The device and the versions of what computes."""
+    """The device, and the versions of the libraries."""
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

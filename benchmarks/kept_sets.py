@@ -1,4 +1,4 @@
-"""How far two methods that drop tokens keep the same ones."""
+"""Compares the tokens that two token-dropping methods keep."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Overlap:
-    """The sets of one layer beside each other.
+    """The overlap of two methods' sets in one layer.
 
     Attributes:
-        held: tokens that either keeps per kv head.
-        shares: per kv head, tokens that both keep, as a share of the greater set; 1 where the sets are equal.
-        spread: how far apart two tokens are of which one method keeps the first and the other the second, at most: the
-            difference of their scores as a share of the lowest score that is kept. Rounding alone leaves it near the
-            precision of the type; 0 without such tokens, where one set contains the other.
+        kept: tokens per kv head that each of the two methods keeps.
+        shares: per kv head, the tokens that both keep as a share of the larger set; 1 for equal sets.
+        spread: over pairs of tokens of which each method keeps another one, the largest difference of scores as a share
+            of the lowest kept score. Rounding alone leaves it near the dtype's precision; 0 if one set contains the
+            other.
     """
 
-    held: tuple[int, int]
+    kept: tuple[int, int]
     shares: tuple[float, ...]
     spread: float
 
@@ -29,8 +29,8 @@ def overlap(ours: torch.Tensor, theirs: torch.Tensor, scores: torch.Tensor) -> O
     """Compare the tokens of one layer.
 
     Args:
-        ours, theirs: [kv_heads, held] int64 positions, each once; `held` may differ.
-        scores: [kv_heads, length], what `theirs` was ranked by.
+        ours, theirs: distinct positions, [kv_heads, kept] int64; `kept` may differ.
+        scores: the scores that ranked `theirs`, [kv_heads, length].
     """
     shares, spread = [], 0.0
     for mine, other, score in zip(ours, theirs, scores.double(), strict=True):
@@ -50,13 +50,13 @@ def thirds(layers: int) -> dict[str, slice]:
 
 
 def row(layers: Sequence[Overlap]) -> dict[str, float | int | list[float]]:
-    """A model's layers in figures: the mean share in each third of the layers, and over all; the lowest; and the rest.
+    """Figures over a model's layers: the mean share in each third of the layers and over all, the lowest, and others.
 
-    `equal` of `sets` are the same; `held` is the mean over layers, ours and theirs.
+    `equal` of `sets` are equal; `kept` is the mean over layers, ours and theirs.
     """
     by_layer = torch.tensor([layer.shares for layer in layers], dtype=torch.float64)
     named = {name: float(by_layer[part].mean()) for name, part in thirds(len(layers)).items()}
-    held = torch.tensor([layer.held for layer in layers], dtype=torch.float64).mean(dim=0)
+    kept = torch.tensor([layer.kept for layer in layers], dtype=torch.float64).mean(dim=0)
     return {
         **named,
         "mean": float(by_layer.mean()),
@@ -64,5 +64,5 @@ def row(layers: Sequence[Overlap]) -> dict[str, float | int | list[float]]:
         "equal": int((by_layer == 1).sum()),
         "sets": by_layer.numel(),
         "spread": max(layer.spread for layer in layers),
-        "held": held.tolist(),
+        "kept": kept.tolist(),
     }

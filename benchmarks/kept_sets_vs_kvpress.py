@@ -1,19 +1,19 @@
-"""Which tokens of a prompt the fixed-memory recipes keep, beside kvpress's presses of the same methods.
+"""Compares the prompt tokens that fixed-memory recipes keep with those of kvpress's presses of the same methods.
 
     python -m benchmarks.kept_sets_vs_kvpress --haystack FILE [--model smollm2-135m-instruct] [--budgets 256,512]
         [--length 2k] [--methods TOVA,SnapKV] [--json FILE]
 
-A text is prefilled once per recipe, and once by the untouched model with the presses looking on: kvpress scores and
-chooses in every layer, from the hidden states of full attention, and nothing is dropped. Per method and budget: the
-share of kept tokens that both keep, the mean over kv heads in the lower, middle and upper third of the layers and in
-all, and the lowest of any kv head; the number of (layer, kv head) sets that are equal; and, where they are not, how far
-apart the scores of the exchanged tokens are at most (see `Overlap.spread`).
+A text is prefilled once per recipe, and once by the untouched model with all presses attached: kvpress scores and
+chooses in every layer from the hidden states of full attention, and nothing is dropped. Per method and budget: the
+share of tokens that both keep, as a mean over kv heads in the lower, middle and upper third of the layers and in all
+layers, and the lowest of any kv head; the number of equal (layer, kv head) sets; and for unequal ones, the largest
+difference between the scores of exchanged tokens (`Overlap.spread`).
 
-A press takes a prompt as a whole; so does a recipe here, with a stride that covers the prompt, but for the methods
-called "strided", which are the recipes as they come. PyramidKV has the same budget in every layer on both sides; "same
-beta" has the same setting, which the two read differently.
+A press processes a prompt as a whole. So does a recipe here, with a stride that covers the prompt, except for methods
+called "strided", which are the recipes with their defaults. PyramidKV has the same budget in every layer on both sides;
+"same beta" has the same setting, which the two interpret differently.
 
-For what to install see `benchmarks.quality_vs_kvpress`.
+`benchmarks.quality_vs_kvpress` lists the packages to install.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Method:
 
     Attributes:
         recipe: the rules file.
-        settings: from a budget and the prompt's length, the recipe's settings beside its budget.
+        settings: (budget, prompt length) -> the recipe's settings besides its budget.
         press: the class of kvpress.
-        press_settings: from a budget, what the press takes beside the share to drop; PRESSES's without.
+        press_settings: budget -> the press's settings besides the share to drop; None for those in PRESSES.
     """
 
     recipe: str
@@ -69,7 +69,7 @@ def _same_pyramid(budget: int, tokens: int) -> dict[str, float]:
 
 
 def _gentle(budget: int) -> dict[str, int]:
-    """The greatest beta of the press that leaves its top layer something beside the window."""
+    """The largest beta of the press with which its top layer keeps more than the window."""
     return {"beta": max(1, budget // (2 * WINDOW))}
 
 
@@ -87,11 +87,11 @@ METHODS = {
 
 
 @dataclass
-class KeptSetRecording:
-    """What a press chose, layer by layer.
+class PressRecording:
+    """The positions that a press chose, layer by layer.
 
     Attributes:
-        positions: layer -> [kv_heads, held] int64, ascending.
+        positions: layer -> [kv_heads, kept] int64, ascending.
         scores: layer -> [kv_heads, length].
     """
 
@@ -99,13 +99,13 @@ class KeptSetRecording:
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def recorded(press: Any) -> KeptSetRecording:
-    """Let a press choose and drop nothing; what it chose is in the recording once a prompt has passed.
+def recorded(press: Any) -> PressRecording:
+    """Record what a press chooses during a prefill, without dropping anything.
 
-    The press gathers keys and values by the same indices and scores no values, so that it is handed positions in their
-    place.
+    The press gathers keys and values by the same indices and does not score values, so it gets positions in place of
+    values.
     """
-    recording, compress, score = KeptSetRecording(), press.compress, press.score
+    recording, compress, score = PressRecording(), press.compress, press.score
 
     def choose(module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         places = torch.arange(keys.shape[2], device=keys.device, dtype=torch.float64)[:, None].expand(values.shape)
@@ -122,15 +122,15 @@ def recorded(press: Any) -> KeptSetRecording:
     return recording
 
 
-def kept_by_presses(model: Any, prompt: Sequence[int], presses: Sequence[Any]) -> list[KeptSetRecording]:
-    """What each press chooses of a prompt; one prefill for all."""
+def kept_by_presses(model: Any, prompt: Sequence[int], presses: Sequence[Any]) -> list[PressRecording]:
+    """What each press chooses of a prompt, from one prefill for all."""
     recordings = [recorded(press) for press in presses]
     pressed_prefill(model, prompt, DynamicCache(config=model.config.get_text_config(decoder=True)), *presses)
     return recordings
 
 
 def kept_by_recipe(configured: ConfiguredModel, method: str, prompt: Sequence[int]) -> list[torch.Tensor]:
-    """Positions that a configured method holds after a prompt: per layer, [kv_heads, held] int64."""
+    """Positions that a configured method keeps after a prompt: per layer, [kv_heads, kept] int64."""
     with configured.prefilled(method, Prompt(prompt, len(prompt) + 1)) as ready:
         return [layer.entries.positions[0] for layer in ready.cache.layers]
 
@@ -138,9 +138,9 @@ def kept_by_recipe(configured: ConfiguredModel, method: str, prompt: Sequence[in
 def compare(
     model_name: str, dtype: str, methods: Sequence[str], budgets: Sequence[int], length: int, haystack: Haystack
 ) -> list[dict[str, Any]]:
-    """A row for each method and budget, printed as they come.
+    """A row for each method and budget, printed as soon as it is measured.
 
-    Raises HeteroKVError for a budget that covers the prompt, of which nothing would be dropped.
+    Raises HeteroKVError for a budget that covers the prompt, so that nothing would be dropped.
     """
     if not 160 <= min(budgets) <= max(budgets) < length:
         raise HeteroKVError(
@@ -168,23 +168,23 @@ def compare(
         ]
         rows.append(
             {"method": case[0], "budget": case[1], "recipe": words[case], "tokens": len(prompt), **row(layers)}
-            | {"shares": [layer.shares for layer in layers], "held_by_layer": [layer.num_entries for layer in layers]}
+            | {"shares": [layer.shares for layer in layers], "kept_by_layer": [layer.kept for layer in layers]}
         )
         print(_line(rows[-1]), flush=True)
     return rows
 
 
 _HEAD = (
-    "| method | budget | held, ours / theirs | lower | middle | upper | mean | lowest | equal sets | spread |\n"
+    "| method | budget | kept, ours / theirs | lower | middle | upper | mean | lowest | equal sets | spread |\n"
     "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
 
 
 def _line(row: dict[str, Any]) -> str:
     shares = " | ".join(f"{row[name]:.1%}" for name in ("lower", "middle", "upper", "mean", "lowest"))
-    held = " / ".join(f"{tokens:.1f}" for tokens in row["held"])
+    kept = " / ".join(f"{tokens:.1f}" for tokens in row["kept"])
     equal = f"{row['equal']} of {row['sets']}"
-    return f"| {row['method']} | {row['budget']} | {held} | {shares} | {equal} | {row['spread']:.1e} |"
+    return f"| {row['method']} | {row['budget']} | {kept} | {shares} | {equal} | {row['spread']:.1e} |"
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""How fast block attention reads the pool, as a share of what the machine's DRAM gives, beside torch's own attention.
+"""Bandwidth of block attention as a share of the machine's DRAM read bandwidth, compared with torch's attention.
 
     python -m benchmarks.kernel_bandwidth [--repeats 40] [--threads N] [--isa avx2] [--pool_gb 1] [--json]
 
-Every call attends to other, scattered blocks of a pool far larger than the caches, so that each byte comes from DRAM.
-The bandwidth it is held against is that of several plain reading kernels over stretches of the same pool, in the same
-rounds: best against best (what the machine gives when nothing disturbs it) and median against median.
+Each call attends to different, scattered blocks of a pool much larger than the caches, so that every byte comes from
+DRAM. The reference is several plain reading kernels over stretches of the same pool, in the same rounds: best against
+best (the undisturbed machine), and median against median.
 """
 
 from __future__ import annotations
@@ -230,12 +230,12 @@ def main() -> None:
             f"{row['share_of_dram']:.0%}", f"{row['median_share_of_dram']:.0%}", f"{row['torch_milliseconds']:.1f}",
             f"{row['torch_milliseconds'] / row['milliseconds']:.1f}",
         )  # fmt: skip
-    wanted = [
+    goals = [
         (f"{row['heads']}, {row['storage']}, {row['case']}, share of the DRAM read", row["share_of_dram"], GOAL)
         for row in rows
         if row["storage"] == "float16" and row["case"] == "16K attended"
     ]
-    Console(width=180).print(table, verdicts_table(wanted))
+    Console(width=180).print(table, verdicts_table(goals))
     print("torch: attention to as many contiguous tokens, scaled from 16K; it neither gathers nor selects blocks.")
 
 

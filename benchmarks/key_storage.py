@@ -1,11 +1,11 @@
-"""What four bits lose of a prompt's keys and values, by how they are written down.
+"""The loss of storing a prompt's keys and values in four bits, by transform before storing.
 
     python -m benchmarks.key_storage FILE... [--model NAME] [--tokens 30]
 
-Each text is a message to the model. The untouched model prefills it and answers; then the same tokens are forced over
-keys and values that went through a storage type: as they are, rotated by a Hadamard matrix along the head's dimension,
-less the mean of all keys, or less that of their block. Prints next-token agreement with exact keys and values, and the
-Kullback-Leibler divergence KL(exact || stored), means over the texts.
+Each text is a message to the model. The untouched model prefills it and answers; then the same tokens are decoded by
+teacher forcing over keys and values that were stored and read back: unchanged, rotated by a Hadamard matrix along the
+head's dimension, less the mean of all keys, or less that of their block. Prints next-token agreement with exact keys
+and values, and the Kullback-Leibler divergence KL(exact || stored), as means over the texts.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--tokens", default=30, type=int, help="of the answer")
-    given = parser.parse_args()
-    opened = load_model(given.model, dtype=torch.float32)
+    flags = parser.parse_args()
+    opened = load_model(flags.model, dtype=torch.float32)
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for path in given.texts:
+    for path in flags.texts:
         message = [{"role": "user", "content": path.read_text(encoding="utf-8")}]
         prompt = opened.tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        answer, layers = answered(opened.model, prompt["input_ids"], given.tokens)
+        answer, layers = answered(opened.model, prompt["input_ids"], flags.tokens)
         reference = forced(opened.model, answer, layers, "exact")
         for way in WAYS:
             actual = forced(opened.model, answer, layers, way)

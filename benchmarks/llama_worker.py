@@ -1,13 +1,13 @@
-"""llama.cpp in a process of its own, for `benchmarks.peers`: commands come as JSON lines, seconds go back likewise.
+"""Runs llama.cpp in a separate process for `benchmarks.peers`: it reads commands and writes seconds, as JSON lines.
 
-Runs under whatever Python has `llama_cpp` (`pip install llama-cpp-python`), and imports nothing of this project.
+It runs under any Python with `llama_cpp` (`pip install llama-cpp-python`), and imports nothing of this project.
 
-    {"model": path, "context": tokens, "threads": n}    loads the model anew
-    {"prefill": [ids]}                                  forgets everything and evaluates the tokens
+    {"model": path, "context": tokens, "threads": n}    loads the model
+    {"prefill": [ids]}                                  empties the cache and evaluates the tokens
     {"decode": [ids]}                                   evaluates them one by one
-    {"eval": [ids]}                                     evaluates them together, behind what there is
-    {"save": path, "tokens": [ids]}                     writes the state file of what was evaluated
-    {"load": path}                                      goes on from a state file
+    {"eval": [ids]}                                     evaluates them together, after the cached ones
+    {"save": path, "tokens": [ids]}                     writes the state file of the evaluated tokens
+    {"load": path}                                      loads a state file
 """
 
 import ctypes

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
-class LengthRun:
+class VariantRun:
     """One variant of the model with a context of one length; `decode` may be timed again and again."""
 
     def __init__(self, model: Any, variant: str, context: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ def measure(model_name: str, lengths: list[int], repeats: int) -> dict[str, Any]
     model = load_model(model_name, dtype="float32").model
     torch.manual_seed(0)
     runs = {
-        (variant, length): LengthRun(model, variant, torch.randint(100, 20_000, (1, length)))
+        (variant, length): VariantRun(model, variant, torch.randint(100, 20_000, (1, length)))
         for variant in VARIANTS
         for length in lengths
     }

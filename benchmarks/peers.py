@@ -1,13 +1,13 @@
-"""Prefill and decode of a real model beside llama.cpp and untouched transformers, in one run, with goals and verdicts.
+"""Prefill and decode of a real model, compared with llama.cpp and untouched transformers in one run, with goals.
 
     python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
     python -m benchmarks.peers --recorded --plot docs/peers.png
 
-llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given (or this one),
-which needs `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same
-tokens once, then all decode in turns, a few tokens at a time, several rounds: medians. Everyone gets the same number of
-threads.
+llama.cpp runs the same GGUF file with flash attention, in a separate process of PYTHON (default: this one), which needs
+`llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once.
+Then all decode in turn, a few tokens at a time, for several rounds; figures are medians. All engines have the same
+number of threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetero_kv.models.locating import locate
 from hetero_kv.threads import set_threads
 
 DECODED = 8
-"""Tokens that are decoded in one go."""
+"""Decoded tokens per round."""
 BUDGET = 2048
 _OURS = {
     "dense": ("dense", {}),
@@ -57,9 +57,9 @@ LLAMA, TRANSFORMERS = "llama.cpp", "transformers"
 
 @dataclass(frozen=True)
 class Goal:
-    """A decode time or prefill speed that is to be so many times better than another.
+    """A goal for a decode time or prefill speed relative to another engine's.
 
-    what: "decode" or "prefill". ratio: other's time over ours, at least. other_length: the other's; None for the same.
+    what: "decode" or "prefill". ratio: the minimum of the other's time over ours. other_length: None for the same one.
     """
 
     what: str
@@ -88,8 +88,8 @@ GOALS = (
 
 
 @dataclass
-class PeerFigures:
-    """Of one engine at one length: seconds per decoded token, and tokens per second of the prefill."""
+class EngineSpeed:
+    """An engine's speed at one length: seconds per decoded token, and prefill tokens per second."""
 
     engine: str
     length: int
@@ -97,8 +97,8 @@ class PeerFigures:
     prefill: float
 
 
-class HeteroPeer:
-    """This project under one recipe; the model is loaded anew for each, its weights as the file stores them."""
+class HeteroKVEngine:
+    """This project's engine under one recipe, with a separate model whose weights stay packed."""
 
     def __init__(self, model: str, name: str, longest: int) -> None:
         config, settings = _OURS[name]
@@ -123,7 +123,7 @@ class HeteroPeer:
 
 
 class Untouched:
-    """transformers alone, unpacked weights, its own cache, prompts in chunks."""
+    """transformers alone: unpacked weights, its own cache, prompts in chunks."""
 
     def __init__(self, model: str) -> None:
         self.model = load_model(model).model
@@ -144,7 +144,7 @@ class Untouched:
 
 
 class LlamaCpp:
-    """llama.cpp in its process."""
+    """llama.cpp in a separate process."""
 
     def __init__(self, python: str, model: str, threads: int) -> None:
         path = locate(model, None, None).gguf
@@ -168,7 +168,7 @@ class LlamaCpp:
         return float(json.loads(answer)["seconds"])
 
     def prefill(self, ids: list[int]) -> float:
-        """Seconds of a prefill from nothing, in a context with room for what follows."""
+        """Seconds of a prefill with an empty cache, which has room for the decoded tokens."""
         self.ask(model=self.path, context=len(ids) + 512, threads=self.threads)
         return self.ask(prefill=ids)
 
@@ -177,7 +177,7 @@ class LlamaCpp:
         return self.ask(decode=ids) / len(ids)
 
 
-def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[PeerFigures]:
+def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[EngineSpeed]:
     """Every engine at every length; `text` is at least as long as the longest."""
     measured = []
     for length in lengths:
@@ -188,18 +188,18 @@ def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text:
             engine.decode(following)
         turns = {name: partial(engine.decode, following) for name, engine in engines.items()}
         decode = interleaved_medians(turns, repeats)
-        measured += [PeerFigures(name, length, decode[name], length / prefill[name]) for name in engines]
+        measured += [EngineSpeed(name, length, decode[name], length / prefill[name]) for name in engines]
         report_line(measured[-len(engines) :])
     return measured
 
 
-def report_line(measured: Sequence[PeerFigures]) -> None:
-    """Say what one length has given, while the others are still to come."""
+def report_line(measured: Sequence[EngineSpeed]) -> None:
+    """Print the figures of one length as soon as they are measured."""
     parts = (f"{each.engine} {each.decode * 1e3:.1f} ms, prefill {each.prefill:.0f}/s" for each in measured)
     print(f"{measured[0].length:>6} tokens: " + "; ".join(parts), file=sys.stderr, flush=True)
 
 
-def verdicts(measured: Sequence[PeerFigures]) -> list[tuple[Goal, float]]:
+def verdicts(measured: Sequence[EngineSpeed]) -> list[tuple[Goal, float]]:
     """The goals whose engines and lengths were measured, and the ratios reached."""
     found = {(each.engine, each.length): each for each in measured}
     reached = []
@@ -211,7 +211,7 @@ def verdicts(measured: Sequence[PeerFigures]) -> list[tuple[Goal, float]]:
     return reached
 
 
-def show(measured: Sequence[PeerFigures]) -> None:
+def show(measured: Sequence[EngineSpeed]) -> None:
     """Print what was measured, then goals and verdicts."""
     table = Table("tokens", "engine", "decode, ms per token", "prefill, tokens/s")
     for each in measured:
@@ -220,7 +220,7 @@ def show(measured: Sequence[PeerFigures]) -> None:
     Console().print(table, goals)
 
 
-def plot(measured: Sequence[PeerFigures], path: Path) -> None:
+def plot(measured: Sequence[EngineSpeed], path: Path) -> None:
     """Milliseconds per token against the length of the context, a labelled line for each engine."""
     figure, axes = new_figure()
     labels = []
@@ -245,13 +245,13 @@ def plot(measured: Sequence[PeerFigures], path: Path) -> None:
     save(figure, axes, path)
 
 
-def recorded() -> list[PeerFigures]:
+def recorded() -> list[EngineSpeed]:
     """The current decode times of the record `peers`, one per engine and length."""
     found = []
     for entry in load("peers").measurements:
         if entry.status == CURRENT and entry.columns[0] == "tokens":
             for tokens, engine, decode, _, prefill, *_ in entry.rows:
-                found.append(PeerFigures(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
+                found.append(EngineSpeed(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
     return found
 
 
@@ -263,36 +263,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     own = sys.executable if importlib.util.find_spec("llama_cpp") else None
-    parser.add_argument("--llama_python", default=own, help="a Python that has llama-cpp-python; none: left out")
+    parser.add_argument("--llama_python", default=own, help="a Python with llama-cpp-python; none: skip llama.cpp")
     parser.add_argument("--transformers", action="store_true", help="the untouched model too")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--recorded", action="store_true", help="measure nothing: show and plot the record `peers`")
     parser.add_argument("--json", default=None)
-    given = parser.parse_args(arguments)
-    if given.recorded:
-        finish(recorded(), given)
+    flags = parser.parse_args(arguments)
+    if flags.recorded:
+        finish(recorded(), flags)
         return
-    lengths = [int(length) for length in given.lengths.split(",")]
-    set_threads(given.threads)
-    engines: dict[str, Any] = {name: HeteroPeer(given.model, name, max(lengths) + 512) for name in _OURS}
-    if given.llama_python:
-        engines[LLAMA] = LlamaCpp(given.llama_python, given.model, given.threads)
-    if given.transformers:
-        engines[TRANSFORMERS] = Untouched(given.model)
-    finish(measure(engines, lengths, given.repeats, source_tokens(given.model, max(lengths))), given)
+    lengths = [int(length) for length in flags.lengths.split(",")]
+    set_threads(flags.threads)
+    engines: dict[str, Any] = {name: HeteroKVEngine(flags.model, name, max(lengths) + 512) for name in _OURS}
+    if flags.llama_python:
+        engines[LLAMA] = LlamaCpp(flags.llama_python, flags.model, flags.threads)
+    if flags.transformers:
+        engines[TRANSFORMERS] = Untouched(flags.model)
+    finish(measure(engines, lengths, flags.repeats, source_tokens(flags.model, max(lengths))), flags)
 
 
-def finish(measured: Sequence[PeerFigures], given: argparse.Namespace) -> None:
+def finish(measured: Sequence[EngineSpeed], flags: argparse.Namespace) -> None:
     """Print what was measured, and write the files that the flags name."""
     show(measured)
-    if given.plot:
-        plot(measured, given.plot)
-    if given.json:
-        Path(given.json).write_text(json.dumps([asdict(each) for each in measured], indent=1))
+    if flags.plot:
+        plot(measured, flags.plot)
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([asdict(each) for each in measured], indent=1))
 
 
 def source_tokens(model: str, count: int) -> list[int]:
-    """At least `count` tokens of the Python of this very project."""
+    """At least `count` tokens of this project's source code."""
     tokenizer = open_model(model).tokenizer
     root = Path(__file__).parents[1]
     ids: list[int] = []

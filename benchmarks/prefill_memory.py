@@ -1,12 +1,12 @@
-"""What a prefill takes at its peak, against the design and the planner: weights + store + one layer's KV + two
-hidden-state buffers + one chunk's activations.
+"""The peak memory of a prefill, compared with the plan: weights + store + one layer's KV + two hidden-state buffers +
+one chunk's activations.
 
     python -m benchmarks.prefill_memory [--lengths 2048,4096,7680] [--long 16384]
 
-The growth of this process's memory over the loaded weights, at its peak, in a process per run: the small real model at
-`--lengths`, and a random model of eight layers with the heads of a 7B model (8 kv heads of 128) at `--long`. The C
-library keeps some of what is freed for later: "kept" is a run that lets it, "returned" one that makes it give memory
-back at once, which is what the plan is about. Takes minutes.
+The figure is the peak growth of the process's memory over the loaded weights, in a process per run: the small real
+model at `--lengths`, and a random model of eight layers with the heads of a 7B model (8 kv heads of 128) at `--long`.
+The C library keeps some freed memory: "kept" is a run that allows this, "returned" one that returns memory at once,
+which the plan assumes. Takes minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _model(name: str) -> Any:
 
 
 def measured(name: str, length: int) -> dict[str, float]:
-    """Bytes that one prefill in this process adds at its peak and leaves in the store, and what was planned."""
+    """Bytes that one prefill in this process adds at its peak, bytes in the store, and the planned bytes."""
     import torch
 
     from hetero_kv import HeteroCache, inject
@@ -55,7 +55,7 @@ def measured(name: str, length: int) -> dict[str, float]:
     model = _model(name)
     injection = inject(model, "ktransformers", command_line={"chunk_size": CHUNK})
     with torch.no_grad():
-        # A first prompt brings in what is loaded once: kernels, thread stacks, libraries.
+        # A first prompt loads kernels, thread stacks and libraries.
         model(torch.randint(100, 20_000, (1, 64)), past_key_values=HeteroCache(model, 64), logits_to_keep=1)
         prompt = torch.randint(100, 20_000, (1, length))
         cache = HeteroCache(model, length)

@@ -1,10 +1,10 @@
-"""Prefill of real text by the layers' own steps, and by the short way through them, in turns in one run.
+"""Prefill of real text by the layers' modules and by the fused prefill layer, in turn in one run.
 
     python -m benchmarks.prompt_layers --haystack $ESSAYS [--model NAME] [--recipe adaptive]
                                        [--lengths 64,256,1024,4096,16384] [--repeats 5] [--threads N]
 
-The short way (`hetero_kv/adapter/fused_prefill_layer.py`) is what prompts take where a layer has Llama's form. Weights
-are kept as their file has them, as in a chat. Medians of the clock.
+Prompts use the fused layer (`hetero_kv/adapter/fused_prefill_layer.py`) if a layer has Llama's structure. Weights stay
+packed, as in a chat. Figures are medians of wall-clock times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetero_kv.models import DEFAULT_MODEL
 
 
 def measured(model: Any, context: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Seconds of a prefill of [1, tokens] by the layers' own steps and the short way."""
+    """Seconds of a prefill of [1, tokens] by the layers' modules and by the fused layer."""
 
     def prefilled() -> float:
         cache = HeteroCache(model)
@@ -50,18 +50,18 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,256,1024,4096,16384")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    given = parser.parse_args()
-    lengths = [int(length) for length in given.lengths.split(",")]
-    loaded = load_packed(given.model, threads_num=given.threads or "auto")
-    text = Haystack.from_file(given.haystack).text
+    flags = parser.parse_args()
+    lengths = [int(length) for length in flags.lengths.split(",")]
+    loaded = load_packed(flags.model, threads_num=flags.threads or "auto")
+    text = Haystack.from_file(flags.haystack).text
     tokens = torch.tensor([loaded.tokenizer(text[: 8 * max(lengths)])["input_ids"]])
-    injection = inject(loaded.model, given.recipe, command_line={"max_seq_len": max(lengths)})
+    injection = inject(loaded.model, flags.recipe, command_line={"max_seq_len": max(lengths)})
     injection.compile_kernels()
     table = Table(
-        "tokens", "own steps, tokens/s", "short way, tokens/s", "own / short", title=f"prefill, {given.model}"
+        "tokens", "own steps, tokens/s", "short way, tokens/s", "own / short", title=f"prefill, {flags.model}"
     )
     for length in lengths:
-        own, short = measured(loaded.model, tokens[:, :length], given.repeats)
+        own, short = measured(loaded.model, tokens[:, :length], flags.repeats)
         table.add_row(f"{length:,}", f"{length / own:.0f}", f"{length / short:.0f}", f"{own / short:.2f}")
     Console().print(table)
 

@@ -1,6 +1,6 @@
-"""Long prompts of several kinds, several questions to each text, for the benchmarks of answer quality.
+"""Long prompts of several kinds, with several questions per text, for the benchmarks of answer quality.
 
-The questions to one text have its tokens in common, so that the text is prefilled once for all of them.
+The prompts of one text share its tokens, so the text is prefilled once for all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class QualityPrompt:
     """One prompt.
 
     Attributes:
-        kind: of which sort it is.
-        tokens: token ids, the beginning of the answer included where one is given.
-        answer: what the answer must contain; None where nothing is asked.
-        max_new_tokens: decoded at most.
+        kind: the kind of prompt.
+        tokens: token ids, including a predefined beginning of the answer, if any.
+        answer: the text that the answer must contain; None for prompts without a question.
+        max_new_tokens: the maximum number of decoded tokens.
     """
 
     kind: str
@@ -39,21 +39,21 @@ class QualityPrompt:
     max_new_tokens: int
 
     def is_right(self, text: str) -> bool | None:
-        """Whether `text` contains the answer, white space aside; None where nothing is asked."""
+        """Whether `text` contains the answer, ignoring white space; None for a prompt without a question."""
         return None if self.answer is None else "".join(self.answer.split()) in "".join(text.split())
 
 
 @dataclass(frozen=True)
 class Request:
-    """What prompts are made of.
+    """The parameters of prompts.
 
     Attributes:
-        tokenizer: with a chat template.
-        length: tokens of a prompt, about.
-        questions: to the text.
-        continued: tokens that prose is continued with.
-        seed: of everything random.
-        haystack: essays, or None for the project's documentation.
+        tokenizer: a tokenizer with a chat template.
+        length: the approximate length of a prompt, tokens.
+        questions: questions per text.
+        continued: tokens of a continuation of prose.
+        seed: the random seed.
+        haystack: essays; None for the project's documentation.
     """
 
     tokenizer: Any
@@ -65,24 +65,24 @@ class Request:
 
     @property
     def essays(self) -> Haystack:
-        """The prose to hide in, and to continue."""
+        """The prose for needles and continuations."""
         return self.haystack or Haystack(
             "\n\n".join(p.read_text() for p in sorted((_PROJECT / "docs").glob("*.md"))), ""
         )
 
-    def asked(self, message: str, answer_prefix: str = "") -> tuple[int, ...]:
-        """The tokens of a user's message in the chat template, and of the beginning of the answer."""
+    def chat_tokens(self, message: str, answer_prefix: str = "") -> tuple[int, ...]:
+        """The tokens of a user message in the chat template, and of the answer's beginning."""
         chat = [{"role": "user", "content": message}]
         text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return tuple(self.tokenizer(text + answer_prefix, add_special_tokens=False)["input_ids"])
 
     def fitted(self, build: Callable[[int], str], kind: str) -> str:
-        """The text `build(units)` with which a prompt is nearest to the wanted length."""
-        return fit(build, lambda text: len(self.asked(text)), self.length, kind).text
+        """The text `build(units)` whose prompt is nearest to the requested length."""
+        return fit(build, lambda text: len(self.chat_tokens(text)), self.length, kind).text
 
 
 def shared_beginning(prompts: list[QualityPrompt]) -> int:
-    """Tokens that all prompts begin with, at most all but two of the shortest."""
+    """The length of the prompts' common prefix, at most all but two tokens of the shortest."""
     columns = zip(*(prompt.tokens for prompt in prompts), strict=False)
     return min(sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)), _shortest(prompts) - 2)
 
@@ -92,7 +92,7 @@ def _shortest(prompts: list[QualityPrompt]) -> int:
 
 
 def needles(request: Request) -> list[QualityPrompt]:
-    """A number for every city, hidden at even depths of essays; one question for each."""
+    """Numbers of cities, hidden at equal distances in essays; a question per city."""
     rng = random.Random(f"needles/{request.seed}")
     cities = rng.sample(_CITIES, request.questions)
     numbers = [str(rng.randrange(10**6, 10**7)) for _ in cities]
@@ -105,7 +105,7 @@ def needles(request: Request) -> list[QualityPrompt]:
 
     text = request.fitted(build, "needles")
     return [
-        QualityPrompt("needles", request.asked(f"{text}\n\nWhat is the special magic {city} number?"), value, 32)
+        QualityPrompt("needles", request.chat_tokens(f"{text}\n\nWhat is the special magic {city} number?"), value, 32)
         for city, value in zip(cities, numbers, strict=True)
     ]
 
@@ -113,7 +113,7 @@ def needles(request: Request) -> list[QualityPrompt]:
 def pairs(request: Request) -> list[QualityPrompt]:
     """Key-value retrieval of Lost in the middle (Liu et al. 2023): random UUIDs in a JSON object.
 
-    The wanted pairs lie at even depths. The answer begins as given, so that what is decoded is the value.
+    The queried pairs are at equal distances. The answer's beginning is predefined, so that the model decodes the value.
     """
     rng = random.Random(f"pairs/{request.seed}")
     records: list[tuple[str, str]] = []
@@ -129,17 +129,17 @@ def pairs(request: Request) -> list[QualityPrompt]:
 
     text = request.fitted(build, "pairs")
     count = text.count('": "')
-    wanted = [records[int((i + 0.5) / request.questions * count)] for i in range(request.questions)]
+    chosen = [records[int((i + 0.5) / request.questions * count)] for i in range(request.questions)]
     return [
         QualityPrompt(
-            "pairs", request.asked(f'{text}\n\nKey: "{key}"\nCorresponding value:', 'The value is "'), value, 48
+            "pairs", request.chat_tokens(f'{text}\n\nKey: "{key}"\nCorresponding value:', 'The value is "'), value, 48
         )
-        for key, value in wanted
+        for key, value in chosen
     ]
 
 
 def prose(request: Request) -> list[QualityPrompt]:
-    """Essays, continued: prompts that end at different places of the last tenth of the length."""
+    """Essays to be continued: prompts that end at different positions in the last tenth of the length."""
     text = request.fitted(lambda words: " ".join(request.essays.take(words)), "prose")
     tokens = request.tokenizer(text, add_special_tokens=False)["input_ids"]
     ends = [round(len(tokens) * (1 - 0.1 * i / request.questions)) for i in range(request.questions)]
@@ -147,7 +147,7 @@ def prose(request: Request) -> list[QualityPrompt]:
 
 
 def code(request: Request) -> list[QualityPrompt]:
-    """The engine's own sources; asked for the line that defines a function of which there is one."""
+    """The engine's source code; the question is for the line that defines a function with a unique name."""
     sources = [path.read_text() for path in sorted((_PROJECT / "hetero_kv" / "engine").rglob("*.py"))]
     lines = "\n".join(sources).splitlines()
     text = request.fitted(lambda count: "\n".join(lines[:count]), "code")
@@ -156,7 +156,7 @@ def code(request: Request) -> list[QualityPrompt]:
     return [
         QualityPrompt(
             "code",
-            request.asked(
+            request.chat_tokens(
                 f"```python\n{text}\n```\n\nQuote the line of the code above that defines the function `{name}`.",
                 "```python\n",
             ),

@@ -1,18 +1,18 @@
-"""Retrieval quality beside kvpress at equal budgets: both on the same samples, by the same harness.
+"""Compares retrieval quality with kvpress at equal budgets, on the same samples and with the same harness.
 
     python -m benchmarks.quality_vs_kvpress --out DIR [--budgets 256,512] [--task needle,passkey] [--lengths 2k]
         [--recipes snapkv_evict,pyramidkv,tova,streaming_llm] [--presses SnapKV,PyramidKV,TOVA,StreamingLLM]
 
 A budget is the number of prompt tokens that a step attends to in every layer (the mean over layers for PyramidKV).
-kvpress prefills the whole prompt, the question included, and drops all but the budget once. hetero-kv's `snapkv_evict`
-and `pyramidkv` do the same, `tova` and `streaming_llm` drop after every stride of a prompt already; its other recipes
-keep everything and choose the budget's tokens. Generated tokens come on top in kvpress; in hetero-kv they are part of
-the budget. Which tokens either keeps is compared by `benchmarks.kept_sets_vs_kvpress`.
+kvpress prefills the whole prompt, including the question, and drops all but the budget once. hetero-kv's `snapkv_evict`
+and `pyramidkv` do the same; `tova` and `streaming_llm` drop after every stride of a prompt; its other recipes keep
+everything and choose the budget's tokens. Generated tokens are extra in kvpress, and part of the budget in hetero-kv.
+`benchmarks.kept_sets_vs_kvpress` compares the kept tokens.
 
-Running it twice with the same flags goes on where the first run stopped.
+The same command continues a stopped run.
 
-kvpress pins an older transformers than hetero-kv is tested with; `pip install --no-deps kvpress` beside its other
-requirements (cachetools, fire, datasets, peft, pandas) runs the presses used here.
+kvpress pins an older transformers than hetero-kv is tested with. To run the presses used here, install it with
+`pip install --no-deps kvpress` and its other requirements (cachetools, fire, datasets, peft, pandas).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from hetero_kv.models import DEFAULT_MODEL, load_model
 
 WINDOW = 64
 
-#: kvpress' side of a budget: class -> what it takes beside the share of the tokens to drop. With the paper's beta of 20
-#: the press silently becomes SnapKV where its last layer would keep less than the window, below 1,280 tokens; the
-#: greatest beta at which it is a pyramid is taken.
+#: kvpress at a budget: class -> its settings besides the share of tokens to drop. With the paper's beta of 20 the press
+#: silently becomes SnapKV if its last layer would keep less than the window, below 1,280 tokens; so this is the largest
+#: beta that keeps a pyramid.
 PRESSES: dict[str, Callable[[int], dict[str, int]]] = {
     "SnapKVPress": lambda budget: {},
     "PyramidKVPress": lambda budget: {"beta": min(20, budget // WINDOW)},
@@ -58,11 +58,11 @@ PRESSES: dict[str, Callable[[int], dict[str, int]]] = {
     "StreamingLLMPress": lambda budget: {},
 }
 
-#: What flags and tables call the presses -> class.
+#: Name of a press in flags and tables -> class.
 PRESS_NAMES = {press.removesuffix("Press"): press for press in PRESSES}
 
-#: hetero-kv's side of a budget: recipe -> settings with which a step attends to that many tokens. The first four evict,
-#: as the presses do; PyramidKV with the press's beta.
+#: hetero-kv at a budget: recipe -> settings with which a step attends to that many tokens. The first four evict like
+#: the presses, PyramidKV with the press's beta.
 RECIPES: dict[str, Callable[[int], dict[str, int | str]]] = {
     "snapkv_evict": lambda budget: {"budget": budget, "window": WINDOW},
     "pyramidkv": lambda budget: {"budget": budget, "window": WINDOW, **PRESSES["PyramidKVPress"](budget)},

@@ -1,10 +1,10 @@
-"""What it costs in quality that few rows are multiplied with quantized weights as they are stored, activations in int8.
+"""The quality loss of products of few rows with quantized weights, whose activations are rounded to int8.
 
     python -m benchmarks.quantized_quality [--model NAME] [--tokens 2048] [--answers 10] [--new_tokens 24] [--json FILE]
 
-The same GGUF file twice: packed under `dense`, and unpacked to float32 by transformers. Perplexity of a text that is
-fed in steps of 32 tokens, so that every product is one with codes; the divergence of the two models' next-token
-distributions; and greedy answers to short prompts, with the unpacked model's margin where they part.
+The same GGUF file is loaded twice: packed under `dense`, and unpacked to float32 by transformers. Figures: the
+perplexity of a text in steps of 32 tokens, for which every product uses the codes; the divergence of the two models'
+next-token distributions; and greedy answers to short prompts, with the unpacked model's margin where they diverge.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stepped_logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def text_quality(packed: Any, unpacked: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Perplexities, the mean divergence in nats, and how often the likeliest token is the same."""
+    """Perplexities, the mean divergence in nats, and the share of equal likeliest tokens."""
     mine = stepped_logits(packed, ids, HeteroCache(packed, ids.shape[1] + 64))[:-1].log_softmax(-1)
     theirs = unpacked(ids).logits[0, :-1].log_softmax(-1)
     following = ids[0, 1:, None]
@@ -62,7 +62,7 @@ def text_quality(packed: Any, unpacked: Any, ids: torch.Tensor) -> dict[str, flo
 
 @torch.no_grad()
 def parted(packed: Any, unpacked: Any, ids: torch.Tensor, new_tokens: int) -> tuple[int, float] | None:
-    """Where greedy answers part, and by how much the unpacked model prefers its token there, in nats; None: nowhere."""
+    """The position where greedy answers diverge, and the unpacked model's margin there in nats; None if they do not."""
     cache = HeteroCache(packed, ids.shape[1] + new_tokens + 8)
     mine = packed.generate(ids, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False)
     theirs = unpacked.generate(ids, max_new_tokens=new_tokens, do_sample=False)
@@ -83,16 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--answers", type=int, default=len(PROMPTS))
     parser.add_argument("--new_tokens", type=int, default=24)
     parser.add_argument("--json", default=None)
-    given = parser.parse_args(arguments)
-    opened = open_model(given.model, dtype="float32")
-    inject(opened.model, "dense", command_line={"kv_type": "FP32", "max_seq_len": given.tokens + 64})
-    packed, unpacked = opened.load(), load_model(given.model, dtype="float32")
-    text = torch.tensor([source_tokens(given.model, given.tokens)[: given.tokens]])
+    flags = parser.parse_args(arguments)
+    opened = open_model(flags.model, dtype="float32")
+    inject(opened.model, "dense", command_line={"kv_type": "FP32", "max_seq_len": flags.tokens + 64})
+    packed, unpacked = opened.load(), load_model(flags.model, dtype="float32")
+    text = torch.tensor([source_tokens(flags.model, flags.tokens)[: flags.tokens]])
     found = text_quality(packed.model, unpacked.model, text)
     answers = {}
-    for prompt in PROMPTS[: given.answers]:
+    for prompt in PROMPTS[: flags.answers]:
         ids = packed.tokenizer(prompt, return_tensors="pt").input_ids
-        answers[prompt] = parted(packed.model, unpacked.model, ids, given.new_tokens)
+        answers[prompt] = parted(packed.model, unpacked.model, ids, flags.new_tokens)
     table = Table("", "")
     for name, value in found.items():
         table.add_row(name, f"{value:.4f}")
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         said = "the same answer" if where is None else f"parts at token {where[0]}, margin {where[1]:.3f} nats"
         table.add_row(repr(prompt), said)
     Console().print(table)
-    if given.json:
-        Path(given.json).write_text(json.dumps({"text": found, "answers": answers}, indent=1))
+    if flags.json:
+        Path(flags.json).write_text(json.dumps({"text": found, "answers": answers}, indent=1))
 
 
 if __name__ == "__main__":

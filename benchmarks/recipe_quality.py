@@ -1,11 +1,11 @@
-"""Every recipe against full attention, on prompts of several kinds, with equal budgets of attended tokens.
+"""Compares every recipe with full attention, on prompts of several kinds, at equal budgets of attended tokens.
 
     python -m benchmarks.recipe_quality --haystack FILE [--recipes dense,quest,...] [--budgets 32,16,8,4] [--out FILE]
 
-Per recipe and budget (a fraction of the context): block recall; while the untouched model's own continuation is forced
-through the recipe, the share of next tokens that are full attention's and the Kullback-Leibler divergence
-KL(full || recipe); and the share of right answers when the recipe answers by itself. A text is prefilled once, whatever
-the number of its questions and of the recipes. A recipe may carry settings: `ktransformers:dense_layer_num=2`.
+Per recipe and budget (a fraction of the context): block recall; under teacher forcing of the untouched model's
+continuation, the share of next tokens that equal full attention's, and the Kullback-Leibler divergence
+KL(full || recipe); and the share of correct answers of the recipe's own decoding. A text is prefilled once for all
+questions and recipes. A recipe may have settings: `ktransformers:dense_layer_num=2`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from hetero_kv.models.named import DEFAULT_MODEL
 
 RECIPES = "dense,ktransformers,kvretrieval,quest,snapkv,infllm,streaming"
 CHUNK = 1024
-#: No recipe attends to everything from this layer on: the layers whose recall is compared.
+#: From this layer on no recipe attends to everything; these layers' recall is compared.
 FIRST_COMPARED = 2
 
 _NONE = "\N{EN DASH}"
 
-Row = dict[str, Any]
+QualityRow = dict[str, Any]
 
 
 def recordings(
     model: Any, prompts: list[QualityPrompt], observation_len: int
 ) -> Iterable[tuple[QualityPrompt, RecordedPrefill]]:
-    """The prompts of one text with their prefills; what they have in common is prefilled once."""
+    """The prompts of one text with their prefills; the common prefix is prefilled once."""
     beginning = shared_beginning(prompts)
     common = torch.tensor([prompts[0].tokens[:beginning]])
     text = record_prefill(model, common, observation_len=observation_len, chunk_size=CHUNK)
     for prompt in prompts:
         rest = torch.tensor([prompt.tokens[beginning:]])
-        # For what is forced, and for a fork that answers by itself.
+        # Room for the forced tokens, and for a fork that decodes.
         capacity = 2 * (len(prompt.tokens) + prompt.max_new_tokens)
         yield (
             prompt,
@@ -60,8 +60,8 @@ def recordings(
         )
 
 
-class QualityFigures:
-    """A model on which recipes are measured, one after the other, on one prompt at a time."""
+class RecipeMeter:
+    """Measures recipes on a model, one after the other, on one prompt at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, threads: int | None) -> None:
         self.model, self.tokenizer, self.threads = model, tokenizer, threads
@@ -77,7 +77,7 @@ class QualityFigures:
 
     def recipe(
         self, spec: ConfigSpec, share: int, prompt: QualityPrompt, recording: RecordedPrefill, full: Continuation
-    ) -> Row:
+    ) -> QualityRow:
         """One recipe with a budget of 1/share of the context, on one prompt."""
         injection = inject(self.model, spec.rules, command_line=spec.settings)
         own = retrieval_settings(injection)
@@ -118,58 +118,58 @@ class QualityFigures:
         }
 
 
-def measure(arguments: argparse.Namespace, report: Callable[[str], None]) -> list[Row]:
+def measure(arguments: argparse.Namespace, report: Callable[[str], None]) -> list[QualityRow]:
     """A row for every prompt, recipe and budget, and one for the untouched model's answer to each prompt."""
     loaded = load_model(arguments.model, dtype="float32")
-    measured = QualityFigures(loaded.model, loaded.tokenizer, arguments.threads)
+    measured = RecipeMeter(loaded.model, loaded.tokenizer, arguments.threads)
     specs = config_specs(arguments.recipes.split(","))
     variants = config_specs(arguments.variants.split(",")) if arguments.variants else []
     haystack = Haystack.from_file(arguments.haystack) if arguments.haystack else None
     request = Request(loaded.tokenizer, arguments.length, arguments.prompts, arguments.tokens, arguments.seed, haystack)
-    wanted = [(spec, share) for spec in specs for share in _shares(loaded.model, spec, arguments.budgets)]
-    wanted += [(spec, arguments.variant_budget) for spec in variants]
+    variants_and_shares = [(spec, share) for spec in specs for share in _shares(loaded.model, spec, arguments.budgets)]
+    variants_and_shares += [(spec, arguments.variant_budget) for spec in variants]
     for spec in (*specs, *variants):
-        # A mistake in it is found before anything is measured.
+        # Find mistakes in the rules before measuring anything.
         inject(loaded.model, spec.rules, command_line=spec.settings)
         eject(loaded.model)
-    rows: list[Row] = []
+    rows: list[QualityRow] = []
     for kind in arguments.kinds.split(","):
         for number, (prompt, recording) in enumerate(recordings(loaded.model, KINDS[kind](request), 128)):
             full = measured.full(prompt, recording)
             text = measured.text(full.tokens)
             rows.append({"kind": kind, "recipe": "untouched", "right": prompt.is_right(text), "answer": text})
-            report(f"{kind} {number}: {recording.tokens} tokens, untouched: {text!r}, wanted: {prompt.answer!r}")
-            for spec, share in wanted:
+            report(f"{kind} {number}: {recording.tokens} tokens, untouched: {text!r}, expected: {prompt.answer!r}")
+            for spec, share in variants_and_shares:
                 row = measured.recipe(spec, share, prompt, recording, full)
                 rows.append({**row, "prompt": number})
             if arguments.out:
                 arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            report(_markdown(rows[-len(wanted) :]))
+            report(_markdown(rows[-len(variants_and_shares) :]))
     return rows
 
 
 def _shares(model: Any, spec: ConfigSpec, budgets: list[int]) -> list[int]:
-    """The budgets to measure a recipe with: one where it attends to everything anyway."""
+    """The budgets for a recipe; only one if it attends to everything at any budget."""
     injection = inject(model, spec.rules, command_line=spec.settings)
     full = is_full(retrieval_settings(injection))
     eject(model)
     return budgets[:1] if full else budgets
 
 
-def _mean(rows: list[Row], key: str, form: str) -> str:
+def _mean(rows: list[QualityRow], key: str, form: str) -> str:
     values = [row[key] for row in rows if row[key] is not None]
     return format(statistics.fmean(values), form) if values else _NONE
 
 
-def _cell(rows: list[Row]) -> str:
+def _cell(rows: list[QualityRow]) -> str:
     if not rows:
         return ""
     parts = [_mean(rows, "recall", ".2f"), _mean(rows, "agreement", ".2f"), _mean(rows, "divergence", ".3f")]
-    asked = [row["right"] for row in rows if row["right"] is not None]
-    return " / ".join(parts) + (f" / {sum(asked)} of {len(asked)}" if asked else "")
+    judged = [row["right"] for row in rows if row["right"] is not None]
+    return " / ".join(parts) + (f" / {sum(judged)} of {len(judged)}" if judged else "")
 
 
-def _markdown(rows: list[Row]) -> str:
+def _markdown(rows: list[QualityRow]) -> str:
     """A line per recipe and a column per budget: the mean over prompts, as a Markdown table."""
     measured = [row for row in rows if row["recipe"] != "untouched"]
     # "all" before 1/32, 1/16, ...
@@ -182,7 +182,7 @@ def _markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def report_of(rows: list[Row]) -> str:
+def report_of(rows: list[QualityRow]) -> str:
     """Markdown, a table per kind of prompt: recall / agreement / KL in nats / right answers."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     parts = ["Recall / next-token agreement / KL, nats / right answers"]

@@ -1,11 +1,11 @@
-"""What a decoded token takes under each recipe, behind one text, in one run.
+"""Time of a decoded token under each recipe, after one text, in one run.
 
     python -m benchmarks.recipe_speed --prompt_file TEXT [--lengths 4000,8000,16000,28000] [--threads N]
         [--recipes ktransformers,dense,adaptive,adaptive:target_mass=0.95] [--rounds 12] [--tokens 8] [--json FILE]
 
-Every recipe has a model of its own, with weights as its file stores them, and prefills the first tokens of the text.
-Then rounds: each recipe decodes the text's next tokens, and forgets them again, so that all of them see the same
-tokens at the same length in every round. A figure is the median over rounds of the mean over a round's tokens.
+Every recipe has a separate model with packed weights, and prefills the first tokens of the text. In each round every
+recipe decodes the text's next tokens and rolls back, so that all recipes see the same tokens at the same length. A
+figure is the median over rounds of the mean over a round's tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Decoding:
 
 
 def measured(make: Callable[[str], Decoding], names: list[str], rounds: int) -> dict[str, float]:
-    """Milliseconds of a token under each recipe."""
+    """Milliseconds per token under each recipe."""
     decodings = {name: make(name) for name in names}
     for decoding in decodings.values():
         decoding.a_round()
@@ -69,29 +69,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="decoded in a round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    set_threads(given.threads)
-    specs = {spec.name: spec for spec in config_specs(given.recipes.split(","))}
-    ids = open_model(given.model).tokenizer(given.prompt_file.read_text(), return_tensors="pt").input_ids
+    flags = parser.parse_args()
+    set_threads(flags.threads)
+    specs = {spec.name: spec for spec in config_specs(flags.recipes.split(","))}
+    ids = open_model(flags.model).tokenizer(flags.prompt_file.read_text(), return_tensors="pt").input_ids
     found: dict[int, dict[str, float]] = {}
-    for length in map(int, given.lengths.split(",")):
-        tokens = ids[:, : length + given.tokens]
-        if tokens.shape[1] < length + given.tokens:
+    for length in map(int, flags.lengths.split(",")):
+        tokens = ids[:, : length + flags.tokens]
+        if tokens.shape[1] < length + flags.tokens:
             parser.error(f"--prompt_file has {ids.shape[1]} tokens; give smaller --lengths")
         found[length] = measured(
             lambda name, tokens=tokens, length=length: Decoding(
-                specs[name], given.model, tokens, length, given.threads
+                specs[name], flags.model, tokens, length, flags.threads
             ),
             list(specs),
-            given.rounds,
+            flags.rounds,
         )
         print(length, {name: round(each, 1) for name, each in found[length].items()}, flush=True)
     table = Table("tokens", *specs, title="ms of a decoded token")
     for length, row in found.items():
         table.add_row(f"{length:,}", *(f"{each:.1f}" for each in row.values()))
     Console().print(table)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if flags.json:
+        flags.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

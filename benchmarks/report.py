@@ -70,7 +70,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Record:
+class ResultRecord:
     """A question, its goal and setup, and its measurements, the current ones first."""
 
     question: str
@@ -79,7 +79,7 @@ class Record:
     measurements: Sequence[Measurement]
 
 
-def load(name: str, folder: Path = RECORDS) -> Record:
+def load(name: str, folder: Path = RECORDS) -> ResultRecord:
     """The record of that name. Raises HeteroKVError where there is none, or where a field or a cell is wrong."""
     path = folder / f"{name}.json"
     if not path.exists():
@@ -88,7 +88,7 @@ def load(name: str, folder: Path = RECORDS) -> Record:
     data = json.loads(path.read_text(encoding="utf-8"))
     try:
         measurements = tuple(Measurement(**entry) for entry in data.pop("measurements"))
-        record = Record(**data, measurements=measurements)
+        record = ResultRecord(**data, measurements=measurements)
     except (KeyError, TypeError) as error:
         names = ", ".join(field.name for field in fields(Measurement))
         raise HeteroKVError(f"record {path.name}: {error}; a measurement has the fields {names}") from error
@@ -107,7 +107,7 @@ def _check(measurement: Measurement, name: str) -> None:
             raise HeteroKVError(f"record {name}: the row {row} has {len(row)} of {len(measurement.columns)} cells")
 
 
-def rendered(record: Record) -> str:
+def rendered(record: ResultRecord) -> str:
     """The record in Markdown: goal and setup, then each current measurement."""
     parts = [f"**{record.question}** {record.setup}"]
     if record.goal:
@@ -122,8 +122,8 @@ def _measurement(entry: Measurement) -> str:
     if entry.command:
         parts.append(f"```sh\n{entry.command}\n```")
     parts.append(_table(entry))
-    if said := " ".join(text for text in (entry.verdict, entry.note) if text):
-        parts.append(said)
+    if remarks := " ".join(text for text in (entry.verdict, entry.note) if text):
+        parts.append(remarks)
     return "\n\n".join(parts)
 
 
@@ -160,7 +160,7 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 def filled(page: str, folder: Path = RECORDS) -> str:
-    """The page with every marked record written anew. Raises HeteroKVError where a record is missing."""
+    """The page with every marked record rewritten. Raises HeteroKVError if a record is missing."""
 
     def section(match: re.Match[str]) -> str:
         return f"{match[1]}\n{rendered(load(match[2], folder))}\n\n{match[3]}"

@@ -1,14 +1,14 @@
-"""The samples behind the page of results: every recipe at equal budgets of attended tokens, and full attention.
+"""Runs the samples of the results page: every recipe at equal budgets of attended tokens, and full attention.
 
     python -m benchmarks.results PART --haystack $ESSAYS --out DIRECTORY [--length 4096] [--samples 20]
                                  [--recipes adaptive,quest,...] [--fractions 32,16,8] [--shipped adaptive] [--threads N]
                                  [--tasks ruler/vt,...]
 
 A part is `fidelity` (texts of five kinds, `--samples` of each), `ruler` (its eleven tasks that need no download),
-`needle`, `pairs`, `turns` or `perplexity` (of an essay's last 128 tokens, fed one by one). Every part, length and
-choice of recipes is a run of evaluations in a folder of its own below `--out`; one that was stopped goes on when the
-same command is given again. `benchmarks.results_page` reads all of them. With `--tasks` a part has these alone, and
-wants an `--out` of its own: rows of a table are of one choice of tasks.
+`needle`, `pairs`, `turns` or `perplexity` (of an essay's last 128 tokens, decoded one by one). Every part, length and
+choice of recipes is an evaluation run in a separate folder below `--out`; the same command continues a stopped run.
+`benchmarks.results_page` reads all runs. `--tasks` restricts a part to these tasks, and needs a separate `--out`, since
+a table's rows must have the same tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL
 
 CELLS = "cells.json"
-"""In a run's folder: which recipe and budget a method is."""
+"""The file in a run's folder that maps methods to recipes and budgets."""
 # Tokens at a text's end, whose likelihoods are its perplexity.
 _FORETOLD = 128
 _RULER = ("ruler/niah_*", "ruler/vt", "ruler/cwe", "ruler/fwe")
@@ -57,52 +57,52 @@ def main() -> None:
     parser.add_argument("--shipped", default="", help="recipes that also run with their own budgets")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tasks", default="", help="of the part, all where none are named")
-    given = parser.parse_args()
-    of_part, options = _PARTS[given.part]
-    tasks = tuple(given.tasks.split(",")) if given.tasks else of_part
+    flags = parser.parse_args()
+    of_part, options = _PARTS[flags.part]
+    tasks = tuple(flags.tasks.split(",")) if flags.tasks else of_part
     for task in tasks:
         if not any(fnmatch(task, name) for name in of_part):
-            parser.error(f"--tasks: {task} is none of {given.part}; it has {', '.join(of_part)}")
-    recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
-    asked = cells(given.length, tuple(map(int, given.fractions.split(","))), shipped)
-    asked = [cell for cell in asked if cell.recipe in recipes]
-    loaded = load_packed(given.model, threads_num=given.threads)
+            parser.error(f"--tasks: {task} is none of {flags.part}; it has {', '.join(of_part)}")
+    recipes, shipped = flags.recipes.split(","), tuple(filter(None, flags.shipped.split(",")))
+    chosen = cells(flags.length, tuple(map(int, flags.fractions.split(","))), shipped)
+    chosen = [cell for cell in chosen if cell.recipe in recipes]
+    loaded = load_packed(flags.model, threads_num=flags.threads)
     depths = len(options.get("depths", (0,)))
-    if given.part == "perplexity":
-        options = {"prefill_tokens": given.length - _FORETOLD}
-    if given.part == "fidelity":
-        folder = given.out / f"texts-{given.length}"
-        options = options | {"prompt_files": _texts(folder, given, loaded.tokenizer)}
-    settings = {"threads_num": given.threads}
-    out = given.out / f"{given.part}-{given.length}-{'+'.join(recipes)}"
+    if flags.part == "perplexity":
+        options = {"prefill_tokens": flags.length - _FORETOLD}
+    if flags.part == "fidelity":
+        folder = flags.out / f"texts-{flags.length}"
+        options = options | {"prompt_files": _texts(folder, flags, loaded.tokenizer)}
+    settings = {"threads_num": flags.threads}
+    out = flags.out / f"{flags.part}-{flags.length}-{'+'.join(recipes)}"
     out.mkdir(parents=True, exist_ok=True)
     (out / CELLS).write_text(
-        json.dumps([[cell.recipe, cell.fraction, spec.name] for cell, spec in _named(asked)], indent=1) + "\n"
+        json.dumps([[cell.recipe, cell.fraction, spec.name] for cell, spec in _named(chosen)], indent=1) + "\n"
     )
     run(
         tasks,
         ConfiguredModel(
-            loaded, [spec for _, spec in _named(asked)], share_baseline=True, measure_recall=False, settings=settings
+            loaded, [spec for _, spec in _named(chosen)], share_baseline=True, measure_recall=False, settings=settings
         ),
         out / "run",
         RunOptions(
-            lengths=(given.length,),
-            samples=-(-given.samples // depths),
-            haystack=None if given.part == "fidelity" else given.haystack,
+            lengths=(flags.length,),
+            samples=-(-flags.samples // depths),
+            haystack=None if flags.part == "fidelity" else flags.haystack,
             **options,
         ),
     )
 
 
-def _named(asked: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(asked, config_specs([cell.spec for cell in asked]), strict=True))
+def _named(chosen: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(chosen, config_specs([cell.spec for cell in chosen]), strict=True))
 
 
-def _texts(folder: Path, given: argparse.Namespace, tokenizer: Any) -> tuple[Path, ...]:
+def _texts(folder: Path, flags: argparse.Namespace, tokenizer: Any) -> tuple[Path, ...]:
     """The texts, one of each kind after the other, so that a run that is stopped has as many of each."""
-    names = [f"{kind}-{number:02}.txt" for number in range(given.samples) for kind in KINDS]
+    names = [f"{kind}-{number:02}.txt" for number in range(flags.samples) for kind in KINDS]
     if not all((folder / name).exists() for name in names):
-        write_texts(folder, given.haystack, tokenizer, given.length, given.samples)
+        write_texts(folder, flags.haystack, tokenizer, flags.length, flags.samples)
     return tuple(folder / name for name in names)
 
 

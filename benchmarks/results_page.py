@@ -1,10 +1,10 @@
-"""Tables of what `benchmarks.results` has measured: recipes at equal tokens, and at equal bytes.
+"""Prints tables of the measurements of `benchmarks.results`: recipes at equal tokens, and at equal bytes.
 
     python -m benchmarks.results_page --out DIRECTORY
 
-Prints a table in Markdown for each part and length: the mean and the interval that 95 % of bootstrap resamples of the
-samples fall into. Bytes are those that a decoded token's attention reads in a layer, representatives included
-(`read_bytes`). A comment before each table says what it is of; by these `benchmarks.results_plots` finds it.
+There is a Markdown table for each part and length: means, with 95 % bootstrap intervals over samples. Bytes are those
+that a decoded token's attention reads in a layer, including representatives (`read_bytes`). A comment before each table
+identifies it for `benchmarks.results_plots`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FULL = "full attention"
 
 
 @dataclass(frozen=True)
-class ResultsRow:
-    """One recipe at one budget, on the samples that all rows of its table have.
+class ResultRow:
+    """One recipe at one budget, on the samples that all rows of its table share.
 
     Attributes:
-        fraction: the prompt's tokens to an attended one; `SHIPPED`; None for full attention.
+        fraction: prompt tokens per attended token; `SHIPPED`; None for full attention.
         results: a result per sample, in one order for all rows.
     """
 
@@ -43,24 +43,24 @@ class ResultsRow:
 
     @property
     def budget(self) -> str:
-        """The budget in a word."""
+        """The budget as the table shows it."""
         return {None: "all", SHIPPED: SHIPPED}.get(self.fraction, f"1/{self.fraction}")
 
     def values(self, name: str) -> list[float]:
-        """Of each sample its score, or one of the parts of it."""
+        """The samples' scores, or one part of each score."""
         return [float(result.score or 0) if name == "score" else result.parts[name] for result in self.results]
 
     def counted(self, name: str) -> float | None:
-        """The mean of what the method's layers counted; None where they did not."""
+        """The mean of a statistic of the method's layers; None if they do not count it."""
         found = [value for result in self.results if (value := result.cost.counted.get(name)) is not None]
         return fmean(found) if found else None
 
 
-def rows_of(folders: Iterable[Path]) -> list[ResultsRow]:
-    """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out.
+def rows_of(folders: Iterable[Path]) -> list[ResultRow]:
+    """The rows of the runs in `folders`, restricted to the samples that all of them have; [] if there are none.
 
-    None where no sample is in all of them. What several runs have measured is taken from the first. They come recipe by
-    recipe, each from the smallest budget on: full attention first, and last what recipes do as shipped.
+    If several runs have the same row, the first counts. Full attention comes first, then each recipe by increasing
+    budget, then recipes as shipped.
     """
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
@@ -71,10 +71,10 @@ def rows_of(folders: Iterable[Path]) -> list[ResultsRow]:
         for result in read_results(folder / "run"):
             if result.method is not None:
                 own.setdefault(cells[result.method], {})[result.sample] = result
-        # Whole, so that a row is of one run, with one set of settings.
+        # All results of a row are from one run, so that they have the same settings.
         found = own | found
     order = sorted(set.intersection(*map(set, found.values()))) if found else []
-    rows = [ResultsRow(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
+    rows = [ResultRow(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
     recipes = list(dict.fromkeys(row.recipe for row in rows))
     return sorted(rows, key=lambda row: (_budget_order(row.fraction), recipes.index(row.recipe), -_tokens_to_one(row)))
 
@@ -84,11 +84,11 @@ def _budget_order(fraction: int | str | None) -> int:
     return 0 if fraction is None else 2 if fraction == SHIPPED else 1
 
 
-def _tokens_to_one(row: ResultsRow) -> int:
+def _tokens_to_one(row: ResultRow) -> int:
     return row.fraction if isinstance(row.fraction, int) else 0
 
 
-def fidelity_table(rows: Sequence[ResultsRow]) -> str:
+def fidelity_table(rows: Sequence[ResultRow]) -> str:
     """Agreement, divergence, tokens and bytes of every row."""
     lines = [
         "| recipe | tokens | agreement | KL, nats | KB read |",
@@ -103,7 +103,7 @@ def fidelity_table(rows: Sequence[ResultsRow]) -> str:
     return "\n".join(lines)
 
 
-def scores_table(rows: Sequence[ResultsRow]) -> str:
+def scores_table(rows: Sequence[ResultRow]) -> str:
     """Mean scores of every row over all tasks, and of each task."""
     tasks = sorted({result.task for result in rows[0].results})
     names = [task.rpartition("/")[2] for task in tasks]
@@ -121,7 +121,7 @@ def scores_table(rows: Sequence[ResultsRow]) -> str:
     return "\n".join(lines)
 
 
-def perplexity_table(rows: Sequence[ResultsRow]) -> str:
+def perplexity_table(rows: Sequence[ResultRow]) -> str:
     """Perplexity of every row, and its mean negative log-likelihood less full attention's, sample by sample."""
     (full,) = (row.values("nll") for row in rows if row.fraction is None)
     lines = ["| recipe | tokens | perplexity | nats above full attention | KB read |", "|---|---:|---:|---:|---:|"]
@@ -135,7 +135,7 @@ def perplexity_table(rows: Sequence[ResultsRow]) -> str:
     return "\n".join(lines)
 
 
-_TABLES: dict[str, Callable[[Sequence[ResultsRow]], str]] = {"fidelity": fidelity_table, "perplexity": perplexity_table}
+_TABLES: dict[str, Callable[[Sequence[ResultRow]], str]] = {"fidelity": fidelity_table, "perplexity": perplexity_table}
 """Of parts whose samples are not scored as right or wrong."""
 
 
@@ -149,9 +149,9 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="as of benchmarks.results")
-    given = parser.parse_args()
+    flags = parser.parse_args()
     runs: dict[tuple[str, str], list[Path]] = {}
-    for cells in sorted(given.out.glob(f"*/{CELLS}")):
+    for cells in sorted(flags.out.glob(f"*/{CELLS}")):
         part, length, _ = cells.parent.name.split("-", 2)
         runs.setdefault((part, length), []).append(cells.parent)
     for (part, length), folders in runs.items():

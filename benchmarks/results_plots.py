@@ -1,9 +1,9 @@
-"""Plots of the page of results, drawn from its tables and its records, so that page and plots say the same.
+"""Draws the plots of the results page from its tables and records.
 
     python -m benchmarks.results_plots docs/results.md
 
-Draws every picture `results-PART-LENGTH.png` that the page shows, beside it: of fidelity the divergence against the
-bytes read, both logarithmic, of scored tasks the score against the budget, a labelled line for each recipe.
+Every picture `results-PART-LENGTH.png` of the page is written to its folder, with a labelled line per recipe: for
+fidelity the divergence against the bytes read, both logarithmic; for scored tasks the score against the budget.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Point:
     """A row of a table.
 
     Attributes:
-        share: of the prompt's tokens that are attended to; None as shipped.
+        share: attended tokens as a share of the prompt's; None as shipped.
         value: the mean divergence in nats, or the mean score.
-        kilobytes: read by a layer for a token, in the least of several tasks; None where the row does not say.
+        kilobytes: read per layer and token, the least of several tasks; None if the row lacks it.
     """
 
     recipe: str
@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table of the page says, full attention's value apart."""
+    """A table of the page, with full attention's value apart."""
 
     part: str
     length: int

@@ -1,14 +1,13 @@
-"""A model of 7B size in Q4_K with a context of 32K tokens: what it takes in memory, and what a token takes.
+"""Memory and time per token of a 7B model in Q4_K with a context of 32K tokens.
 
     python -m benchmarks.seven_billion --folder DIRECTORY [--tokens 32768] [--kv_types Q4_0,Q8_0,FP16] [--recipe dense]
 
 Writes a GGUF file of Qwen2-7B's shape with random Q4_K weights (4.3 GB; matrices share their bytes) into the directory,
-loads it in a process per storage type as any model is loaded, and removes it in the end. Prefilling 32K tokens through
-it takes hours on few cores, so the context is not prefilled: every layer stores random keys and values for all of its
-tokens, by the call with which an operator goes on from a recorded prefill. A question of 16 tokens and some decoded
-tokens follow. "Peak" is the process's largest resident memory, the interpreter and its libraries included; the C
-library is made to give back at once what is freed, as in `benchmarks.prefill_memory`. What prefilling would take beside
-the store is not in it: `hetero-kv plan` says that.
+loads it in a process per storage type like any model, and removes it at the end. Prefilling 32K tokens takes hours on
+few cores, so every layer stores random keys and values instead, by the call with which an operator continues a recorded
+prefill. A question of 16 tokens and some decoded tokens follow. "Peak" is the process's largest resident memory,
+including the interpreter and its libraries; the C library returns freed memory at once, as in
+`benchmarks.prefill_memory`. A prefill needs additional memory, which `hetero-kv plan` shows.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ def write_model(path: Path) -> None:
     writer.close()
 
 
-class RandomLayerPrompt:
-    """Keys and values of a prompt that nobody has prefilled (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
+class SevenBillionPrompt:
+    """Random keys and values in place of a prefilled prompt (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
 
     rotation = None
 
@@ -103,16 +102,16 @@ class RandomLayerPrompt:
         )
 
     def show_last_queries(self, observation: Any) -> None:
-        """There are none."""
+        """Raise RuntimeError: there are no queries."""
         raise SystemExit("random keys come without queries; give a recipe that watches none, dense or quest")
 
 
 def fill(cache: Any, injection: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Let every layer store random keys and values of `tokens` tokens."""
+    """Store random keys and values of `tokens` tokens in every layer."""
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
         for index, operator in operators.items():
-            operator.load_prefill(step.group.layers[index], step, RandomLayerPrompt(tokens, dtype, index))
+            operator.load_prefill(step.group.layers[index], step, SevenBillionPrompt(tokens, dtype, index))
     cache.columns = cache.columns.grown(tokens, [tokens])
 
 
@@ -145,13 +144,13 @@ def measured(path: str, tokens: int, kv_type: str, recipe: str) -> dict[str, flo
         question = seconds(forward)
         times.extend(seconds(forward) for _ in range(ANSWER))
     weights = LoadedWeights.of(model).size
-    held = cache.get_seq_length()
-    # The first tokens bring in what is loaded once.
+    stored = cache.get_seq_length()
+    # The first tokens load kernels and libraries.
     token = statistics.median(times[3:])
     return {
         "weights": weights,
         "loaded": loaded,
-        "held": held,
+        "stored_tokens": stored,
         "peak": peak_bytes(),
         "question": question,
         "token": token,

@@ -1,12 +1,12 @@
-"""How long a question behind a long context waits for its answer, in decoded tokens' time.
+"""Time to the answer of a question after a long context, in units of a decoded token's time.
 
     python -m benchmarks.short_turn [--model NAME] [--length 16384] [--question 30] [--recipes dense,sparse]
                                     [--repeats 5] [--threads N] [--json]
 
-The question's forward gives the first token of the answer. Beside it, in the same rounds: a decoded token, and the
-same question with the context copied into a prefill buffer first, as longer prompts have it. Medians; the cache is
-taken back to the context after each. Then the parts of the question's forward, from as many more of it with timers:
-attention to the context, products with quantized weights, and what is left (medians, which need not add up).
+The question's forward yields the first token of the answer. The same rounds measure a decoded token, and the same
+question with the context first copied into a prefill buffer, as for longer prompts. Figures are medians; the cache is
+rolled back to the context after each run. Further runs with timers split the question's forward: attention to the
+context, products with quantized weights, and the rest (medians, which need not add up).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.peers import DECODED, HeteroPeer, source_tokens
+from benchmarks.peers import DECODED, HeteroKVEngine, source_tokens
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
@@ -30,11 +30,11 @@ from hetero_kv.threads import set_threads
 from hetero_kv.weights import quantized_weight
 
 GOAL = 4
-"""Decoded tokens' time in which the answer is to begin."""
+"""The goal: the answer begins within this many decoded tokens' time."""
 
 
-def measure(engine: HeteroPeer, context: list[int], question: list[int], repeats: int) -> dict[str, float]:
-    """Medians, seconds: of a decoded token, of the question's forward, and of that through a buffer."""
+def measure(engine: HeteroKVEngine, context: list[int], question: list[int], repeats: int) -> dict[str, float]:
+    """Medians in seconds: a decoded token, the question's forward, and the question's forward through a buffer."""
     engine.prefill(context)
     cache, before = engine.cache, engine.cache.snapshot()
     most = short_turn.MOST_TOKENS
@@ -69,14 +69,14 @@ def measure(engine: HeteroPeer, context: list[int], question: list[int], repeats
 
 
 def _parts(action: Callable[[], float]) -> dict[str, float]:
-    """Seconds of the question's forward by what takes them."""
+    """Seconds of the parts of the question's forward."""
     taken: defaultdict[str, float] = defaultdict(float)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*flags: Any, **named: Any) -> Any:
             start = time.perf_counter()
             try:
-                return function(*given, **named)
+                return function(*flags, **named)
             finally:
                 taken[name] += time.perf_counter() - start
 
@@ -100,28 +100,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    given = parser.parse_args()
-    set_threads(given.threads)
-    ids = source_tokens(given.model, given.length + given.question)
-    context, question = ids[: given.length], ids[given.length : given.length + given.question]
+    flags = parser.parse_args()
+    set_threads(flags.threads)
+    ids = source_tokens(flags.model, flags.length + flags.question)
+    context, question = ids[: flags.length], ids[flags.length : flags.length + flags.question]
     found: dict[str, Any] = {}
-    for recipe in given.recipes.split(","):
-        engine = HeteroPeer(given.model, recipe, given.length + given.question + DECODED)
-        found[recipe] = figures = measure(engine, context, question, given.repeats)
-        if given.json:
+    for recipe in flags.recipes.split(","):
+        engine = HeteroKVEngine(flags.model, recipe, flags.length + flags.question + DECODED)
+        found[recipe] = figures = measure(engine, context, question, flags.repeats)
+        if flags.json:
             continue
-        token, asked, through = (figures[name] for name in ("token", "question", "through_buffer"))
+        token, answer, through = (figures[name] for name in ("token", "question", "through_buffer"))
         print(
-            f"{recipe}, {given.length} tokens: a decoded token {token * 1e3:.1f} ms; a question of {given.question} "
-            f"{asked * 1e3:.1f} ms, {asked / token:.1f} tokens' time (goal {GOAL}: "
-            f"{'met' if asked <= GOAL * token else 'missed'}); through a buffer {through * 1e3:.1f} ms, "
+            f"{recipe}, {flags.length} tokens: a decoded token {token * 1e3:.1f} ms; a question of {flags.question} "
+            f"{answer * 1e3:.1f} ms, {answer / token:.1f} tokens' time (goal {GOAL}: "
+            f"{'met' if answer <= GOAL * token else 'missed'}); through a buffer {through * 1e3:.1f} ms, "
             f"{through / token:.1f}"
         )
         print(
             "  parts: "
             + ", ".join(f"{name} {figures[name] * 1e3:.1f} ms" for name in ("attention", "products", "rest"))
         )
-    if given.json:
+    if flags.json:
         print(json.dumps(found))
 
 

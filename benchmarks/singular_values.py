@@ -1,11 +1,11 @@
-"""How low-rank a prompt's keys are: singular values of keys before and after rotation, values and hidden states.
+"""The rank of a prompt's keys: singular values of keys before and after RoPE, of values and of hidden states.
 
     python -m benchmarks.singular_values --text FILE [--length 4096] [--plot FILE.png]
 
 ShadowKV (arXiv:2410.21465, figure 1) on any model: per layer, the matrix [tokens, channels] of all kv heads together;
-its singular values relative to the largest, mean over layers, and the share of the energy (sum of squares) that the
-leading ones hold. Hidden states are the layers' inputs; keys before rotation are what `k_proj` gives, so the model's
-attention must have one, and no norm between it and the rotation.
+its singular values relative to the largest, as a mean over layers, and the leading ones' share of the energy (sum of
+squares). Hidden states are the layers' inputs; keys before RoPE are the output of `k_proj`, so the model's attention
+must have this module, and no norm between it and RoPE.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _spectrum(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def rank_for(values: torch.Tensor, share: float) -> torch.Tensor:
-    """Per layer the least rank that holds `share` of the energy: [layers] int64, from [layers, channels]."""
+    """The lowest rank per layer with `share` of the energy: [layers] int64, from [layers, channels]."""
     energy = values.square().cumsum(-1)
     return (energy < share * energy[:, -1:]).sum(-1) + 1
 

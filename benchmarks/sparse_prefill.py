@@ -1,14 +1,13 @@
-"""Prefill of real text, sparse and dense, in turns in one run; and the most that a sparse one can gain.
+"""Sparse and dense prefill of real text, in turn in one run, and the largest possible gain of a sparse one.
 
     python -m benchmarks.sparse_prefill --haystack $ESSAYS [--model NAME] [--lengths 16384,32768]
                                         [--recipes minference,flexprefill] [--layers N] [--repeats 3] [--threads N]
 
-Keys are those that blocks of 64 queries attend to, of all before or among them. The share is that of attention in the
-prefill's CPU seconds, and beside it how many times fewer it took than `dense`'s;
-`at most` is how many times fewer a prefill would take than `dense` whose attention took none. With `--layers` the model
-has its first N layers alone: what a layer takes is the same, and the run shorter. CPU seconds beside tokens/s say how
-far other processes disturbed. MInference's patterns are found in a prefill before, which is not timed, and kept in a
-folder that goes with the run.
+Keys: the share of the causal keys that blocks of 64 queries attend to. The next columns are attention's share of the
+prefill's CPU seconds, and the ratio of `dense`'s attention seconds to its own. `at most` is the speedup over `dense` if
+attention took no time. With `--layers` the model has only its first N layers, for a shorter run with the same time per
+layer. CPU seconds next to tokens/s show disturbance by other processes. MInference's patterns are found in an untimed
+prefill before, and stored in a temporary folder.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class SparsePrefillFigures:
-    """One prefill, in seconds of the clock, of all CPUs, and of these in attention; keys: the share attended to."""
+class Prefill:
+    """One prefill: wall-clock seconds, CPU seconds, those of attention, and the attended share of the keys."""
 
     wall: float
     cpu: float
@@ -48,7 +47,7 @@ class SparsePrefillFigures:
     keys: float
 
 
-def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> SparsePrefillFigures:
+def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> Prefill:
     """A prefill of [1, tokens] under a recipe."""
     injection = inject(model, recipe, command_line={"max_seq_len": context.shape[1]})
     spent = 0.0
@@ -71,34 +70,34 @@ def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> SparsePrefi
         cache, before = HeteroCache(model), time.process_time()
         with torch.no_grad():
             wall = seconds(lambda: model(context, past_key_values=cache, logits_to_keep=1))
-        return SparsePrefillFigures(wall, time.process_time() - before, spent, share_of_keys(prompts))
+        return Prefill(wall, time.process_time() - before, spent, share_of_keys(prompts))
     finally:
         eject(model)
 
 
 def share_of_keys(prompts: Iterable[PromptAttention]) -> float:
-    """The share of the keys that prompts attended to so far, the mean over layers."""
+    """The share of the keys that prompts attended to so far, as a mean over layers."""
     return statistics.fmean(each.attended / each.there for each in prompts)
 
 
 def with_layers(model: Any, count: int) -> None:
-    """Leave the model its first `count` layers."""
+    """Remove all but the model's first `count` layers."""
     model.model.layers = model.model.layers[:count]
     model.config.num_hidden_layers = count
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = model.config.layer_types[:count]
 
 
-def measured(model: Any, recipes: list[str], context: torch.Tensor, repeats: int) -> dict[str, SparsePrefillFigures]:
+def measured(model: Any, recipes: list[str], context: torch.Tensor, repeats: int) -> dict[str, Prefill]:
     """The medians of prefills under `dense` and the recipes, in turns."""
     for recipe in recipes:
         timed_prefill(model, recipe, context)
-    runs: dict[str, list[SparsePrefillFigures]] = {name: [] for name in (DENSE, *recipes)}
+    runs: dict[str, list[Prefill]] = {name: [] for name in (DENSE, *recipes)}
     for _ in range(repeats):
         for name, found in runs.items():
             found.append(timed_prefill(model, name, context))
     return {
-        name: SparsePrefillFigures(
+        name: Prefill(
             *(statistics.median(getattr(run, part) for run in found) for part in ("wall", "cpu", "attention", "keys"))
         )
         for name, found in runs.items()

@@ -1,13 +1,13 @@
-"""RULER's scores under sparse prefills, against the share of keys that prompts attended to.
+"""RULER's scores under sparse prefill, against the share of keys that prompts attend to.
 
     python -m benchmarks.sparse_scores --haystack $ESSAYS --out DIRECTORY [--lengths 8192] [--samples 2]
                                        [--configs dense,minference,...] [--tasks ruler/niah_*] [--plot FILE]
                                        [--threads N]
 
-Each length is a run of evaluations in a folder of its own below `--out`, which goes on where it was stopped, with a
-line for each prefill in `prefills.jsonl`: the share of keys and the tokens a second. MInference's patterns are found
-beforehand, on a needle prompt of another seed that the scores know nothing of, and kept in `--out`. Prints a table for
-each length; the plot has the score against the share, a line for each recipe and length.
+Each length is an evaluation run in a separate folder below `--out`, which the same command continues. Its file
+`prefills.jsonl` has a line per prefill: the share of keys, and tokens per second. MInference's patterns are found
+before, on a needle prompt of another seed that no score uses, and stored in `--out`. Prints a table per length; the
+plot shows the score against the share, with a line per recipe and length.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from hetero_kv.threads import set_threads
 
 PREFILLS = "prefills.jsonl"
 _FOUND_ON, _FOUND_SEED, _FOUND_LENGTH = "ruler/niah_multikey_1", 7, 9216
-# Tokens beside a prompt that a cache has room for.
+# Capacity of a cache in addition to the prompt, tokens.
 _ANSWER = 512
 
 
 class PrefillingAlone(ConfiguredModel):
-    """A model whose methods prefill every prompt by themselves; what each prefill attended to goes into a file.
+    """A model whose methods prefill every prompt separately; a file records each prefill's share of keys.
 
     Attributes:
-        file: what lines are added to; None: nothing is written.
+        file: the file to which lines are appended; None to write nothing.
     """
 
     file: Path | None = None
@@ -72,7 +72,7 @@ class PrefillingAlone(ConfiguredModel):
 
 
 def find_patterns(model: PrefillingAlone, haystack: Haystack) -> None:
-    """Let every method see a long prompt, in which it finds its patterns if it has any."""
+    """Run a long prompt under every method, in which methods with patterns find these."""
     request = TaskRequest(
         (_FOUND_LENGTH,), (50.0,), 1, _FOUND_SEED, haystack, model.count_tokens, model.template_tokens
     )
@@ -83,7 +83,7 @@ def find_patterns(model: PrefillingAlone, haystack: Haystack) -> None:
 
 
 def rows_of(results: Sequence[Result], prefills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method, on the samples that all have answered: scores, share of keys, tokens a second."""
+    """A row per method, on the samples that all have answered: scores, share of keys, tokens per second."""
     scores: dict[str, dict[str, float]] = {}
     for result in results:
         if result.method is not None:
@@ -103,7 +103,7 @@ def rows_of(results: Sequence[Result], prefills: Sequence[dict[str, Any]]) -> li
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown; the ratio is that of the scores to `dense`'s."""
+    """The rows as a Markdown table; the ratio is that of the scores to `dense`'s."""
     lines = ["| method | keys | tokens/s | score | / dense |", "|---|---:|---:|---:|---:|"]
     dense = next((fmean(row["scores"]) for row in rows if row["method"] == DENSE), None)
     for row in rows:
@@ -149,30 +149,30 @@ def main() -> None:
     parser.add_argument("--configs", default=f"{DENSE},minference,flexprefill")
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
-    set_threads(given.threads)
-    given.out.mkdir(parents=True, exist_ok=True)
-    os.environ[ENVIRONMENT_VARIABLE] = str((given.out / "patterns").resolve())
-    lengths = [int(length) for length in given.lengths.split(",")]
-    settings = {"threads_num": given.threads, "max_seq_len": max(_FOUND_LENGTH, *lengths) + _ANSWER}
+    flags = parser.parse_args()
+    set_threads(flags.threads)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    os.environ[ENVIRONMENT_VARIABLE] = str((flags.out / "patterns").resolve())
+    lengths = [int(length) for length in flags.lengths.split(",")]
+    settings = {"threads_num": flags.threads, "max_seq_len": max(_FOUND_LENGTH, *lengths) + _ANSWER}
     model = PrefillingAlone(
-        load_model(given.model, device="cpu"), config_specs(given.configs.split(",")),
+        load_model(flags.model, device="cpu"), config_specs(flags.configs.split(",")),
         baseline=False, measure_recall=False, settings=settings,
     )  # fmt: skip
-    haystack = Haystack.from_file(given.haystack)
+    haystack = Haystack.from_file(flags.haystack)
     find_patterns(model, haystack)
     tables = {}
     for length in lengths:
-        out = given.out / str(length)
+        out = flags.out / str(length)
         out.mkdir(exist_ok=True)
         model.file = out / PREFILLS
-        options = RunOptions(lengths=(length,), samples=given.samples, haystack=given.haystack)
-        done = run(given.tasks.split(","), model, out / "run", options, baseline=None)
+        options = RunOptions(lengths=(length,), samples=flags.samples, haystack=flags.haystack)
+        done = run(flags.tasks.split(","), model, out / "run", options, baseline=None)
         prefills = [json.loads(line) for line in model.file.read_text().splitlines()]
         tables[length] = rows_of(done.results, prefills)
         print(f"{length:,} tokens, {len(tables[length][0]['scores'])} samples\n\n{table(tables[length])}\n", flush=True)
-    if given.plot:
-        plot(tables, given.plot)
+    if flags.plot:
+        plot(tables, flags.plot)
 
 
 if __name__ == "__main__":

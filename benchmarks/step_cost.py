@@ -1,29 +1,30 @@
-"""What a decoded token costs beside the model and the kernels, against another commit in the same run.
+"""Host time of a decoded token besides the model and the kernels, compared with another commit in the same run.
 
     python -m benchmarks.step_cost [--against HEAD] [--recipes ktransformers,quest] [--rounds 12] [--calls]
         [--json FILE]
 
-A random Llama of 24 layers and tiny dimensions, float32, decodes behind a prompt of 600 tokens. Its tensors are so
-small that what remains is what the host does per token. The commit is checked out into a temporary git worktree; a
-process per tree runs the same text (`step_cost_worker.py`), and short bursts of tokens alternate between the two.
+A random Llama with 24 layers of tiny dimensions, in float32, decodes after a prompt of 600 tokens. Its tensors are so
+small that the host's work per token dominates. The commit is checked out into a temporary git worktree; a process per
+tree runs the same program (`step_cost_worker.py`), and short bursts of tokens alternate between the two.
 
-Host time of a token = T(model) - T(kernels) - T(untouched model), each the CPU time of the one thread that computes:
+Host time of a token = T(model) - T(kernels) - T(untouched model), each as CPU time of the single computing thread:
 
 - T(model): `model(token, past_key_values=cache)` with the recipe injected.
-- T(kernels): what Python calls in compiled functions take, from the call to its return.
-- T(untouched model): the same model without rules, its attention a function that returns zeros and its cache one that
-  stores nothing, decoding a token after each of those. That is what the model's own modules cost.
+- T(kernels): Python's calls of compiled functions, from call to return.
+- T(untouched model): the same model without rules, with an attention function that returns zeros and a cache that
+  stores nothing, decoding a token after each of the others. This is the cost of the model's own modules.
 
-Calls of torch and numpy count as ours: at this size they are what calling them costs. The goal is half of the other
-commit's host time. A second way to it, by `cProfile`: a function of ours owns the time in it and in what it calls, up
-to the next function of ours, a kernel or a function of the model; what the profiler costs is taken out by the number
-of calls, which may leave a small function below zero. It is the noisier of the two, and need not equal the first: what
-lies between the model's modules (transformers' cache and interfaces) is the model's here, whoever made it necessary.
+Calls of torch and numpy count as the project's: at this size their time is the overhead of calling them. The goal is
+half of the other commit's host time. `cProfile` gives a second estimate: a function of the project owns its time and
+that of its callees, up to the next function of the project, a kernel or a function of the model. The profiler's
+overhead is subtracted by the number of calls, which may make small functions negative. This estimate is noisier, and
+need not equal the first: it attributes the code between the model's modules (transformers' cache and interfaces) to the
+model, whatever made it necessary.
 
-Frames: Python frames of ours that are entered in one decoded token, a generator's as often as it is resumed, divided by
-the layers. The token is the median one of a block's length, within which one token fills a block. `other` frames are
-those of torch, numpy and the standard library beyond what the untouched model enters. The goal for retrieval is at most
-25 of ours.
+Frames: the project's Python frames that are entered in one decoded token, divided by the layers; a generator counts as
+often as it is resumed. The token is the median one of a block's length, in which one token fills a block. `other`
+frames are those of torch, numpy and the standard library in excess of the untouched model's. The goal for retrieval is
+at most 25 of the project's.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ LAYERS = 24
 PROMPT = 600
 #: Tokens of a block, and of a burst: one of them fills a block.
 BLOCK = 16
-#: Bursts under the profiler, whose medians are printed.
+#: Bursts under the profiler; their medians are printed.
 PROFILES = 3
-#: What the profiler gives to nobody of ours; see `step_cost_profile.py`.
+#: Owners of time in the profile besides the project; see `step_cost_profile.py`.
 NOT_OURS = (MODEL, KERNELS)
 RATIO_GOAL = 0.5
 FRAMES_GOAL = 25
@@ -64,7 +65,7 @@ _PAGED = {"block_size": BLOCK, "initial_len": BLOCK, "local_windows_len": 64}
 _BUDGET = {"second_block_count": 8}
 _SHADOWKV = {"rank": 16, "outlier_chunks": 8, "sparse_budget": 64}
 _BOUNDED = {"budget": 128, "stride": 64}
-#: recipe -> its family, and settings that suit the prompt.
+#: Recipe -> its family, and settings that fit the prompt.
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ktransformers": ("retrieval", {**_PAGED, **_BUDGET}),
     "quest": ("retrieval", {**_PAGED, **_BUDGET}),
@@ -99,11 +100,11 @@ class Worker:
         self._process.communicate()
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Send a request; `answer` waits for what comes of it."""
+        """Send a request; `answer` waits for its answer."""
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
-        """The answer to the oldest open request. Raises RuntimeError when the process has ended."""
+        """The answer to the oldest open request. Raises RuntimeError if the process has ended."""
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
             raise RuntimeError(f"the worker of {self.tree} ended with exit status {self._process.wait()}; see above")
@@ -117,7 +118,7 @@ class Worker:
 
 @contextmanager
 def checked_out(commit: str, repository: Path = ROOT) -> Iterator[Path]:
-    """A temporary git worktree of `commit`. Raises CalledProcessError, after git has said why, for no such commit."""
+    """A temporary git worktree of `commit`. Raises CalledProcessError for an unknown commit; git prints the reason."""
     git = ["git", "-C", str(repository), "worktree"]
     with tempfile.TemporaryDirectory(prefix="step_cost_") as folder:
         tree = Path(folder) / "tree"
@@ -138,7 +139,7 @@ def measure(workers: Mapping[str, Worker], recipe: str, rounds: int, prompt: int
         worker.answer()
     bursts: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for index in range(rounds):
-        # Each goes first as often as the other.
+        # Alternate which tree goes first.
         for name in list(workers)[:: 1 if index % 2 else -1]:
             bursts[name].append(workers[name].ask("burst", tokens=BLOCK))
     frames = {name: worker.ask("frames", tokens=BLOCK) for name, worker in workers.items()}
@@ -163,9 +164,9 @@ def _medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(before: Sequence[float], now: Sequence[float]) -> dict[str, float]:
-    """Quartiles of now / before, over what was measured side by side.
+    """Quartiles of now / before over neighbouring bursts.
 
-    Where a neighbour takes the machine for a while, the ratio of the medians (`of_medians`) tells when it did.
+    A ratio of the medians (`of_medians`) that differs shows that other processes disturbed the run.
     """
     beside = [after / earlier for earlier, after in zip(before, now, strict=True)]
     lower, median, upper = statistics.quantiles(beside, n=4) if len(beside) > 1 else beside * 3
@@ -179,7 +180,7 @@ def frames_per_layer(frames: Mapping[str, Any], key: str = "per_token", layers: 
 
 
 def profiled_host(row: Mapping[str, Any], tree: str) -> float:
-    """Host milliseconds per token by the second way: all that the profiler gives to us."""
+    """Host milliseconds per token by the second estimate: all time that the profile attributes to the project."""
     return sum(ms for name, ms in row[tree]["profiled_ms_per_token"].items() if name not in NOT_OURS)
 
 
@@ -192,7 +193,7 @@ def missed(row: Mapping[str, Any], layers: int = LAYERS) -> list[str]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]], against: str, calls: bool) -> Iterator[Table]:
-    """Host time, frames and, with `calls`, our functions of every recipe."""
+    """Host time, frames and, with `calls`, the project's functions of every recipe."""
     time = _table(
         f"Host time per decoded token, ms: {against} → this tree",
         *("recipe", "host", "ratio", "quartiles", "profiled", "ratio"),
@@ -240,7 +241,7 @@ def _change(values: Sequence[float], form: str) -> str:
 
 
 def _calls_table(row: Mapping[str, Any]) -> Table:
-    """Our functions by what they cost now, and the functions of others that they call most."""
+    """The project's functions by their present cost, and the other functions that they call most."""
     table = _table(
         f"{row['recipe']}, per token: our functions, what they call included\n→ what they call, most called first",
         *("function", "calls", "µs"),

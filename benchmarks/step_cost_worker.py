@@ -1,9 +1,9 @@
-"""One tree's side of `benchmarks.step_cost`: measures on request, a line of JSON in and a line of JSON out.
+"""The worker of `benchmarks.step_cost` for one tree: it reads requests and writes measurements, as JSON lines.
 
     PYTHONPATH=TREE:BENCHMARKS python -P step_cost_worker.py TREE LAYERS
 
-The same text runs over both trees, so that it uses what every tree has, `from hetero_kv import HeteroCache, eject,
-inject`, and knows nothing of where a tree keeps its internals. What is measured, and why so, stands in `step_cost.py`.
+The same program runs on both trees, so it only uses the public `from hetero_kv import HeteroCache, eject, inject`, and
+no internals. `step_cost.py` explains the measurements.
 
 Requests: {"do": "inject", "recipe": name, "settings": {…}, "prompt": tokens}, then any number of {"do": "burst"},
 {"do": "frames"} and {"do": "attribution"}, each with "tokens", of the last injected recipe.
@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Before torch: importing a tree's kernels says how long OpenMP threads spin.
+# Import this before torch: importing a tree's kernels sets how long OpenMP threads spin.
 from hetero_kv import HeteroCache, eject, inject  # isort: skip
 
 import torch
@@ -33,7 +33,7 @@ CAPACITY = 4096
 
 
 class KernelTimer:
-    """Adds up the seconds in compiled functions, wherever they are called from; calls among themselves are native."""
+    """Sums the seconds in compiled functions of all callers; calls between compiled functions are native."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -49,19 +49,19 @@ class KernelTimer:
         CPUDispatcher.__call__ = timed
 
     def take(self) -> float:
-        """Seconds since it was last asked."""
+        """Seconds since the last call of `take`."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class StoresNothing(CacheLayerMixin):
-    """A cache layer of any number of tokens that keeps none of them."""
+    """A cache layer that stores no tokens."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to initialise."""
+        """Initialise nothing."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The new keys and values, alone."""
+        """The new keys and values only."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -69,11 +69,11 @@ class StoresNothing(CacheLayerMixin):
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a mask spans, and how many lie before them."""
+        """The number of keys that a mask spans, and the number of keys before them."""
         return query_length, 0
 
     def get_max_length(self) -> int:
-        """There is no limit."""
+        """No limit."""
         return -1
 
 
@@ -86,7 +86,7 @@ AttentionMaskInterface.register("zeros", AttentionMaskInterface()["sdpa"])
 
 
 def tiny_llama(layers: int, attention: str) -> LlamaForCausalLM:
-    """A random Llama of tiny dimensions, the same whenever it is asked for."""
+    """A random Llama of tiny dimensions, always the same."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -102,7 +102,7 @@ def tiny_llama(layers: int, attention: str) -> LlamaForCausalLM:
 
 
 class StepCostSubject:
-    """A model with a recipe injected and a prompt in its cache, beside the untouched one."""
+    """A model with a recipe injected and a prompt in its cache, and the untouched model."""
 
     def __init__(self, tree: Path, layers: int) -> None:
         self.folders = tuple(f"{tree / package}/" for package in PACKAGES)
@@ -112,7 +112,7 @@ class StepCostSubject:
         self.injected = False
 
     def inject(self, recipe: str, settings: dict[str, Any], prompt: int) -> dict[str, Any]:
-        """Inject a recipe and prefill a random prompt; what is compiled on first use is compiled after it."""
+        """Inject a recipe, prefill a random prompt, and compile all kernels."""
         if self.injected:
             eject(self.model)
         inject(self.model, recipe, command_line={**settings, "threads_num": 1, "max_seq_len": CAPACITY})
@@ -125,7 +125,7 @@ class StepCostSubject:
         return {}
 
     def burst(self, tokens: int) -> dict[str, float]:
-        """Mean milliseconds per token, the untouched model decoding one after each of the injected one's."""
+        """Mean milliseconds per token; the untouched model decodes a token after each of the injected model's."""
         total = kernels = own = 0.0
         for token in self._tokens(tokens).split(1, dim=1):
             self.kernels.take()
@@ -140,7 +140,7 @@ class StepCostSubject:
         return {name: seconds / tokens * 1e3 for name, seconds in found.items()}
 
     def frames(self, tokens: int) -> dict[str, Any]:
-        """Python frames entered per token: ours by name, within decoder layers and outside, and other people's."""
+        """Python frames entered per token: the project's by name, inside and outside decoder layers, and others'."""
         counts = [FrameCount(self.model.model.layers) for _ in range(tokens)]
         for token, count in zip(self._tokens(tokens).split(1, dim=1), counts, strict=True):
             with counted(count):
@@ -159,7 +159,7 @@ class StepCostSubject:
         }
 
     def attribution(self, tokens: int) -> dict[str, float]:
-        """Milliseconds per token by owner, the profiler's own taken out; see Attribution."""
+        """Milliseconds per token by owner, without the profiler's overhead; see Attribution."""
         plain, attribution = 0.0, Attribution(self.folders, self.kernels.code)
         for token, profiled_token in self._tokens(2 * tokens).view(tokens, 2, 1, 1):
             start = clock()
@@ -180,7 +180,7 @@ def main() -> None:
         found = Path(str(sys.modules[package].__file__)).resolve()
         if not found.is_relative_to(tree):
             sys.exit(f"{package} was imported from {found}, not from {tree}; run with PYTHONPATH={tree}")
-    # What libraries print must not come between the answers.
+    # Libraries' output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)

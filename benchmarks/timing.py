@@ -1,4 +1,4 @@
-"""Medians of interleaved repeats: what every benchmark here measures with."""
+"""Medians of interleaved repeats, which all benchmarks use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def interleaved_samples(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """What each action returns, over rounds in which every action runs once.
+    """The results of each action, over rounds in which every action runs once.
 
-    A slow moment of the machine then hits all of them alike.
+    A disturbance of the machine then affects all actions alike.
     """
     samples: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
@@ -27,5 +27,5 @@ def interleaved_samples(actions: Mapping[str, Callable[[], float]], repeats: int
 
 
 def interleaved_medians(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median of what each action returns, as `interleaved_samples` runs them."""
+    """The median result of each action, from `interleaved_samples`."""
     return {name: statistics.median(values) for name, values in interleaved_samples(actions, repeats).items()}

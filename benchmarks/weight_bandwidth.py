@@ -1,10 +1,10 @@
-"""How fast products with packed weights read them, as a share of what the machine's DRAM gives.
+"""Bandwidth of products with packed weights as a share of the machine's DRAM read bandwidth.
 
     python -m benchmarks.weight_bandwidth [--types Q5_0,Q8_0,Q6_K,Q4_K] [--repeats 40] [--threads N] [--gb 0.5]
 
-One row of activations, as a decoded token has: matrices of the default model's MLP, several that share an input in a
-call, others in every call, from memory far larger than the caches. Reading that same memory is measured in the same
-rounds; best against best and median against median.
+Each product has one row of activations, as for a decoded token, and the matrices of the default model's MLP: several
+with a shared input per call, different ones in every call, from memory much larger than the caches. The same rounds
+measure plain reads of this memory; best against best, and median against median.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cpu_ops.quantized_linear import PackedMatrix, multiply
 from cpu_ops.weight_formats import format_named
 
 ROWS, COLUMNS = 896, 4864
-"""Of the default model's down projections, whose columns every type's blocks divide."""
+"""The shape of the default model's down projections; every type's block size divides the columns."""
 TOGETHER = 8
-"""Matrices of a call: some 20 MB, what two layers take."""
+"""Matrices per call: about 20 MB, as in two layers."""
 GOAL = 0.7
-"""Share of the DRAM read bandwidth that every type of the default model's file is to reach."""
+"""The goal for every type of the default model's file, as a share of the DRAM read bandwidth."""
 DEFAULT_TYPES = "Q5_0,Q8_0,Q6_K,Q4_K"
 
 
@@ -98,8 +98,8 @@ def main() -> None:
             row["type"], f"{row['gb_per_s']:.1f}", f"{row['dram_gb_per_s']:.1f}", f"{row['share']:.0%}",
             f"{row['median_share']:.0%}",
         )  # fmt: skip
-    wanted = [(f"{row['type']}, share of the DRAM read", row["share"], GOAL) for row in rows]
-    Console().print(table, verdicts_table(wanted))
+    goals = [(f"{row['type']}, share of the DRAM read", row["share"], GOAL) for row in rows]
+    Console().print(table, verdicts_table(goals))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 def reference(
     keys: torch.Tensor, q: torch.Tensor, size: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of keys [heads, tokens, dim] and queries [heads, group, dim]: landmarks, least cosines, and landmarks' scores.
+    """Landmarks, lowest cosines and landmark scores for keys [heads, tokens, dim] and queries [heads, group, dim].
 
     Returns [heads, chunks, dim], [heads, chunks] and [heads, group, chunks], all float64 on the CPU.
     """
@@ -33,7 +33,7 @@ def reference(
 
 
 def swapped(found: torch.Tensor, values: torch.Tensor, largest: bool) -> tuple[int, float]:
-    """How many of the ids `found` [n] are not among the n best of `values`, and how far those are from the n-th."""
+    """The number of ids in `found` [n] that are not among the n best of `values`, and their distance to the n-th."""
     best = values.topk(len(found), largest=largest)
     wrong = [int(i) for i in found.cpu() if int(i) not in set(best.indices.tolist())]
     if not wrong:
@@ -48,7 +48,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
     settings = ShadowKVSettings(rank=32, landmark_chunk_size=size, outlier_chunks=outliers)
     for dtype in (torch.float32, *HALF):
         generator = torch.Generator().manual_seed(1)
-        # A common direction, without which every chunk would be an outlier.
+        # Without a common direction every chunk would be an outlier.
         keys = (torch.randn(1, heads, tokens, dim, generator=generator) + 1).to(setting.device, dtype)
         q = torch.randn(heads, group, dim, generator=generator).to(setting.device, dtype)
         layer, store = LowRankLayer(settings), Store(tokens)
@@ -74,7 +74,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         swaps = distance = 0.0
         for head in range(heads):
             wrong, apart = swapped(ids[head], cosines[head], largest=False)
-            # Cosines and shares that differ by less than rounding may stand in either order.
+            # Cosines and shares that differ by less than rounding may be in either order.
             is_tie = apart <= 1e-5
             rest = scores[head].index_fill(1, ids[head].cpu(), float("-inf"))
             shares = rest.softmax(dim=1).amax(dim=0).log()

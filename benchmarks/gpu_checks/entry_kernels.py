@@ -1,4 +1,4 @@
-"""The Triton kernels of bounded caches beside the torch functions that define them."""
+"""Compares the Triton kernels of bounded caches with the torch functions that define them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 
 
 def entry_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
-    """A decoded token's, with keys and values in `dtype`: an entry is written and dropped, the others stay."""
+    """The kernels of a decoded token with keys and values in `dtype`: an entry is written and dropped, others stay."""
     heads, cached, dim = (2, 40, 16) if setting.tiny else (8, 4096, 128)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prefill and decode of every operator against full attention, with budgets that cover everything."""
+"""Compares prefill and decode of every operator with full attention, at budgets that cover all tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
 VOCABULARY = 512
-#: What a storage type may add to the error of half precision, relative: some times its rounding.
+#: The relative error that a storage type may add to that of half precision: a few times its rounding error.
 STORAGE_ERROR = {"FP32": 0.0, "FP16": 2e-3, "BF16": 1.5e-2, "Q8_0": 3e-2, "Q4_0": 0.4}
 
 _COVERING = 10**6
@@ -63,7 +63,7 @@ def variants(full_rank: int) -> dict[str, tuple[str, list[dict[str, Any]], str]]
 
 
 def _shape(setting: Setting, model_type: str) -> dict[str, Any]:
-    """Heads as the tests have them, or as Llama 3 has them, for the same kernels as the long prompt's."""
+    """Heads of the tests' models, or of Llama 3, which use the same kernels as the long prompt."""
     heads = (4, 2, 32) if setting.tiny else (8, 2, 128)
     shape = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
     shape |= {"hidden_size": heads[0] * heads[2], "intermediate_size": 128, "num_hidden_layers": 2}
@@ -73,7 +73,7 @@ def _shape(setting: Setting, model_type: str) -> dict[str, Any]:
 
 
 class ExactnessSubject:
-    """One random model in every precision, and the logits that full attention gives."""
+    """One random model in every precision, and its logits under full attention."""
 
     def __init__(self, setting: Setting, model_type: str) -> None:
         shape = _shape(setting, model_type)
@@ -111,7 +111,7 @@ class ExactnessSubject:
 
 
 def check(setting: Setting) -> Iterator[CheckResult]:
-    """Every operator in fp16 and bf16, as near to full attention in fp32 as full attention in that precision is."""
+    """Check that every operator in fp16 and bf16 is as near to fp32 full attention as full attention in that dtype."""
     subjects = {kind: ExactnessSubject(setting, kind) for kind in ("llama", "gemma3_text")}
     for name, (model_type, rules, kv_type) in variants(subjects["llama"].full_rank).items():
         subject = subjects[model_type]

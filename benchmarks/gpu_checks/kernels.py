@@ -1,4 +1,4 @@
-"""Triton kernels against the torch functions that define them, on a GPU; and how long each of the two takes."""
+"""Compares Triton kernels with the torch functions that define them, on a GPU, and times both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpu_ops.window_step import SPLITS, join_parts, join_parts_in_torch, take_to
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _REPEATS = 20
-#: Spent on timing one function, at most: torch's own are slow where a kernel replaces many passes.
+#: Limit on the time for one function: torch's are slow if a kernel replaces many passes.
 _MOST_SECONDS = 0.25
 
 
@@ -66,7 +66,7 @@ def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
     where, like = torch.randint(0, rows, (count,)), torch.empty(0, device=setting.device)
     return (
         "gathering of rows from page-locked DRAM" if is_mapped or not setting.on_gpu else "gathering: NOT page-locked",
-        # `mapped` is held by the closure, as a cache layer holds it.
+        # The closure keeps `mapped` alive, as a cache layer does.
         lambda: gathered_rows(mapped.tensor, where, like, is_mapped=is_mapped),
         lambda: gathered_rows_by_copy(stored, where, like),
         0.0,
@@ -123,7 +123,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         yield CheckResult("Triton kernels", False, "Triton is not installed or does not run on this GPU")
         return
     for dtype in (torch.float32, *HALF):
-        # Not held beyond: a page that the next one's DRAM shares with this one's would be locked already.
+        # Free the cases: a page that the next ones' DRAM shares with these would be locked already.
         yield from (_compared(setting, dtype, case) for case in _cases(setting, dtype))
     yield from (_compared(setting, torch.bfloat16, case) for case in packed_cases(setting))
 
@@ -137,11 +137,11 @@ def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
 
 
 def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> CheckResult:
-    name, kernel, twin, roundings = case
-    error = relative_error(kernel(), twin())
+    name, kernel, reference, roundings = case
+    error = relative_error(kernel(), reference())
     passed = error <= roundings * torch.finfo(dtype).eps if setting.on_gpu else None
     kind = str(dtype).removeprefix("torch.")
-    ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, twin)
+    ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, reference)
     return CheckResult(
         f"{name}, {kind}",
         passed if error < 1 else False,

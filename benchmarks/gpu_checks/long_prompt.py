@@ -1,4 +1,4 @@
-"""A prompt of 128K tokens through a model of the shape of Llama 3.1 8B, within a given amount of GPU memory."""
+"""Runs a prompt of 128K tokens through a model of the shape of Llama 3.1 8B, within a limit of GPU memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TINY = {
     "head_dim": 32,
     "vocab_size": 512,
 }
-#: Recipe -> settings by which a short prompt too has something to choose from.
+#: Recipe -> settings with which even a short prompt has blocks to choose from.
 RECIPES: dict[str, dict[str, Any]] = {
     "ktransformers": {"block_size": 32, "initial_len": 32, "local_windows_len": 64, "second_block_count": 4},
     "quest": {"block_size": 32, "local_windows_len": 32, "second_block_count": 4, "dense_layer_num": 1},
@@ -53,7 +53,7 @@ _DECODED_TINY = 3
 
 
 def check(setting: Setting) -> Iterator[CheckResult]:
-    """Each recipe: the peak of the allocator, prefill tokens/s, and time per decoded token."""
+    """The allocator's peak, prefill tokens/s and time per decoded token of each recipe."""
     if setting.on_gpu:
         total = torch.cuda.get_device_properties(setting.device).total_memory
         # The allocator itself refuses more, cached blocks included, as a GPU of that size would.

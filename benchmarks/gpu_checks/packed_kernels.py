@@ -1,4 +1,4 @@
-"""The Triton kernels of packed weights, in every format, beside the torch functions that define them."""
+"""Compares the Triton kernels of packed weights, in every format, with the torch functions that define them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_packed(name: str, rows: int, columns: int, device: torch.device) -> t
 
 
 def packed_cases(setting: Setting) -> list[Case]:
-    """Of every format a product with one row, with several, the unpacked matrix, and rows that are looked up."""
+    """Cases of every format: a product with one row, with several, the unpacked matrix, and looked-up rows."""
     rows, columns = (40, 512) if setting.tiny else (4096, 4096)
     cases: list[Case] = []
     for name in FORMATS:
@@ -43,9 +43,9 @@ def packed_cases(setting: Setting) -> list[Case]:
         ids = torch.arange(0, rows, 3, device=setting.device)
         out = torch.empty(rows, columns, dtype=_DTYPE, device=setting.device)
         for count, said in ((1, "a row"), (9, "nine rows")):
-            twin = partial(packed_weights.multiply_in_torch, x[:count], data, name, rows, None)
-            kernel = partial(packed_weights.multiply, x[:count], data, name, rows) if setting.on_gpu else twin
-            cases.append((f"{said} times packed weights, {name}", kernel, twin, 1.0))
+            reference = partial(packed_weights.multiply_in_torch, x[:count], data, name, rows, None)
+            kernel = partial(packed_weights.multiply, x[:count], data, name, rows) if setting.on_gpu else reference
+            cases.append((f"{said} times packed weights, {name}", kernel, reference, 1.0))
         cases.append((f"packed weights unpacked, {name}", *_unpacking(data, name, out), 0.0))
         cases.append((f"rows of packed weights, {name}", *_looking_up(data, name, out, ids), 0.0))
     return cases

@@ -1,4 +1,4 @@
-"""The Triton kernels of prompts, attention and its column sums, beside the torch functions that define them."""
+"""Compares the Triton kernels of prompts, attention and its column sums, with the torch functions that define them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADDITIONS: dict[str, tuple[float | None, int | None, bool]] = {
 
 
 def prompt_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
-    """A chunk behind a past in `dtype`: attention with each addition, and what keys receive of it."""
+    """Cases of a chunk after earlier tokens in `dtype`: attention with each option, and its column sums."""
     heads, kv_heads, n, past, dim = (4, 2, 40, 50, 16) if setting.tiny else (32, 8, 1024, 3072, 128)
 
     def random(*shape: int) -> torch.Tensor:
@@ -35,21 +35,21 @@ def prompt_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     attend = flash_attention if setting.on_gpu else flash_attention_in_torch
     cases = []
     for name, (softcap, window, has_sinks) in _ADDITIONS.items():
-        given = q, *parts, scale, softcap, window, sinks if has_sinks else None
-        kernel = _first(attend, given)
-        cases.append((f"attention of a prompt, {name}", kernel, _first(flash_attention_in_torch, given), roundings))
+        arguments = q, *parts, scale, softcap, window, sinks if has_sinks else None
+        kernel = _first(attend, arguments)
+        cases.append((f"attention of a prompt, {name}", kernel, _first(flash_attention_in_torch, arguments), roundings))
     lse = flash_attention_in_torch(q, *parts, scale)[1]
     cases.append(
         (
             "what keys receive of a prompt's attention",
             lambda: column_sums(q, lse, keys, scale),
             lambda: column_sums_in_torch(q, lse, keys, scale, None, None, False, False, past),
-            # Float32 in either precision of what is given; sums of a thousand exponentials.
+            # Both compute in float32, for inputs of either dtype; these are sums of a thousand exponentials.
             4.0 if dtype in HALF else 200.0,
         )
     )
     return cases
 
 
-def _first(function: Callable[..., Any], given: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: function(*given)[0]
+def _first(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: function(*arguments)[0]

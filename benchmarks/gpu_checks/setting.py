@@ -1,4 +1,4 @@
-"""Where and how large the checks run, and what a check reports."""
+"""The device and sizes of the checks, and a check's result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the checks run on.
+    """The device and sizes of the checks.
 
     Attributes:
-        device: that the models compute on.
-        tiny: sizes that take seconds on a CPU.
-        tokens: of the long prompt.
-        gpu_memory: that the long prompt may take, bytes.
+        device: the models' device.
+        tiny: whether to use sizes that take seconds on a CPU.
+        tokens: the length of the long prompt.
+        gpu_memory: the limit on GPU memory for the long prompt, bytes.
     """
 
     device: torch.device
@@ -30,18 +30,18 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU, with memory of its own and Triton kernels."""
+        """Whether the device is a GPU, with separate memory and Triton kernels."""
         return self.device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        name: of what was checked.
-        passed: None where the check needs a GPU and there is none.
-        detail: figures for people.
+        name: the checked part.
+        passed: None if the check needs a GPU and there is none.
+        detail: figures in words.
         figures: figures for programs.
     """
 
@@ -70,7 +70,7 @@ def random_tokens(setting: Setting, count: int, seed: int, vocabulary: int) -> t
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
+    """The norm of the difference, divided by the norm of the expected values."""
     difference = torch.linalg.vector_norm(actual.double() - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()))
 

@@ -1,4 +1,4 @@
-"""Seconds that a run may take in all: what would take longer is left out, and what does is broken off."""
+"""A time budget for a run: measurements that would exceed it are skipped, and one that does is aborted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import FrameType
 
 
 class TimeUp(Exception):
-    """The time that there was is over."""
+    """The time budget is used up."""
 
 
 class Budget:
-    """A number of seconds from now on.
+    """A time budget that starts now.
 
     Args:
-        seconds: of them.
+        seconds: its length.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -36,7 +36,7 @@ class Budget:
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """Within this context TimeUp is raised when nothing is left; in a process's main thread alone."""
+        """Within this context TimeUp is raised when no time is left; only in a process's main thread."""
 
         def ring(number: int, frame: FrameType | None) -> None:
             raise TimeUp

@@ -1,4 +1,4 @@
-"""What is measured, in the order of what matters: contexts of a million tokens first, for nothing else is left then."""
+"""The measurements by priority: contexts of a million tokens come first, while all memory is free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.gpu_speed.packed_model import packed_model
 from benchmarks.gpu_speed.subject import UNTOUCHED, SpeedRow, SpeedSubject
 
 K = 1024
-#: Layers of the model that has a million tokens, of the 32: all of them would take 137 GB of DRAM in FP16.
+#: Layers of the model with a million tokens: all 32 would take 137 GB of DRAM in FP16.
 FEW_LAYERS = 8
-# What weights are packed in; TINY's rows have no whole blocks of a K-quant.
+# The format of packed weights; TINY's rows are too short for blocks of a K-quant.
 _PACKED = "Q4_0"
-#: Tokens/s that are assumed before anything was measured, of prefilling and of filling a layer; slow ones.
+#: Pessimistic tokens/s of prefilling, and of filling a layer, that are assumed before the first measurement.
 _PREFILL, _FILL = 1500.0, 200_000.0
 #: From here on attention costs more than the weights of an 8B model.
 _LONG = 32 * K
@@ -27,13 +27,13 @@ _LONG = 32 * K
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long the contexts are.
+    """The lengths of the contexts.
 
     Attributes:
-        prefilled, filled: tokens, for each of which there is a row.
-        longest: of the model with few layers.
-        batched, batches: tokens of a row, and how many rows.
-        decoded: tokens for a median.
+        prefilled, filled: the lengths that are measured, tokens.
+        longest: the length for the model with few layers.
+        batched, batches: tokens per sequence, and the batch sizes.
+        decoded: decoded tokens per median.
     """
 
     prefilled: tuple[int, ...]
@@ -53,9 +53,9 @@ class GpuMeasurement:
     """One row to be measured.
 
     Attributes:
-        title: of the row.
-        seconds: that it will take, an estimate.
-        run: measures it.
+        title: the row's title.
+        seconds: an estimate of its duration.
+        run: performs the measurement.
     """
 
     title: str
@@ -64,10 +64,10 @@ class GpuMeasurement:
 
 
 class Measurements:
-    """All of them, one after the other; what was measured tells how long the next ones take.
+    """All measurements in order; results improve the estimates of the next ones.
 
     Args:
-        setting: where and how large.
+        setting: the device and sizes.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -95,7 +95,7 @@ class Measurements:
             yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
 
     def learn(self, row: SpeedRow) -> None:
-        """Take what was measured for the estimates of what comes."""
+        """Improve the estimates by a measured row."""
         if row.prefill is not None:
             self._prefill = min(row.prefill, self._prefill) if self._prefill != _PREFILL else row.prefill
 

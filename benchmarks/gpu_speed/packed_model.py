@@ -1,4 +1,4 @@
-"""A model of random weights that are packed, made on the device: nothing is read, quantized or copied."""
+"""Makes a model with random packed weights on the device, without reading, quantizing or copying anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_kv.weights.moving import packed_weight
 
 
 def packed_model(setting: Setting, name: str, **shape: Any) -> Any:
-    """A Llama whose matrices are packed in GGML's format `name`, beneath whatever rules are put in."""
+    """A Llama whose matrices are packed in GGML's format `name`; any rules can be injected on top."""
     config = AutoConfig.for_model("llama", **shape)
     torch.manual_seed(0)
     with init_empty_weights(include_buffers=False):

@@ -1,4 +1,4 @@
-"""What the host does while a token is decoded: where its time goes."""
+"""Splits the host's time of a decoded token into parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_ops.staging import Staging
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.shadowkv.device_decode import ChunkLoading
 
-#: Part -> the calls whose time it is. What is left is the model's own forward and launches.
+#: Part -> the calls whose time it is. The rest is the model's forward and kernel launches.
 _PARTS: dict[str, tuple[type, str]] = {
     "waits for queries": (Staging, "arrived"),
     "attends on the CPU": (RetrievalDecode, "_attend_natively"),
@@ -44,6 +44,6 @@ def _counting(function: Callable[..., Any], parts: dict[str, float], name: str) 
 
 
 def shares(parts: dict[str, float], seconds: float, tokens: int) -> dict[str, float]:
-    """Milliseconds per token of each part that was met, and of the rest of `seconds`."""
+    """Milliseconds per token of each part that occurred, and of the rest of `seconds`."""
     met = {name: spent for name, spent in parts.items() if spent}
     return {name: spent / tokens * 1e3 for name, spent in {**met, REST: seconds - sum(met.values())}.items()}

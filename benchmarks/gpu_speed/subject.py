@@ -1,4 +1,4 @@
-"""A model of random weights under a recipe, with a context that is prefilled or filled with random keys and values."""
+"""A random model under a recipe, whose context is prefilled, or filled with random keys and values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ UNTOUCHED = "untouched"
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """What was measured of one recipe and length.
+    """The measurement of one recipe and length.
 
     Attributes:
         name: the recipe, or "untouched".
-        tokens, batch, layers: of the context and the model.
-        prefill: tokens/s of all rows together; None where the context was filled with random keys and values.
-        milliseconds: per decoded token of every row, a median.
-        tokens_per_s: decoded, of all rows together.
-        gpu_bytes: the allocator's peak, weights included; None without a GPU.
-        parts: where the host's milliseconds of a step go.
+        tokens, batch, layers: the sizes of the context and the model.
+        prefill: prefill tokens/s over all sequences; None if the context was filled with random keys and values.
+        milliseconds: median time of a step, which decodes one token per sequence.
+        tokens_per_s: decoded tokens/s over all sequences.
+        gpu_bytes: the allocator's peak, including weights; None without a GPU.
+        parts: the parts of the host's time per step, milliseconds.
     """
 
     name: str
@@ -48,7 +48,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class RandomPrompt:
-    """Keys and values of a prompt that nobody has prefilled (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
+    """Random keys and values in place of a prefilled prompt (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -56,18 +56,18 @@ class RandomPrompt:
     rotation: None = None
 
     def show_last_queries(self, observation: Any) -> None:
-        """There are none."""
+        """Raise RuntimeError: there are no queries."""
         raise RuntimeError("random keys come without queries; fill contexts of recipes that watch none")
 
 
 class SpeedSubject:
-    """A model, to be measured under several recipes.
+    """A model that is measured under several recipes.
 
     Args:
-        setting: where and how large.
-        model: of random weights.
-        decoded: tokens that are decoded for a median.
-        weights: what is said of its weights beside a recipe's name; nothing of numbers.
+        setting: the device and sizes.
+        model: a random model.
+        decoded: decoded tokens per median.
+        weights: a note on its weights after a recipe's name; "" for unquantized ones.
     """
 
     def __init__(self, setting: Setting, model: Any, decoded: int, weights: str = "") -> None:
@@ -77,7 +77,7 @@ class SpeedSubject:
 
     @torch.no_grad()
     def prefilled(self, recipe: str, tokens: int, batch: int = 1, **settings: Any) -> SpeedRow:
-        """A prompt of `tokens` in each of `batch` rows, and tokens behind it."""
+        """Measure a prompt of `tokens` in each of `batch` rows, and decoding after it."""
         with self._under(recipe, tokens, settings) as cache:
             prompt = random_tokens(self.setting, tokens * batch, 1, self.vocabulary).view(batch, tokens)
             start = self._now()
@@ -87,7 +87,7 @@ class SpeedSubject:
 
     @torch.no_grad()
     def filled(self, recipe: str, tokens: int, **settings: Any) -> SpeedRow:
-        """Random keys and values of `tokens`, and tokens behind them."""
+        """Measure decoding after `tokens` random keys and values."""
         with self._under(recipe, tokens, settings) as cache:
             operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
             with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_model
 
 from benchmarks import bounded_stream
-from benchmarks.bounded_stream import PARTS, StreamSubject, StridedPrefillFigures
+from benchmarks.bounded_stream import PARTS, StreamPrefill, StreamSubject
 from hetero_kv import HeteroKVError
 from hetero_kv.adapter.strided_prefill import StridedForward
 from hetero_kv.evals.config_spec import config_specs
@@ -43,7 +43,7 @@ def test_every_strided_recipe_has_its_costs_and_the_parts_that_its_policy_needs(
         assert row["decode_ms"] > 0
         assert all(ms > 0 for ms in row["prefill_ms_per_token"])
         assert 0 < sum(row["prefill_shares"].values()) < 1
-        assert row["decode_held"] == (24 - 6 if name == "infinipot" else 24)
+        assert row["decode_entries"] == (24 - 6 if name == "infinipot" else 24)
     shares = {part: {name for name, row in rows.items() if row["prefill_shares"][part]} for part in PARTS}
     assert shares["logits"] == {"infinipot", "sirllm"}
     assert shares["catalyst"] == {"infinipot"}
@@ -70,4 +70,4 @@ def test_time_within_a_prompt_is_read_between_the_stamps():
 
 def test_a_recipe_whose_prompts_pass_whole_is_refused(subject):
     with pytest.raises(HeteroKVError, match=r"recipe h2o: its prompts do not pass in strides"):
-        StridedPrefillFigures(subject, config_specs(["h2o"])[0], 16, 8)()
+        StreamPrefill(subject, config_specs(["h2o"])[0], 16, 8)()

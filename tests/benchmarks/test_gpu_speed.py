@@ -77,12 +77,12 @@ def test_what_would_not_end_in_time_is_left_out_and_what_does_not_is_broken_off(
 
 
 def test_rows_can_be_chosen_by_their_titles(capsys):
-    def unasked():
+    def not_selected():
         pytest.fail("it was measured")
 
     measured = [
         GpuMeasurement("quest, 32,768 tokens", 0.0, lambda: ROW),
-        GpuMeasurement("untouched, 32,768 tokens", 0.0, unasked),
+        GpuMeasurement("untouched, 32,768 tokens", 0.0, not_selected),
         GpuMeasurement("shadowkv, 16,384 tokens, 4 rows", 0.0, lambda: ROW),
     ]
     assert ran(measured, ["--only", "quest, 32;4 rows"]) == 0

@@ -16,13 +16,13 @@ def test_equal_sets_share_everything_and_are_not_apart():
     kept = positions([0, 3, 5], [1, 2, 9])
     found = overlap(kept, kept.flip(-1), torch.rand(2, 10))
     assert found.shares == (1.0, 1.0)
-    assert (found.spread, found.held) == (0.0, (3, 3))
+    assert (found.spread, found.kept) == (0.0, (3, 3))
 
 
 def test_the_share_is_of_the_greater_set_so_that_a_subset_is_not_equal():
     found = overlap(positions([1, 4]), positions([1, 2, 3, 4]), torch.ones(1, 10))
     assert found.shares == (0.5,)
-    assert found.held == (2, 4)
+    assert found.kept == (2, 4)
     assert found.spread == 0
 
 
@@ -52,4 +52,4 @@ def test_a_row_tells_means_by_thirds_the_lowest_and_how_many_sets_are_equal():
     found = row([same, same, half])
     assert (found["lower"], found["middle"], found["upper"]) == (1, 1, 0.75)
     assert found["mean"] == pytest.approx(11 / 12)
-    assert (found["lowest"], found["equal"], found["sets"], found["held"]) == (0.5, 5, 6, [2, 2])
+    assert (found["lowest"], found["equal"], found["sets"], found["kept"]) == (0.5, 5, 6, [2, 2])

@@ -17,10 +17,10 @@ from hetero_kv.families.token_retrieval.choosers.magicpig import sampling_chance
 
 @pytest.mark.parametrize("length", [4096, 16384])
 def test_every_recipe_attends_to_its_budget(length):
-    asked = cells(length)
-    specs = config_specs([cell.spec for cell in asked])
+    chosen = cells(length)
+    specs = config_specs([cell.spec for cell in chosen])
     assert len(specs) == len(RECIPES) * len(FRACTIONS) + 1
-    for cell, spec in zip(asked, specs, strict=True):
+    for cell, spec in zip(chosen, specs, strict=True):
         found = spec.settings
         if cell.fraction == SHIPPED:
             assert (cell.recipe, found) == ("adaptive", {"whole_block_count": 0})
@@ -122,8 +122,8 @@ def test_the_table_of_perplexity_has_what_each_sample_has_above_full_attention(r
 
 @pytest.mark.parametrize(("part", "task"), [("ruler", "ruler/nothing"), ("needle", "ruler/vt")])
 def test_a_task_of_another_part_is_refused_before_the_model_is_loaded(part, task, tmp_path, monkeypatch, capsys):
-    asked = [part, "--haystack", "essays.json", "--out", str(tmp_path / "out"), "--tasks", task]
-    monkeypatch.setattr("sys.argv", ["results", *asked])
+    chosen = [part, "--haystack", "essays.json", "--out", str(tmp_path / "out"), "--tasks", task]
+    monkeypatch.setattr("sys.argv", ["results", *chosen])
     monkeypatch.setattr(results, "load_packed", lambda _: pytest.fail("the model is loaded"))
     with pytest.raises(SystemExit):
         results.main()
