@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NamedTuple
 
-from hetero_kv.errors import ConfigError, HeteroKVError, OutOfMemoryError, is_out_of_memory, said_briefly
+from hetero_kv.errors import ConfigError, HeteroKVError, OutOfMemoryError, brief_error, is_out_of_memory
 from hetero_kv.printing import console, discard_rest, make_printing_safe
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
@@ -41,16 +41,16 @@ COMMANDS: dict[str, Command] = {
     ),
     "models": Command("hetero_kv.commands.models", "The named models: list, fetch, remove."),
     "contexts": Command("hetero_kv.commands.contexts", "Saved contexts: list, show, remove, verify, prune."),
-    "plan": Command("hetero_kv.commands.plan", "What a context takes, what is free, and how long a context can be."),
-    "rules": Command("hetero_kv.commands.rules", "Layer by layer, what a rules file puts into a model."),
-    "methods": Command("hetero_kv.commands.methods", "Every operator, representative and storage type."),
+    "plan": Command("hetero_kv.commands.plan", "The memory of a context, the free memory, and the longest context."),
+    "rules": Command("hetero_kv.commands.rules", "The operators and settings of a rules file, layer by layer."),
+    "methods": Command("hetero_kv.commands.methods", "All operators, representatives and storage types."),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hetero-kv`.
 
-    Returns the exit status: 0, 1 where nobody reads the output, 2 for a user's mistake, 130 after Ctrl-C.
+    Returns the exit status: 0, 1 if the output's reader has gone, 2 for a user's mistake, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -88,8 +88,8 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
             raise
         print_error(
             OutOfMemoryError(
-                f"memory ran out ({said_briefly(error)}); `hetero-kv plan` says what a context takes: take a smaller "
-                "max_seq_len or model, or free some memory"
+                f"memory ran out ({brief_error(error)}); take a smaller max_seq_len or model, or free some memory: "
+                "`hetero-kv plan` shows what a context needs"
             )
         )
         return USER_ERROR
@@ -102,7 +102,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        print_error(ConfigError(f"standard output cannot be written ({said_briefly(error)}); write it elsewhere"))
+        print_error(ConfigError(f"standard output cannot be written ({brief_error(error)}); write it elsewhere"))
         discard_rest(sys.stdout)
         return USER_ERROR
 

@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def said_briefly(error: BaseException) -> str:
+def brief_error(error: BaseException) -> str:
     """The type of a foreign error and the first line of its message, at most 200 characters."""
     first = str(error).partition("\n")[0][:200]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -116,6 +116,6 @@ def open_model(
 def _refuse_without_config(function: str, settings: Collection[str]) -> None:
     if settings:
         raise ConfigError(
-            f"{function}: {', '.join(sorted(settings))}: settings of rules, and config is not given, so that no rules "
-            f"are put in; give config={DEFAULT_RECIPE!r}, or leave them out"
+            f"{function}: {', '.join(sorted(settings))}: settings of rules, and config is missing, so no rules are "
+            f"injected; give config={DEFAULT_RECIPE!r}, or leave them out"
         )

@@ -15,7 +15,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 # glibc's largest threshold, which it also reaches by itself, and its default number of mappings.
 _LARGEST_THRESHOLD, _MAPPINGS = 32 << 20, 65536
 # Environment variables by which users tune malloc themselves.
-_SAID = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"
+_USER_SETTINGS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"
 
 
 @cache
@@ -46,7 +46,7 @@ def freed_memory_kept() -> Iterator[None]:
     first fault. An exception returns the memory at once.
     """
     library = _library()
-    if library is None or any(os.environ.get(name) for name in _SAID):
+    if library is None or any(os.environ.get(name) for name in _USER_SETTINGS):
         yield
         return
     library.mallopt(_MMAP_MAX, 0)

@@ -55,7 +55,7 @@ def binary(content: bytes, place: int, name: str) -> str:
     shares = [(part := beginning[first::2]).count(0) / max(1, len(part)) for first in (0, 1)]
     if not is_wide(beginning) and max(shares) > _ZEROS and min(shares) < 1 - _ZEROS:
         return (
-            f"{name} looks like UTF-16 or UTF-32 text without a byte order mark, so that its encoding is not known; "
+            f"{name} looks like UTF-16 or UTF-32 text without a byte order mark, so its encoding is unknown; "
             "convert it to UTF-8"
         )
     return f"{name} is binary (byte {place} is 0x00), not text; convert it to plain UTF-8 text"

@@ -15,7 +15,7 @@ from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.window.settings import SlidingWindowSettings
 from hetero_kv.rules.owners import every_settings_class
-from hetero_kv.rules.precedence import COMMAND_LINE, DEFAULT, SETTINGS_FILE, Given, in_force
+from hetero_kv.rules.precedence import COMMAND_LINE, DEFAULT, SETTINGS_FILE, SettingsSource, in_force
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.mapping import canonical, settings_from_mapping
@@ -264,9 +264,11 @@ def test_every_registered_storage_and_representative_type_is_accepted() -> None:
 
 def test_of_the_flat_block_each_class_has_its_own() -> None:
     flat = {"chunk_size": 512, "cpu_infer": 10, "second_select_num": 8}
-    given = [Given("here", canonical(every_settings_class(), flat, where="here"))]
-    assert in_force(EngineSettings, given, where="here").settings == EngineSettings(chunk_size=512, threads_num=10)
-    assert in_force(RetrievalSettings, given, where="here").settings == RetrievalSettings(second_block_count=8)
+    by_precedence = [SettingsSource("here", canonical(every_settings_class(), flat, where="here"))]
+    assert in_force(EngineSettings, by_precedence, where="here").settings == EngineSettings(
+        chunk_size=512, threads_num=10
+    )
+    assert in_force(RetrievalSettings, by_precedence, where="here").settings == RetrievalSettings(second_block_count=8)
 
 
 def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operator_has_one_of_the_engines() -> None:
@@ -281,24 +283,24 @@ def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operat
 
 
 def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_file() -> None:
-    given = [
-        Given(COMMAND_LINE, {"block_size": 1}),
-        Given("a.yaml: rule 1", {"block_size": 2, "token_step": 2}),
-        Given(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "initial_len": 3}),
+    by_precedence = [
+        SettingsSource(COMMAND_LINE, {"block_size": 1}),
+        SettingsSource("a.yaml: rule 1", {"block_size": 2, "token_step": 2}),
+        SettingsSource(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "initial_len": 3}),
     ]
-    found = in_force(RetrievalSettings, given, where="here")
+    found = in_force(RetrievalSettings, by_precedence, where="here")
     assert found.settings == RetrievalSettings(block_size=1, token_step=2, initial_len=3)
     sources = {name: source for name, source in found.sources.items() if source != DEFAULT}
     assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "initial_len": SETTINGS_FILE}
 
 
 def test_what_the_command_line_adds_to_a_file_that_may_be_sound_is_named() -> None:
-    file = Given("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 4})
-    flags = Given(COMMAND_LINE, {"second_block_count": 3, "chunk_size": 512})
+    file = SettingsSource("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 4})
+    flags = SettingsSource(COMMAND_LINE, {"second_block_count": 3, "chunk_size": 512})
     with pytest.raises(ConfigError, match=r"^here, with second_block_count 3 from the command line: least_block_count"):
         in_force(RetrievalSettings, [flags, file], where="here")
     with pytest.raises(ConfigError, match=r"^here: least_block_count"):
-        in_force(RetrievalSettings, [Given("mine.yaml", flags.settings), file], where="here")
+        in_force(RetrievalSettings, [SettingsSource("mine.yaml", flags.settings), file], where="here")
 
 
 def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ rules:
         inject(llama, parse_rules(child, "mine.yaml"))
     assert str(raised.value) == (
         "mine.yaml: rule 1: kwargs, line 5: window has no effect here: it is a setting of BoundedAttention "
-        "(pyramidkv and snapkv), and the rule puts in BoundedAttention (cascade)"
+        "(pyramidkv and snapkv), and the rule injects BoundedAttention (cascade)"
     )
 
 

@@ -118,7 +118,7 @@ def test_a_full_attention_layer_has_no_window_operator(llama):
 
 def test_an_attention_left_alone_in_an_unchunked_layer_is_refused(llama):
     left = [rule(r"layers\.2$", "default"), rule(r"layers\.2\.self_attn$", "default")]
-    with pytest.raises(InjectionError, match=r"model\.layers\.2\.self_attn .* is left as it is"):
+    with pytest.raises(InjectionError, match=r"model\.layers\.2\.self_attn .* is not replaced"):
         inject(llama, rules(*left))
 
 

@@ -61,7 +61,7 @@ def test_a_model_is_fetched_listed_and_removed(folder: Path, capsys: pytest.Capt
         "fetched_bytes": 7000,
         "is_default": False,
     }
-    assert said(capsys, "remove", "tiny") == "7.0 kB are free again\n"
+    assert said(capsys, "remove", "tiny") == "freed 7.0 kB\n"
     assert not folder.exists()
     assert "tiny is not in" in said(capsys, "remove", "tiny", status=2)
 
@@ -73,7 +73,7 @@ def test_pieces_of_a_model_are_counted_and_removed_and_what_others_put_there_is_
     (folder / "tiny.gguf.pieces" / "0" / "part.whl").write_bytes(b"a" * 500)
     (folder / "notes.txt").touch()
     assert "500 bytes here" in said(capsys)
-    assert said(capsys, "remove", "tiny") == "500 bytes are free again\n"
+    assert said(capsys, "remove", "tiny") == "freed 500 bytes\n"
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
@@ -90,7 +90,7 @@ def test_a_model_that_is_being_fetched_is_not_removed(folder: Path, capsys: pyte
         (("fetsh", "tiny"), "models has no action 'fetsh'; did you mean fetch?"),
         (("fetch",), "models fetch needs a name; give one of tiny"),
         (("remove", "tyni"), "no model is called 'tyni'; did you mean 'tiny'? Give one of tiny\n"),
-        (("list", "tiny"), "models list takes no name, and there is 'tiny'"),
+        (("list", "tiny"), "models list takes no name; leave 'tiny' out"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -50,9 +50,9 @@ def test_the_articles_figures_stand_in_the_table(plan):
 
 
 def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_told(plan):
-    warning = "max_seq_len: 300,000 tokens are more than the 262,144 that the model was made for"
+    warning = "max_seq_len: 300,000 tokens exceed the 262,144 that the model was trained for"
     assert warning in plan("--dram", 200, "--max_seq_len", 300_000)
-    assert "was made for: beyond" not in plan("--dram", 200, "--max_seq_len", 200_000)
+    assert "was trained for; beyond" not in plan("--dram", 200, "--max_seq_len", 200_000)
 
 
 def test_what_does_not_fit_is_marked(plan):
@@ -146,4 +146,4 @@ def test_a_model_that_is_no_language_model_is_refused(plan, tmp_path):
 
 
 def test_a_bounded_cache_has_room_for_any_length(plan):
-    assert "in reserve: any; the model was made for" in plan("--config", "tova", "--dram", 200)
+    assert "in reserve: any; the model was trained for" in plan("--config", "tova", "--dram", 200)

@@ -70,7 +70,7 @@ def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():
         resolve_max_seq_len(50_000, plan)
     number = int(str(refused.value).rsplit("max_seq_len ", 1)[1].split()[0])
     assert resolve_max_seq_len(number, plan) == number
-    assert f"{RESERVE:.0%} of what is free beside the weights is kept in reserve" in str(refused.value)
+    assert f"{RESERVE:.0%} of the free memory, less the weights, is kept in reserve" in str(refused.value)
 
 
 def test_the_gpu_is_named_when_it_is_what_is_too_small():

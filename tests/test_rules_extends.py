@@ -67,7 +67,7 @@ def test_a_circular_extends_shows_the_chain(tmp_path: Path) -> None:
     write(a, "extends: b.yaml")
     write(b, "extends: a.yaml")
     start = write(tmp_path / "start.yaml", "extends: a.yaml")
-    assert load_error(start) == f"{b}: extends: circular: {a} -> {b} -> {a}; take one of these out"
+    assert load_error(start) == f"{b}: extends: circular: {a} -> {b} -> {a}; remove one of these"
 
 
 def test_a_file_that_extends_itself_is_circular(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_missing_parent_is_named_with_the_nearest_recipe(tmp_path: Path) -> No
     child = write(tmp_path / "a.yaml", "\nextends: ktransformer.yaml")
     text = load_error(child)
     assert text.startswith(
-        f"{child}, line 2: extends: there is no 'ktransformer.yaml' beside {child} or in the package"
+        f"{child}, line 2: extends: there is no 'ktransformer.yaml' in the folder of {child} or in the package"
     )
     assert "did you mean ktransformers?" in text
 

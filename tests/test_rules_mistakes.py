@@ -23,7 +23,7 @@ def test_a_missing_file_is_answered_with_the_recipes() -> None:
         ("rules:\n  - match: {name: x\n", ", line 3, column 1: while parsing a flow mapping"),
         ("rules:\n\t- match\n", ", line 2, column 1: while scanning for the next token"),
         ("a: 1\n---\nb: 2\n", ", line 2, column 1: expected a single document in the stream"),
-        ("rules: []\nrules: []\n", ", line 2, column 1: the key 'rules' is given twice, first in line 1"),
+        ("rules: []\nrules: []\n", ", line 2, column 1: the key 'rules' appears twice, first in line 1"),
         ("rules: !!python/name:os.system\n", ", line 1, column 8: could not determine a constructor"),
         ("rules: \x01", ": not YAML: "),
         ("rules: 2024-99-99", ", line 1, column 8: a value cannot be read as timestamp: month must be in 1..12"),

@@ -177,8 +177,8 @@ def test_the_flat_block_of_ktransformers_is_read_too(path: Path) -> None:
     [
         ("long_context:\n  chunk_sizes: 1\n", ": long_context, line 2: unknown setting 'chunk_sizes'; did you mean"),
         ("\nchunk_size: '1'\n", ", line 2: chunk_size is '1'; it must be a whole number"),
-        ("chunk_size: 1\nchunk_size: 2\n", ", line 2, column 1: the key 'chunk_size' is given twice, first in line 1"),
-        ("long_context: {}\nchunk_size: 1\n", ", line 2: 'chunk_size' stands beside long_context; move it in"),
+        ("chunk_size: 1\nchunk_size: 2\n", ", line 2, column 1: the key 'chunk_size' appears twice, first in line 1"),
+        ("long_context: {}\nchunk_size: 1\n", ", line 2: 'chunk_size' is outside long_context; move it inside"),
         ("chunk_size: [1\n", ", line 2, column 1: "),
         ("- chunk_size\n", ": ['chunk_size'] is not a mapping"),
         ("when: !!python/object/apply:os.getcwd []\n", ", line 1, column 7: could not determine a constructor"),

@@ -39,7 +39,7 @@ def room_for(model, monkeypatch):
 
     def free(contexts: float) -> int:
         plan = Plan.of(model.hetero_kv_injection)
-        size = int((contexts * plan.kept_in_dram(CONTEXT) + plan.memory(CONTEXT).compute) / (1 - RESERVE))
+        size = int((contexts * plan.resident_dram(CONTEXT) + plan.memory(CONTEXT).compute) / (1 - RESERVE))
         monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: size)
         return size
 
@@ -53,7 +53,7 @@ def ask(model, cache):
 
 def planned(model, caches):
     plan = Plan.of(model.hetero_kv_injection)
-    return sum(plan.kept_in_dram(cache.max_seq_len) for cache in caches)
+    return sum(plan.resident_dram(cache.max_seq_len) for cache in caches)
 
 
 def test_one_cache_may_have_all_that_is_free(model, room_for):
@@ -90,7 +90,7 @@ def test_who_comes_when_another_has_all_is_told_so(model, room_for):
     ask(model, first)
     with pytest.raises(OutOfMemoryError) as refused:
         HeteroCache(model, max_seq_len=CONTEXT // 4)
-    assert "GB that 1 other caches of this process are to have" in str(refused.value)
+    assert "GB reserved by 1 other caches of this process" in str(refused.value)
     first.reset()
     second = HeteroCache(model, max_seq_len=CONTEXT // 4)
     assert second.max_seq_len == CONTEXT // 4

@@ -54,7 +54,7 @@ def test_a_module_that_is_not_trusted_is_refused_and_not_imported(folder):
         refusal(named_config, str(folder / "own.yaml")),
         refusal(load_rules, folder / "own.yaml", trust_rules=["own_method", "own_methods.inner", "wn_methods"]),
     ):
-        assert "own.yaml: rule 1: replace, line 1: class 'own_methods.Mine' is code of a module that is not" in refused
+        assert "own.yaml: rule 1: replace, line 1: class 'own_methods.Mine' is in a module that is not" in refused
         assert "give --trust_rules own_methods" in refused
     assert not (folder / "ran").exists()
 

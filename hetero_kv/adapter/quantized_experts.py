@@ -135,19 +135,19 @@ class QuantizedExperts(QuantizedModule):
         """
         import gguf  # already imported by the reader of the file
 
-        kept_type = self.kept_as(kind.name, shape[2])
-        if kept_type is not None and kept_type == kind.name:
-            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kept_type, shape[2]))
+        parameter_dtype = self.kept_as(kind.name, shape[2])
+        if parameter_dtype is not None and parameter_dtype == kind.name:
+            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, parameter_dtype, shape[2]))
             return None
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        if kept_type is not None:
-            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, kept_type))
-            return self.substituted(kind.name, kept_type, shape[2])
+        if parameter_dtype is not None:
+            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, parameter_dtype))
+            return self.substituted(kind.name, parameter_dtype, shape[2])
         if getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
-        return self.substituted(kind.name, kept_type, shape[2])
+        return self.substituted(kind.name, parameter_dtype, shape[2])
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """x: hidden states [tokens, hidden]. chosen, shares: each token's experts and their weights, [tokens, k]."""

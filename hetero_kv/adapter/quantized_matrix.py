@@ -73,14 +73,14 @@ class QuantizedMatrix(QuantizedModule):
             self.keep(self.quantized)
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
-            kept_type = self.kept_as(None, parameter.shape[1])
+            parameter_dtype = self.kept_as(None, parameter.shape[1])
             # The first of several tied modules has quantized the weights that they share.
             shared: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTIZED_AS, None)
             tied = shared() if shared is not None else None
-            if tied is not None and tied.name == kept_type:
+            if tied is not None and tied.name == parameter_dtype:
                 self.keep(tied)
                 return
-            self._take_numbers(parameter.detach(), kept_type)
+            self._take_numbers(parameter.detach(), parameter_dtype)
             if self.quantized is not None:
                 setattr(parameter, _QUANTIZED_AS, weakref.ref(self.quantized))
 
@@ -113,15 +113,15 @@ class QuantizedMatrix(QuantizedModule):
         """
         import gguf  # already imported by the reader of the file
 
-        kept_type = self.kept_as(kind.name, shape[1])
-        if kept_type is not None and kept_type == kind.name:
-            self.keep(QuantizedWeight.of_blocks(blocks, kept_type, shape[1]))
+        parameter_dtype = self.kept_as(kind.name, shape[1])
+        if parameter_dtype is not None and parameter_dtype == kind.name:
+            self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]))
             return None
         # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        self._take_numbers(numbers, kept_type)
-        return self.substituted(kind.name, kept_type, shape[1])
+        self._take_numbers(numbers, parameter_dtype)
+        return self.substituted(kind.name, parameter_dtype, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
         """Take the weights from a file of unquantized numbers.
@@ -130,8 +130,8 @@ class QuantizedMatrix(QuantizedModule):
             numbers: [rows, columns], of the file's type; copied, because the mapped file may be closed.
             dtype: of the model, and of weights that are not quantized.
         """
-        kept_type = self.kept_as(None, numbers.shape[1])
-        self._take_numbers(numbers if kept_type is not None else numbers.to(dtype, copy=True), kept_type)
+        parameter_dtype = self.kept_as(None, numbers.shape[1])
+        self._take_numbers(numbers if parameter_dtype is not None else numbers.to(dtype, copy=True), parameter_dtype)
 
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         rows, columns = self.wrapped.weight.shape
@@ -157,13 +157,13 @@ class QuantizedMatrix(QuantizedModule):
         self.keep(other.quantized)
         return True
 
-    def _take_numbers(self, numbers: torch.Tensor, kept_type: str | None) -> None:
-        """Keep the weights packed as `kept_type`; None keeps them unquantized."""
-        if kept_type is None:
+    def _take_numbers(self, numbers: torch.Tensor, parameter_dtype: str | None) -> None:
+        """Keep the weights packed as `parameter_dtype`; None keeps them unquantized."""
+        if parameter_dtype is None:
             self._give(self.converted(numbers, numbers.shape[1]))
             return
         self.require_kernels(numbers.device)
-        quantized = QuantizedWeight.of_numbers(numbers, kept_type)
+        quantized = QuantizedWeight.of_numbers(numbers, parameter_dtype)
         self.keep(weight_moved(quantized, lambda packed: packed.to(numbers.device)))
 
     def keep(self, quantized: PackedWeight) -> None:

@@ -140,11 +140,11 @@ class QuantizedModule(Operator):
             stored: GGML's name of the type in the file; None without a file.
             columns: of the matrix.
         """
-        kept_type = QUANTIZED.get(self.settings.weights)
+        parameter_dtype = QUANTIZED.get(self.settings.weights)
         stored = stored_name(stored, columns) if stored is not None else None
         if stored is not None and self.waits_for_blocks():
-            kept_type = stored if packable(stored, columns) else QUANTIZED[Q8_0]
-        return kept_type if kept_type is not None and packable(kept_type, columns) else None
+            parameter_dtype = stored if packable(stored, columns) else QUANTIZED[Q8_0]
+        return parameter_dtype if parameter_dtype is not None and packable(parameter_dtype, columns) else None
 
     def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
         """The dtype of weights that are not packed, in a model of `dtype`; None stands for the module's own dtype."""

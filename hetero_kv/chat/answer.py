@@ -68,7 +68,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """A model's answer.
 
     Attributes:

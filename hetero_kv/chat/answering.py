@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import PrefillBar
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.session import ChatSession
 
 
 def answer_to(
     session: ChatSession,
-    question: Question,
+    question: ChatQuestion,
     on_text: Callable[[str], None] | None = None,
     on_token: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Answer:
+) -> ChatAnswer:
     """The answer to `question`; its pieces go to `on_text` as they come, the number of tokens to `on_token`.
 
     Ctrl-C, or `should_stop`, ends it at the next chunk or token with finish_reason "stopped".

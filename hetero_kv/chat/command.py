@@ -8,7 +8,7 @@ from contextlib import redirect_stdout, suppress
 from typing import TextIO
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
-from hetero_kv.chat.question import Question, question_of
+from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
 
 __all__ = ["add_flags", "run"]
@@ -41,33 +41,33 @@ def run(flags: argparse.Namespace) -> int:
             return end.status
 
 
-def _chat(options: ChatOptions, question: Question) -> int:
+def _chat(options: ChatOptions, question: ChatQuestion) -> int:
     from hetero_kv.chat.context_commands import saved
-    from hetero_kv.chat.interrupt import not_terminated, told_to_end
-    from hetero_kv.chat.keyboard import kept_for_later
+    from hetero_kv.chat.interrupt import exit_status_of, not_terminated
+    from hetero_kv.chat.keyboard import keep_typeahead
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
     from hetero_kv.printing import console
 
-    with kept_for_later():
+    with keep_typeahead():
         session = open_session(options)
         try:
             status = Terminal(session, question).run()
         except BaseException as error:
-            ended = told_to_end(error)
+            ended = exit_status_of(error)
             if ended is None:
                 raise
             status = ended
     if options.save_context is not None and session.conversation.context_tokens:
         with not_terminated():
-            said = saved(session, options.save_context)
+            message = saved(session, options.save_context)
         # The terminal itself may be gone.
         with suppress(OSError):
-            console(stderr=True).print(said, style="dim", markup=False, highlight=False)
+            console(stderr=True).print(message, style="dim", markup=False, highlight=False)
     return status
 
 
-def _answer_once(options: ChatOptions, question: Question) -> int:
+def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
     from hetero_kv.chat.answering import answer_to
     from hetero_kv.chat.context_commands import saved
     from hetero_kv.chat.display import ending, statistics_line
@@ -78,7 +78,7 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
 
     output = sys.stdout
     if output is None:
-        raise ConfigError("standard output is closed, and the answer goes there; open it, for example with > FILE")
+        raise ConfigError("standard output is closed, and the answer is printed there; open it, e.g. with > FILE")
 
     unwritten: OSError | None = None
 

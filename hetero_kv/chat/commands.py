@@ -13,7 +13,7 @@ from rich.text import Text
 from hetero_kv.chat import context_commands
 from hetero_kv.chat.display import context_table, statistics_table
 from hetero_kv.chat.documents import documents_at
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.settings.setting import nearest_spelling
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hetero_kv.chat.terminal import Terminal
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     """One command.
 
     Attributes:
@@ -35,7 +35,7 @@ class Command(NamedTuple):
     argument: str = ""
 
 
-def obey(terminal: Terminal, line: str) -> None:
+def run_command(terminal: Terminal, line: str) -> None:
     """Carry out a line that begins with /.
 
     Raises HeteroKVError for an unknown command, with the nearest known one, and for what the command refuses.
@@ -45,12 +45,12 @@ def obey(terminal: Terminal, line: str) -> None:
     if name not in COMMANDS:
         near = nearest_spelling(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
         raise HeteroKVError(
-            f"there is no command {name}{near}{'' if near.endswith('?') else ';'} begin the line with a space to ask "
-            "what begins with /"
+            f"there is no command {name}{near}{'' if near.endswith('?') else ';'} to send text that begins with /, "
+            "begin the line with a space"
         )
     command = COMMANDS[name]
     if argument and not command.argument:
-        raise HeteroKVError(f"{name} takes nothing behind it, and there is {argument!r}; write {name} alone")
+        raise HeteroKVError(f"{name} takes no argument, and the line has {argument!r}; write {name} alone")
     command.act(terminal, argument)
 
 
@@ -73,7 +73,7 @@ def _stats(terminal: Terminal, _: str) -> None:
 
 
 def _context(terminal: Terminal, _: str) -> None:
-    terminal.console.print(context_table(terminal.session, terminal.asked, terminal.waiting))
+    terminal.console.print(context_table(terminal.session, terminal.questions, terminal.waiting))
 
 
 def _system(terminal: Terminal, argument: str) -> None:
@@ -81,10 +81,10 @@ def _system(terminal: Terminal, argument: str) -> None:
     if not argument:
         terminal.note("the model's own system message" if talk.system is None else f"system message: {talk.system}")
         return
-    had_said = talk.context_tokens > 0
-    talk.begin_anew(_unquoted(argument) or None)
+    has_turns = talk.context_tokens > 0
+    talk.restart(_unquoted(argument) or None)
     terminal.forget()
-    terminal.note(f"the system message is set{'; the conversation begins anew' if had_said else ''}")
+    terminal.note(f"the system message is set{'; the conversation restarts' if has_turns else ''}")
 
 
 def _unquoted(text: str) -> str:
@@ -100,30 +100,30 @@ def _file(terminal: Terminal, argument: str) -> None:
         added = documents_at(argument)
         terminal.waiting = replace(terminal.waiting, documents=(*terminal.waiting.documents, *added))
     if not terminal.waiting.documents:
-        raise HeteroKVError("no file waits for a question; add one: /file PATH")
+        raise HeteroKVError("no document waits for a question; add one: /file PATH")
     terminal.note_waiting()
 
 
 def _drop(terminal: Terminal, _: str) -> None:
-    terminal.waiting = Question()
-    terminal.note("no file waits for the next question")
+    terminal.waiting = ChatQuestion()
+    terminal.note("no document waits for the next question")
 
 
 def _undo(terminal: Terminal, _: str) -> None:
     terminal.session.conversation.undo()
-    question = terminal.taken_back()
-    said = f": {question.in_short}" if question else ""
-    terminal.note(f"the last question and its answer are taken back{said}")
+    question = terminal.take_back()
+    shown = f": {question.in_short}" if question else ""
+    terminal.note(f"the last question and its answer are taken back{shown}")
     terminal.note_waiting()
 
 
 def _retry(terminal: Terminal, _: str) -> None:
     question = terminal.unanswered
     if question is None:
-        if not terminal.asked:
-            raise HeteroKVError("there is no question to ask again; ask one")
+        if not terminal.questions:
+            raise HeteroKVError("there is no question to repeat; ask one")
         terminal.session.conversation.undo()
-        question = terminal.taken_back()
+        question = terminal.take_back()
     if question is not None:
         terminal.ask(question)
 
@@ -139,25 +139,27 @@ def _quit(terminal: Terminal, _: str) -> None:
     terminal.is_over = True
 
 
-COMMANDS: dict[str, Command] = {
-    "/help": Command("this list", _help),
-    "/file": Command("add documents to the next question: paths, patterns; alone, show those that wait", _file, "PATH"),
-    "/drop": Command("let no document wait for the next question", _drop),
-    "/retry": Command("ask the last question once more, in place of its answer", _retry),
-    "/undo": Command("take the last question and its answer back", _undo),
-    "/system": Command('show or set the system message ("" for the model\'s own), and begin anew', _system, "[TEXT]"),
-    "/save": Command("save the conversation under a name", context_commands.save, "NAME"),
-    "/load": Command("go on from a saved conversation, in place of this one", context_commands.load, "NAME"),
-    "/contexts": Command("the saved conversations", context_commands.show),
-    "/context": Command("what fills the context, and what is left", _context),
-    "/stats": Command("what the last answer cost, and the settings in force", _stats),
-    "/reset": Command("forget the conversation and start anew", _reset),
-    "/quit": Command("leave (Ctrl-D does too)", _quit),
+COMMANDS: dict[str, ChatCommand] = {
+    "/help": ChatCommand("show this list", _help),
+    "/file": ChatCommand(
+        "add documents to the next question: paths or patterns; alone, list the waiting documents", _file, "PATH"
+    ),
+    "/drop": ChatCommand("remove the waiting documents", _drop),
+    "/retry": ChatCommand("repeat the last question, and replace its answer", _retry),
+    "/undo": ChatCommand("take back the last question and its answer", _undo),
+    "/system": ChatCommand('show or set the system message ("" for the model\'s own), and restart', _system, "[TEXT]"),
+    "/save": ChatCommand("save the conversation under a name", context_commands.save, "NAME"),
+    "/load": ChatCommand("replace this conversation by a saved one", context_commands.load, "NAME"),
+    "/contexts": ChatCommand("list the saved conversations", context_commands.show),
+    "/context": ChatCommand("show the tokens of each turn, and the free ones", _context),
+    "/stats": ChatCommand("show the last answer's statistics, and the settings in force", _stats),
+    "/reset": ChatCommand("forget the conversation", _reset),
+    "/quit": ChatCommand("leave (also Ctrl-D)", _quit),
 }
 
 _KEYS = {
-    '"""': "begin and end a text of several lines; Alt-Enter begins a line too",
-    "Up, Down": "what was typed before, in earlier chats too; Ctrl-R searches it",
-    "Tab": "complete a command, or the path behind /file",
-    "Ctrl-C": "stop the answer; at the prompt, drop the line",
+    '"""': "begin and end a text of several lines; Alt-Enter also begins a line",
+    "Up, Down": "recall earlier lines, also of earlier chats; Ctrl-R searches them",
+    "Tab": "complete a command, or the path after /file",
+    "Ctrl-C": "stop the answer; at the prompt, clear the line",
 }

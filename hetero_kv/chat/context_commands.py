@@ -32,7 +32,7 @@ def show(terminal: Terminal, _: str) -> None:
     with terminal.session.contexts() as store:
         stored = store.contexts()
         if not stored:
-            terminal.note(f"there are no contexts in {store.folder}; /save NAME makes one")
+            terminal.note(f"there are no contexts in {store.folder}; save one: /save NAME")
             return
         terminal.console.print(contexts_table(stored))
 
@@ -42,8 +42,8 @@ def saved(session: ChatSession, name: str) -> str:
     with session.contexts() as store:
         before = next((each for each in store.contexts() if each.name == name), None)
         stored = session.conversation.save_in(store, name)
-    replaced = "" if before is None else f", in place of one of {before.tokens:,} tokens that had this name"
-    return f"saved {name}: {stored.tokens:,} tokens, {stored.bytes / 1e6:,.1f} MB on the disk{replaced}"
+    replaced = "" if before is None else f"; it replaces one of {before.tokens:,} tokens with this name"
+    return f"saved {name}: {stored.tokens:,} tokens, {stored.bytes / 1e6:,.1f} MB on disk{replaced}"
 
 
 def _required(name: str, command: str) -> str:

@@ -13,10 +13,10 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.chat.answer import Answer, FinishReason, Turn
+from hetero_kv.chat.answer import ChatAnswer, FinishReason, Turn
 from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
+from hetero_kv.chat.generation_monitor import GenerationMonitor, StoppedInPrefill, StopTexts, Streamer, turn_statistics
 from hetero_kv.chat.saved_conversation import ConversationState, SavedConversation
-from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.hf_cache_layers import forked
@@ -61,25 +61,25 @@ class Conversation(SavedConversation):
             model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
         if tokenizer is None:
             raise HeteroKVError(
-                f"Conversation: tokenizer is not given, and {type(model).__name__} has none with it; give the model's "
-                "tokenizer, or what hetero_kv.load_model returns"
+                f"Conversation: tokenizer is missing, and {type(model).__name__} includes none; give the model's "
+                "tokenizer, or the result of hetero_kv.load_model"
             )
         self.model = model
         self.tokenizer = tokenizer
         self._prefix_cache = prefix_cache
-        self._room: dict[str, Any] = {"max_seq_len": max_seq_len, "forks": forks}
+        self._capacity: dict[str, Any] = {"max_seq_len": max_seq_len, "forks": forks}
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
-        self._said = ConversationState([], self.cache.reset)
+        self._state = ConversationState([], self.cache.reset)
         self._is_answering = False
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self._said = ConversationState([], self.cache.reset)
-        self._said.go_back()
+        self._state = ConversationState([], self.cache.reset)
+        self._state.go_back()
 
-    def begin_anew(self, system: str | None) -> None:
+    def restart(self, system: str | None) -> None:
         """Forget the conversation, and set another system message; None for the chat template's own.
 
         Raises HeteroKVError if the model's chat template takes none. The conversation is unchanged then.
@@ -92,12 +92,12 @@ class Conversation(SavedConversation):
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The sizes of all turns so far."""
-        return self._said.turns
+        return self._state.turns
 
     @property
     def can_undo(self) -> bool:
         """Whether the last turn can be undone: at most `MOST_UNDONE` in a row, and not before the first turn."""
-        return bool(self._said.earlier)
+        return bool(self._state.earlier)
 
     def undo(self) -> None:
         """Remove the last question and its answer from the conversation and its cache.
@@ -105,16 +105,16 @@ class Conversation(SavedConversation):
         Raises HeteroKVError if no turn can be undone (`can_undo`).
         """
         if self._is_answering:
-            raise HeteroKVError("an answer is being generated; take the question back once it is there, or stop it")
-        if not self._said.earlier:
+            raise HeteroKVError("an answer is being generated; take the question back when it is complete, or stop it")
+        if not self._state.earlier:
             raise HeteroKVError(
-                "there is no question to take back: nothing has been asked"
-                if not self._said.turns
-                else "the question before cannot be taken back: its state is not kept; /reset forgets all of them"
+                "there is no question to take back: the conversation is empty"
+                if not self._state.turns
+                else "the question before cannot be taken back: its state is not kept; /reset forgets all questions"
             )
-        *earlier, before = self._said.earlier
-        self._said = replace(before, earlier=tuple(earlier))
-        self._said.go_back()
+        *earlier, before = self._state.earlier
+        self._state = replace(before, earlier=tuple(earlier))
+        self._state.go_back()
 
     def fork(self) -> Conversation:
         """A second conversation that begins with all turns so far and continues independently.
@@ -125,17 +125,17 @@ class Conversation(SavedConversation):
         Raises HeteroKVError in the middle of an answer.
         """
         self._require_idle("fork")
-        self._said.go_back()
+        self._state.go_back()
         fork = copy.copy(self)
         fork.cache = forked(self.cache)
-        go_back = rollback_point(fork.cache) if self._said.tokens else fork.cache.reset
-        fork._said = ConversationState(self._said.tokens, go_back, self._said.turns)
+        go_back = rollback_point(fork.cache) if self._state.tokens else fork.cache.reset
+        fork._state = ConversationState(self._state.tokens, go_back, self._state.turns)
         return fork
 
     @property
     def context_tokens(self) -> int:
         """Tokens of the conversation so far."""
-        return len(self._said.tokens)
+        return len(self._state.tokens)
 
     def text_tokens(self, text: str) -> int:
         """The number of tokens of a text by itself."""
@@ -163,7 +163,7 @@ class Conversation(SavedConversation):
         on_token: Callable[[int], None] | None = None,
         on_progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """The model's answer to `question`, after all earlier turns.
 
         Args:
@@ -193,13 +193,13 @@ class Conversation(SavedConversation):
         self._is_answering = True
         try:
             # An interrupt may have left tokens in the cache after the last answer: remove them.
-            self._said.go_back()
+            self._state.go_back()
             message = question if document is None else about(document, question)
             if isinstance(self.cache, HeteroCache):
                 require_encodable(self.cache, message, self.model.hetero_kv_injection.context_length)
             prompt, question_tokens = self._prompt(message, None if document is None else question)
             self._begin_from_stored(prompt)
-            watch = Watch(should_stop, on_token)
+            watch = GenerationMonitor(should_stop, on_token)
             if isinstance(self.cache, HeteroCache):
                 self.cache.on_progress = watch.on_progress(on_progress)
             if seed is not None:
@@ -220,9 +220,9 @@ class Conversation(SavedConversation):
 
         See `TurnTokens.question`.
         """
-        said = self._said.tokens
-        turn = self._turns.following(message, said[-1]) if said else self._turns.first(message)
-        return [*said, *turn], self._turns.question(turn, message, question)
+        state = self._state.tokens
+        turn = self._turns.following(message, state[-1]) if state else self._turns.first(message)
+        return [*state, *turn], self._turns.question(turn, message, question)
 
     def _answer(
         self,
@@ -230,10 +230,10 @@ class Conversation(SavedConversation):
         question_tokens: int | None,
         max_new_tokens: int,
         sampling: dict[str, Any],
-        watch: Watch,
+        watch: GenerationMonitor,
         stop: StopTexts,
         on_text: Callable[[str], None] | None,
-    ) -> Answer:
+    ) -> ChatAnswer:
         limit, is_ours = max_new_tokens, isinstance(self.cache, HeteroCache)
         if is_ours:
             trained = self.model.hetero_kv_injection.context_length
@@ -253,7 +253,9 @@ class Conversation(SavedConversation):
                     **sampling,
                 )
         except StoppedInPrefill:
-            return Answer("", "stopped", measured(self.cache, self.model.device, watch, 0, 0, self.context_tokens))
+            return ChatAnswer(
+                "", "stopped", turn_statistics(self.cache, self.model.device, watch, 0, 0, self.context_tokens)
+            )
         tokens = output[0].tolist()
         generated = tokens[len(prompt) :]
         if watch.stopped:
@@ -265,15 +267,17 @@ class Conversation(SavedConversation):
         else:
             reason = "max_new_tokens" if limit == max_new_tokens else "full"
         text = opening + self.tokenizer.decode(generated, skip_special_tokens=True)
-        statistics = measured(self.cache, self.model.device, watch, len(prompt) - stored, len(generated), len(tokens))
-        answer = Answer(text, reason, statistics)
-        said = self._said
-        turn = Turn(len(prompt) - len(said.tokens), len(generated))
+        statistics = turn_statistics(
+            self.cache, self.model.device, watch, len(prompt) - stored, len(generated), len(tokens)
+        )
+        answer = ChatAnswer(text, reason, statistics)
+        state = self._state
+        turn = Turn(len(prompt) - len(state.tokens), len(generated))
         # An untouched model's cache is copied as it grows, so every earlier state would be a second copy.
         most = MOST_UNDONE if is_ours else 1
-        earlier = (*said.earlier, replace(said, earlier=()))[-most:]
+        earlier = (*state.earlier, replace(state, earlier=()))[-most:]
         # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
-        self._said = ConversationState(tokens, rollback_point(self.cache), (*said.turns, turn), earlier)
+        self._state = ConversationState(tokens, rollback_point(self.cache), (*state.turns, turn), earlier)
         return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:

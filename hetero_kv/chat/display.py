@@ -12,9 +12,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.conversation import Conversation
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
 
@@ -38,7 +38,7 @@ def banner(session: ChatSession) -> RenderableType:
         )
     facts.append(capacity)
     if session.options.context is not None:
-        facts.append(f"goes on from {loaded_in_short(session.options.context, session.conversation)}")
+        facts.append(f"continues {loaded_in_short(session.options.context, session.conversation)}")
     facts.append('/help lists the commands, """ begins and ends several lines, Ctrl-D leaves')
     return Group(title, *(Text(fact, style="dim") for fact in facts))
 
@@ -48,22 +48,22 @@ def loaded_in_short(name: str, talk: Conversation) -> str:
     return f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turn{'s' * (len(talk.turns) != 1)}"
 
 
-def ending(answer: Answer, session: ChatSession) -> str | None:
+def ending(answer: ChatAnswer, session: ChatSession) -> str | None:
     """Why an incomplete answer ends where it does; None for a complete one."""
     return {
         "end": None,
         "stop_text": None,
         "stopped": "stopped",
         "max_new_tokens": f"cut off at --max_new_tokens {session.options.answer.max_new_tokens}",
-        "full": f"cut off: the context of {session.capacity:,} tokens is full (--max_seq_len); /reset starts anew",
+        "full": f"cut off: the context of {session.capacity:,} tokens is full (--max_seq_len); /reset empties it",
     }[answer.finish_reason]
 
 
-def statistics_line(answer: Answer) -> str:
+def statistics_line(answer: ChatAnswer) -> str:
     """One line: tokens, time to first token, prefill and decode speed."""
     statistics = answer.statistics
     if not statistics.generated_tokens:
-        return f"after {statistics.prefill_s:.2f} s of prefill; the conversation is as it was before"
+        return f"after {statistics.prefill_s:.2f} s of prefill; the conversation is unchanged"
     parts = [
         f"{statistics.generated_tokens:,} tokens, first after {statistics.time_to_first_token_s:.2f} s",
         f"prefill {statistics.prompt_tokens:,} tokens, {statistics.prefill_tokens_per_s:,.0f} tokens/s",
@@ -73,7 +73,7 @@ def statistics_line(answer: Answer) -> str:
     return " · ".join(parts)
 
 
-def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableType:
+def statistics_table(session: ChatSession, answer: ChatAnswer | None) -> RenderableType:
     """Statistics of the last answer, how full the context is, and the settings in force."""
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim")
@@ -100,7 +100,7 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
     return table
 
 
-def context_table(session: ChatSession, questions: Sequence[Question], waiting: Question) -> RenderableType:
+def context_table(session: ChatSession, questions: Sequence[ChatQuestion], waiting: ChatQuestion) -> RenderableType:
     """What fills the context, turn by turn, the documents that wait, and the free tokens.
 
     Args:
@@ -121,8 +121,8 @@ def context_table(session: ChatSession, questions: Sequence[Question], waiting: 
     if earlier := talk.turns[: -len(shown)]:
         row(f"1-{len(earlier)}", sum(turn.question + turn.answer for turn in earlier))
     for back in range(len(shown), 0, -1):
-        said = f" {questions[-back].in_short}" if back <= len(questions) else ""
-        row(f"{len(talk.turns) - back + 1}{said}", shown[-back].question)
+        prompt = f" {questions[-back].in_short}" if back <= len(questions) else ""
+        row(f"{len(talk.turns) - back + 1}{prompt}", shown[-back].question)
         row("    its answer", shown[-back].answer)
     row("all", talk.context_tokens)
     row("left", capacity - talk.context_tokens)

@@ -60,7 +60,7 @@ def document_in(path: Path, what: str = "") -> Document:
         content = decoded(content, name).encode()
     text = _plain(content, name) if kind is None else text_in(content, kind, name, MOST_BYTES)
     if not text.strip():
-        hint = f"; {kind.without_text}" if kind is not None and kind.without_text else "; give a file with text in it"
+        hint = f"; {kind.without_text}" if kind is not None and kind.without_text else "; give a file with text"
         raise ConfigError(f"{name} is empty{hint}")
     return Document("standard input" if str(path) == "-" else path.name, text)
 
@@ -88,7 +88,7 @@ def _matching(name: str) -> list[Path]:
         raise ConfigError(f"no file matches {name!r}; check the pattern")
     if len(found) > MOST_FILES:
         raise ConfigError(
-            f"{name!r} matches {len(found):,} files, and {MOST_FILES:,} are the most; give a narrower one"
+            f"{name!r} matches {len(found):,} files, and the limit is {MOST_FILES:,}; give a narrower pattern"
         )
     return found
 
@@ -119,8 +119,7 @@ def _read(file: BinaryIO, name: str, suffix: str) -> tuple[bytes, Format | None]
 def _require_length(size: int, name: str) -> None:
     if size > MOST_BYTES:
         raise ConfigError(
-            f"{name} has more than {MOST_BYTES:,} bytes, which is more text than any model's context holds; give a "
-            "shorter text"
+            f"{name} has more than {MOST_BYTES:,} bytes, which exceeds any model's context; give a shorter text"
         )
 
 

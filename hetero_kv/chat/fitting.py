@@ -17,7 +17,7 @@ def require_encodable(cache: HeteroCache, question: str, trained: int) -> None:
     capacity = cache.max_seq_len
     if capacity is not None and len(question) > capacity * CHARACTERS_OF_A_TOKEN:
         raise CacheFullError(
-            f"the question has {len(question):,} characters, of which no more than "
+            f"the question has {len(question):,} characters, and at most "
             f"{capacity * CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
             f"raise max_seq_len{_beyond(len(question) // CHARACTERS_OF_A_TOKEN, trained)}"
         )
@@ -35,8 +35,8 @@ def new_tokens_that_fit(cache: HeteroCache, prompt_tokens: int, max_new_tokens: 
         needed = f"{prompt_tokens + max_new_tokens}{_beyond(prompt_tokens + max_new_tokens, trained)}"
         raise CacheFullError(
             f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
-            f"to at least {needed}, shorten the question by {prompt_tokens - capacity} tokens, or start anew "
-            "(/reset)"
+            f"to at least {needed}, shorten the question by {prompt_tokens - capacity} tokens, or start a new "
+            "conversation (/reset)"
         )
     stored = cache.get_seq_length()
     cache.require_room(1, prompt_tokens - stored)

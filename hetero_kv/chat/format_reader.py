@@ -23,7 +23,7 @@ from pathlib import Path
 _MOST_UNPACKED = 1 << 30
 
 
-class Refused(Exception):
+class RefusedDocument(Exception):
     """A document that is refused, with the reason."""
 
 
@@ -33,7 +33,7 @@ def pdf_text(content: bytes) -> Iterator[str]:
 
     reader = pypdf.PdfReader(io.BytesIO(content))
     if reader.is_encrypted and not reader.decrypt(""):
-        raise Refused("it is encrypted with a password")
+        raise RefusedDocument("it is encrypted with a password")
     for page in reader.pages:
         yield page.extract_text().strip() + "\n\n"
 
@@ -45,9 +45,9 @@ def docx_text(content: bytes) -> Iterator[str]:
 
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         if "word/document.xml" not in archive.namelist():
-            raise Refused("it is another zip archive")
+            raise RefusedDocument("it is another zip archive")
         if sum(member.file_size for member in archive.infolist()) > _MOST_UNPACKED:
-            raise Refused(f"it unpacks to more than {_MOST_UNPACKED:,} bytes")
+            raise RefusedDocument(f"it unpacks to more than {_MOST_UNPACKED:,} bytes")
     for part in docx.Document(io.BytesIO(content)).iter_inner_content():
         if isinstance(part, Table):
             for row in part.rows:
@@ -105,7 +105,7 @@ def _written(name: str, content: bytes, most_bytes: int) -> None:
         encoded = piece.encode(errors="replace")
         size += len(encoded)
         if size > most_bytes:
-            raise Refused(f"its text has more than {most_bytes:,} bytes")
+            raise RefusedDocument(f"its text has more than {most_bytes:,} bytes")
         sys.stdout.buffer.write(encoded)
     sys.stdout.buffer.flush()
 
@@ -120,7 +120,7 @@ def main() -> int:
         _written(name, content, most_bytes)
     except MemoryError:
         print(f"it takes more than {memory / 1e6:,.0f} MB", file=sys.stderr)
-    except Refused as error:
+    except RefusedDocument as error:
         print(error, file=sys.stderr)
     except Exception as error:  # libraries raise anything
         print(f"{type(error).__name__}: {error}".partition("\n")[0][:300], file=sys.stderr)

@@ -39,7 +39,7 @@ class Format:
 
 
 PDF = Format(
-    "PDF", "pypdf", "pypdf", "its pages are pictures: let a program for character recognition put text into it"
+    "PDF", "pypdf", "pypdf", "its pages are pictures: add text with a program for optical character recognition (OCR)"
 )
 DOCX = Format("DOCX", "docx", "python-docx")
 HTML = Format("HTML", "markdownify", "markdownify")
@@ -72,8 +72,8 @@ def text_in(content: bytes, kind: Format, name: str, most_bytes: int) -> str:
     """
     if importlib.util.find_spec(kind.module) is None:
         raise ConfigError(
-            f"{name} is {kind.name}, which the package {kind.package} reads, and it is not installed; "
-            "pip install 'hetero-kv[documents]', or convert it to plain text"
+            f"{name} is {kind.name}, and the package {kind.package} that reads it is not installed; "
+            "pip install 'hetero-kv[documents]', or convert the file to plain text"
         )
     # Use this process's libraries, and none from the folder of the program.
     paths = os.pathsep.join(path for path in sys.path if path)
@@ -88,13 +88,13 @@ def text_in(content: bytes, kind: Format, name: str, most_bytes: int) -> str:
         start_new_session=True,
     )
     try:
-        text, said = reader.communicate(content)
+        text, errors = reader.communicate(content)
     finally:
         reader.kill()
         reader.wait()
     if reader.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ConfigError(f"{name} takes more than {SECONDS} s to read as {kind.name}; convert it to plain text")
     if reader.returncode:
-        reason = said.decode(errors="replace").strip().rpartition("\n")[2] or f"it ended with {reader.returncode}"
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2] or f"it ended with {reader.returncode}"
         raise ConfigError(f"{name} cannot be read as {kind.name}: {reason}; convert it to plain text")
     return text.decode()

@@ -53,7 +53,7 @@ class Terminated(KeyboardInterrupt):
         self.status = 128 + number
 
 
-def told_to_end(error: BaseException | None) -> int | None:
+def exit_status_of(error: BaseException | None) -> int | None:
     """The exit status if an error, or one in its chain of contexts, means that the program ends; None if not.
 
     Code that restores a closed terminal fails with EIO, after SIGHUP or just before it arrives.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
 
 
-def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
+def json_report(session: ChatSession, answer: ChatAnswer) -> dict[str, Any]:
     """The answer, its statistics (names and units of `Statistics`), the weights' size, and the settings in force.
 
     The layers' statistics are top-level fields, with a value per layer; None if no layer has one. Speeds are None where

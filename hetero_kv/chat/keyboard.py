@@ -13,7 +13,7 @@ _INPUT, _LOCAL, _CHARACTERS = 0, 3, 6
 
 
 @contextmanager
-def kept_for_later() -> Iterator[None]:
+def keep_typeahead() -> Iterator[None]:
     """Within this context typed text waits in the terminal for the next line; Ctrl-C still sends its signal.
 
     Nothing changes unless standard input and output are terminals.

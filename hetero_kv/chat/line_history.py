@@ -77,7 +77,7 @@ class LineHistory(History):
         return lines[kept:]
 
     def _give_up(self, error: OSError) -> None:
-        _logger.warning("%s: %s; questions are remembered until the chat ends", self._path, error.strerror)
+        _logger.warning("%s: %s; the history lasts only until the chat ends", self._path, error.strerror)
         self._path = None
 
 

@@ -33,22 +33,22 @@ class ModeSettings(Settings):
 class AnswerSettings(Settings):
     """How an answer is generated."""
 
-    max_new_tokens: int = setting(512, "length of an answer at most", unit="tokens", minimum=1)
-    temperature: float = setting(0.0, "0: always the likeliest token (greedy); more: the more random", minimum=0)
+    max_new_tokens: int = setting(512, "maximum length of an answer", unit="tokens", minimum=1)
+    temperature: float = setting(0.0, "0: always the likeliest token (greedy); larger: more random sampling", minimum=0)
     top_p: float = setting(
-        1.0, "draw from the likeliest tokens that make up this share of the probability", minimum=0, maximum=1
+        1.0, "sample from the likeliest tokens that have this share of the probability", minimum=0, maximum=1
     )
-    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0: from all", minimum=0)
+    top_k: int = setting(0, "sample from this many of the likeliest tokens; 0: from all", minimum=0)
     min_p: float = setting(
-        0.0, "draw from tokens that are at least so probable, in shares of the likeliest one", minimum=0, maximum=1
+        0.0, "sample from tokens with at least this share of the likeliest token's probability", minimum=0, maximum=1
     )
     repetition_penalty: float = setting(
-        1.0, "more than 1: tokens that stand in the context become less likely by this factor", minimum=0
+        1.0, "more than 1: tokens of the context become less likely by this factor", minimum=0
     )
     thinking: Literal["default", "on", "off"] = setting(
-        "default", "whether a reasoning model thinks before it answers, where its chat template can say so"
+        "default", "whether a reasoning model thinks before it answers, if its chat template has a switch"
     )
-    seed: int | Literal["random"] = setting("random", "makes random answers repeatable", minimum=0, maximum=2**63 - 1)
+    seed: int | Literal["random"] = setting("random", "makes sampling repeatable", minimum=0, maximum=2**63 - 1)
 
     def validate(self) -> None:
         """Refuse settings that leave no token to draw. Raises SettingError."""
@@ -89,7 +89,7 @@ class ChatOptions:
         stop: texts that end an answer.
         long_context: the settings of engine and operators on the command line, by name.
         trust_rules: modules whose operators the rules may name.
-        flags_given: the command line's spellings of those settings.
+        flag_spellings: the command line's spellings of those settings.
     """
 
     prompt: str | None
@@ -110,29 +110,28 @@ class ChatOptions:
     stop: tuple[str, ...]
     long_context: dict[str, Any]
     trust_rules: tuple[str, ...]
-    flags_given: tuple[str, ...]
+    flag_spellings: tuple[str, ...]
 
 
 def add_flags(parser: FlagParser) -> None:
     """Add the chat command's flags to `parser`."""
     parser.epilog = (
-        "Flags may be spelled with dashes or underscores. Settings come from, first wins: --config's own "
+        "Flags may be spelled with dashes or underscores. Sources of settings, the first wins: --config's own "
         "(quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown. "
         "The exit status is 2 for a mistake in these, 130 after Ctrl-C."
     )
-    asking = parser.add_argument_group("question")
-    asking.add_argument("--prompt", metavar="TEXT", help="the question; in a terminal the chat goes on after it")
-    asking.add_argument(
+    question = parser.add_argument_group("question")
+    question.add_argument("--prompt", metavar="TEXT", help="the question; in a terminal the chat continues after it")
+    question.add_argument(
         "--prompt_file",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="a document that goes before the first question: text, HTML, PDF or DOCX (- is standard input); may be "
-        "given several times",
+        help="a document before the first question: text, HTML, PDF or DOCX (- is standard input); may be repeated",
     )
-    asking.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
-    asking.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
+    question.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
+    question.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
     add_loading_flags(parser, default="a small one, fetched on first use")
     method = parser.add_settings("method", "mode", ModeSettings)
     method.add_argument(
@@ -141,11 +140,11 @@ def add_flags(parser: FlagParser) -> None:
         dest="rules",
         default=DEFAULT_RECIPE,
         metavar="FILE",
-        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
+        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32 "
         f"(default {DEFAULT_RECIPE})",
     )
     contexts = parser.add_settings("contexts", "contexts", ContextCacheSettings)
-    contexts.add_argument("--context", metavar="NAME", help="go on from this saved context")
+    contexts.add_argument("--context", metavar="NAME", help="continue this saved context")
     contexts.add_argument("--save_context", metavar="NAME", help="save the context under this name at the end")
     answer = parser.add_settings("answer", "answer", AnswerSettings)
     answer.add_argument(
@@ -153,7 +152,7 @@ def add_flags(parser: FlagParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="an answer ends when it has this text; may be given several times",
+        help="a text that ends an answer; may be repeated",
     )
     add_setting_flags(parser, lambda flags: [flags.rules])
 
@@ -165,14 +164,14 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
         ConfigError: a value of the wrong type or out of range, bytes that are not text, or a setting that appears under
             two names.
     """
-    values = {**vars(flags), "flags_given": tuple(flags.long_context)}
+    values = {**vars(flags), "flag_spellings": tuple(flags.long_context)}
     del values["owners"]
     values["prompt_file"] = tuple(flags.prompt_file)
     values["stop"] = tuple(flags.stop)
     for flag, text in (("prompt", flags.prompt), ("system", flags.system), *(("stop", text) for text in flags.stop)):
         _require_text(flag, text)
     if "" in flags.stop:
-        raise ConfigError("--stop is empty, so that no answer could begin; give a text, or leave it out")
+        raise ConfigError("--stop is empty, which would end every answer; give a text, or leave it out")
     values["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     values["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
     values["contexts"] = context_settings(ContextCacheSettings, flags.contexts)
@@ -182,17 +181,15 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     return ChatOptions(**values)
 
 
-def _require_rules_for_contexts(values: dict[str, Any], cache_is_meant: bool) -> None:
+def _require_rules_for_contexts(values: dict[str, Any], sets_context_cache: bool) -> None:
     """Refuse contexts in a mode that cannot save them, and invalid names, before a model is loaded."""
     for flag in ("context", "save_context"):
         if values[flag] is not None:
             require_name(values[flag])
             if values["mode"] == "normal":
-                raise ConfigError(
-                    f"--{flag} has no effect in --mode normal, where the model is untouched; leave one out"
-                )
-    if cache_is_meant and values["contexts"].context_cache != "off" and values["mode"] == "normal":
-        raise ConfigError("--context_cache has no effect in --mode normal, where the model is untouched")
+                raise ConfigError(f"--{flag} has no effect in --mode normal, which has no rules; leave one out")
+    if sets_context_cache and values["contexts"].context_cache != "off" and values["mode"] == "normal":
+        raise ConfigError("--context_cache has no effect in --mode normal, which has no rules; leave one out")
 
 
 def _require_text(flag: str, value: str | None) -> None:

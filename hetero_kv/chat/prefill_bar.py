@@ -77,6 +77,6 @@ class PrefillBar(Progress):
         if self._prompt_tokens <= LONG_PROMPT_TOKENS and waited <= LONG_WAIT_S:
             return
         if self._interrupt.requested:
-            yield Text("stopping after this chunk; Ctrl-C again to stop at once", style="yellow")
+            yield Text("stopping after this chunk; press Ctrl-C again to stop at once", style="yellow")
         else:
             yield self.make_tasks_table(self.tasks)

@@ -14,7 +14,7 @@ _SHORT = 60
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatQuestion:
     """A message to the model; either part may be missing.
 
     Attributes:
@@ -25,7 +25,7 @@ class Question:
     documents: tuple[Document, ...] = ()
     prompt: str | None = None
 
-    def with_prompt(self, prompt: str) -> Question:
+    def with_prompt(self, prompt: str) -> ChatQuestion:
         """The same documents with this prompt; "" for the documents alone."""
         return replace(self, prompt=prompt or None)
 
@@ -48,11 +48,11 @@ class Question:
         """The documents' names and the prompt's first words, on one line."""
         words = " ".join((self.prompt or "")[: 4 * _SHORT].split())
         names = ", ".join(document.name for document in self.documents)
-        said = f"{words[: _SHORT - 1]}…" if len(words) > _SHORT else words
-        return " · ".join(part for part in (names, said) if part)
+        prompt = f"{words[: _SHORT - 1]}…" if len(words) > _SHORT else words
+        return " · ".join(part for part in (names, prompt) if part)
 
 
-def question_of(options: ChatOptions, *, interactive: bool) -> Question:
+def question_of(options: ChatOptions, *, interactive: bool) -> ChatQuestion:
     """The question of the flags. Without a terminal and without a prompt, standard input is the prompt.
 
     Raises:
@@ -61,12 +61,12 @@ def question_of(options: ChatOptions, *, interactive: bool) -> Question:
     if options.prompt is not None and not options.prompt.strip():
         raise ConfigError("--prompt is empty; give a question")
     documents = tuple(document_in(path, "--prompt_file") for path in options.prompt_file)
-    question = Question(documents, options.prompt)
+    question = ChatQuestion(documents, options.prompt)
     if interactive or question.text:
         return question
     piped = piped_text()
     if not piped.strip():
         raise ConfigError(
-            "there is no question and no terminal to ask for one; give --prompt or --prompt_file, or pipe one in"
+            "there is no question, and no terminal to enter one; give --prompt or --prompt_file, or pipe one in"
         )
-    return Question(prompt=piped.strip())
+    return ChatQuestion(prompt=piped.strip())

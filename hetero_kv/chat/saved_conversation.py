@@ -48,16 +48,14 @@ class SavedConversation:
     system: str | None
     _turns: TurnTokens
     _thinks: bool | None
-    _said: ConversationState
+    _state: ConversationState
     _is_answering: bool
     _prefix_cache: PrefixCache | None
-    _room: dict[str, Any]
+    _capacity: dict[str, Any]
 
     def _require_idle(self, what: str) -> None:
         if self._is_answering:
-            raise HeteroKVError(
-                f"an answer is being generated; {what} the conversation before or after, not in between"
-            )
+            raise HeteroKVError(f"an answer is being generated; {what} the conversation before or after that")
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, from which another process continues with `load` (HeteroCache.save).
@@ -65,18 +63,18 @@ class SavedConversation:
         Raises ContextError if there is no turn yet, or the file cannot be written.
         """
         cache, tokens = self._savable()
-        save_context(path, cache, [tokens], notes_of(self._said.turns, self.system))
+        save_context(path, cache, [tokens], notes_of(self._state.turns, self.system))
 
     def save_in(self, store: ContextStore, name: str | None = None) -> StoredContext:
         """Like `save`, in a folder of contexts that share their common prefixes."""
         cache, tokens = self._savable()
-        return store.save(cache, tokens, name, notes_of(self._said.turns, self.system))
+        return store.save(cache, tokens, name, notes_of(self._state.turns, self.system))
 
     def _savable(self) -> tuple[HeteroCache, list[int]]:
         self._require_idle("save")
-        cache = require_savable(self.cache, self._said.tokens)
-        self._said.go_back()
-        return cache, self._said.tokens
+        cache = require_savable(self.cache, self._state.tokens)
+        self._state.go_back()
+        return cache, self._state.tokens
 
     def load(self, path: str | Path) -> None:
         """Replace this conversation by a saved one, which continues exactly as it would have.
@@ -84,15 +82,18 @@ class SavedConversation:
         Raises the errors of `HeteroCache.load`; this conversation is unchanged then.
         """
         self._require_idle("load")
-        loaded = load_context(path, self.model, tokenizer=self.tokenizer, **self._room)
+        loaded = load_context(path, self.model, tokenizer=self.tokenizer, **self._capacity)
         if len(loaded.tokens) != 1:
-            raise ContextError(f"{path} holds no conversation: it has the tokens of {len(loaded.tokens)} rows")
+            raise ContextError(
+                f"{path} is not a conversation: it has the tokens of {len(loaded.tokens)} rows; load it with "
+                "HeteroCache.load"
+            )
         system, tokens = system_of(loaded.notes), loaded.tokens[0]
         turns = TurnTokens(self.tokenizer, system, self._thinks)
         # At most one token is not stored yet: the last one of an answer.
         tokens = tokens[: loaded.cache.get_seq_length() + 1]
         self._turns, self.system, self.cache = turns, system, loaded.cache
-        self._said = ConversationState(tokens, rollback_point(loaded.cache), turns_of(loaded.notes, len(tokens)))
+        self._state = ConversationState(tokens, rollback_point(loaded.cache), turns_of(loaded.notes, len(tokens)))
 
     def load_from(self, store: ContextStore, name: str) -> None:
         """Like `load`, for the context of this name in a folder."""
@@ -102,17 +103,17 @@ class SavedConversation:
 
     def _begin_from_stored(self, prompt: list[int]) -> None:
         """Let a new conversation start with the stored beginning of its first prompt in its cache."""
-        if self._prefix_cache is None or self._said.tokens or not isinstance(self.cache, HeteroCache):
+        if self._prefix_cache is None or self._state.tokens or not isinstance(self.cache, HeteroCache):
             return
-        begun = self._prefix_cache.begun(self.cache, prompt, tokenizer=self.tokenizer, **self._room)
+        begun = self._prefix_cache.with_stored_prefix(self.cache, prompt, tokenizer=self.tokenizer, **self._capacity)
         if begun is not None:
             self.cache = begun
-            self._said = ConversationState([], begun.reset)
+            self._state = ConversationState([], begun.reset)
 
     def _keep(self) -> None:
-        if self._prefix_cache is not None and self._said.tokens and isinstance(self.cache, HeteroCache):
-            notes = notes_of(self._said.turns, self.system)
-            self._prefix_cache.keep(self.cache, self._said.tokens, notes)
+        if self._prefix_cache is not None and self._state.tokens and isinstance(self.cache, HeteroCache):
+            notes = notes_of(self._state.turns, self.system)
+            self._prefix_cache.keep(self.cache, self._state.tokens, notes)
 
 
 def notes_of(turns: Sequence[Turn], system: str | None) -> dict[str, Any]:
@@ -122,9 +123,9 @@ def notes_of(turns: Sequence[Turn], system: str | None) -> dict[str, Any]:
 
 def turns_of(notes: dict[str, Any], tokens: int) -> tuple[Turn, ...]:
     """The turns in `notes`; if they do not match the number of `tokens`, as for a saved bare cache, a single turn."""
-    said = notes.get("turns")
+    sizes = notes.get("turns")
     turns = []
-    for pair in said if isinstance(said, list) else []:
+    for pair in sizes if isinstance(sizes, list) else []:
         match pair:
             case [int() as question, int() as answer] if question >= 0 and answer >= 0:
                 turns.append(Turn(question, answer))
@@ -141,7 +142,7 @@ def system_of(notes: dict[str, Any]) -> str | None:
 def require_savable(cache: object, tokens: Sequence[int]) -> HeteroCache:
     """The cache, checked. Raises ContextError if its model has no rules, or no turn is stored."""
     if not isinstance(cache, HeteroCache):
-        raise ContextError("the model has no rules in it (--mode normal), so that nothing of it is saved; take rules")
+        raise ContextError("the model has no rules (--mode normal), so its context cannot be saved; use --config")
     if not tokens:
-        raise ContextError("nothing has been asked, so that there is nothing to save; ask first")
+        raise ContextError("the conversation is empty, so there is nothing to save; ask a question first")
     return cache

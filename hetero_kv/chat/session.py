@@ -21,7 +21,7 @@ from hetero_kv.models import DEFAULT_MODEL, LoadedModel
 from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import named_config
-from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSource, in_force
 from hetero_kv.rules.recipes import DEFAULT_RECIPE, display
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -124,9 +124,9 @@ def open_session(options: ChatOptions) -> ChatSession:
         engine = config.rules.engine_settings(command_line=command_line, settings_file=settings_file)
         with_rules = {"config": config, "settings_file": settings_file, **options.long_context}
     else:
-        _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flags_given])
-        given = [Given(COMMAND_LINE, options.long_context), Given(SETTINGS_FILE, settings_file)]
-        engine = in_force(EngineSettings, given, where="settings").settings
+        _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flag_spellings])
+        sources = [SettingsSource(COMMAND_LINE, options.long_context), SettingsSource(SETTINGS_FILE, settings_file)]
+        engine = in_force(EngineSettings, sources, where="settings").settings
         set_threads(engine.resolved_threads())
     if unused := options.answer.unused:
         named = ", ".join(f"--{name}" for name in unused)
@@ -164,7 +164,7 @@ def _settings_file() -> dict[str, Any]:
     path = settings_path()
     is_first_run = path is not None and not path.exists()
     if ensure_settings_file() is not None and is_first_run:
-        _logger.warning("wrote %s, where every setting stands with its default", path)
+        _logger.warning("wrote %s, which lists every setting with its default", path)
     return read_settings_file()
 
 
@@ -187,4 +187,4 @@ def _require_fit(options: ChatOptions, model: Any) -> None:
 def _warn_of_unused(flags: Iterable[str]) -> None:
     unused = [f"--{flag}" for flag in flags if flag not in ("threads_num", "cpu_infer")]
     if unused:
-        _logger.warning("%s: no effect in --mode normal, where the model is untouched", ", ".join(unused))
+        _logger.warning("%s: no effect in --mode normal, which has no rules", ", ".join(unused))

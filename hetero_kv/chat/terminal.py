@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.answer_view import answer_view
 from hetero_kv.chat.answering import answer_to
-from hetero_kv.chat.commands import COMMANDS, obey
+from hetero_kv.chat.commands import COMMANDS, run_command
 from hetero_kv.chat.display import banner, ending, statistics_line
 from hetero_kv.chat.interrupt import Terminated
-from hetero_kv.chat.keyboard import kept_for_later
+from hetero_kv.chat.keyboard import keep_typeahead
 from hetero_kv.chat.line_editor import LineEditor, Typed
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.chat.thinking import Thoughts
 from hetero_kv.cli import print_error
@@ -27,17 +27,17 @@ class Terminal:
     Args:
         session: answers the questions.
         question: the question of the command line. A prompt is sent at once; documents alone wait for the first
-            question, and Enter sends them as they are.
+            question, and Enter sends them without one.
 
     Attributes:
         last: the last answer.
-        asked: the conversation's questions.
+        questions: the conversation's questions.
         waiting: documents that go before the next question.
         unanswered: the last question, if an error or Ctrl-C kept it out of the conversation.
         is_over: whether the user has left.
     """
 
-    def __init__(self, session: ChatSession, question: Question) -> None:
+    def __init__(self, session: ChatSession, question: ChatQuestion) -> None:
         self.session = session
         self.console = console()
         self._first = question
@@ -49,14 +49,14 @@ class Terminal:
 
     def forget(self) -> None:
         """Return to the state at the beginning of a conversation."""
-        self.last: Answer | None = None
-        self.asked: list[Question] = []
-        self.unanswered: Question | None = None
+        self.last: ChatAnswer | None = None
+        self.questions: list[ChatQuestion] = []
+        self.unanswered: ChatQuestion | None = None
         self.waiting = self._first.with_prompt("")
 
-    def taken_back(self) -> Question | None:
+    def take_back(self) -> ChatQuestion | None:
         """Remove and return the question that the conversation has just undone; its documents wait again."""
-        question = self.asked.pop() if self.asked else None
+        question = self.questions.pop() if self.questions else None
         self.last = self.unanswered = None
         if question is not None:
             self.waiting = question.with_prompt("")
@@ -77,7 +77,7 @@ class Terminal:
                 raise
             except KeyboardInterrupt:
                 self.console.print()
-                self.note("/quit or Ctrl-D leaves")
+                self.note("leave with /quit or Ctrl-D")
             except EOFError:
                 self.console.print()
                 return 0
@@ -87,17 +87,17 @@ class Terminal:
 
     def _take(self, typed: Typed) -> None:
         if typed.is_command:
-            obey(self, typed.text)
+            run_command(self, typed.text)
         elif typed.text.strip() or self.waiting.documents:
             self.ask(self.waiting.with_prompt(typed.text.rstrip()))
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ChatQuestion) -> None:
         """Send a question, and show its answer."""
         before = self.session.conversation.context_tokens
         self.unanswered = question
         try:
             # Enter this again: the line editor has switched the marking of pastes off.
-            with kept_for_later(), answer_view(self.console, renders_markdown=True) as view:
+            with keep_typeahead(), answer_view(self.console, renders_markdown=True) as view:
                 thoughts = Thoughts(view.write)
                 self.last = answer_to(self.session, question, on_text=thoughts.add, on_token=view.count)
                 thoughts.end()
@@ -108,15 +108,13 @@ class Terminal:
             raise
         except KeyboardInterrupt:
             is_kept = self.session.conversation.context_tokens > before
-            self.note(
-                f"stopped; the conversation {'has this answer' if is_kept else 'is as it was before this question'}"
-            )
+            self.note(f"stopped; the conversation {'includes this answer' if is_kept else 'is unchanged'}")
             return
         finally:
             # Documents that did not enter the conversation go before the next question.
             if self.session.conversation.context_tokens > before:
-                self.waiting, self.unanswered = Question(), None
-                self.asked.append(question)
+                self.waiting, self.unanswered = ChatQuestion(), None
+                self.questions.append(question)
         reason = ending(self.last, self.session)
         if reason is not None:
             self.console.print(reason, style="yellow", markup=False, highlight=False)

@@ -18,26 +18,26 @@ class Thoughts:
         self._write = write
         self._is_thinking = False
         self._begins = False
-        self._held = ""
+        self._pending = ""
 
     def add(self, piece: str) -> None:
         """Add the next piece of the text."""
-        text = self._held + piece
+        text = self._pending + piece
         while (sign := CLOSE if self._is_thinking else OPEN) in text:
             before, _, text = text.partition(sign)
-            self._hand_on(before)
+            self._emit(before)
             self._is_thinking, self._begins = not self._is_thinking, True
         # A possible beginning of a tag waits for the rest of it.
         kept = next(size for size in range(len(sign) - 1, -1, -1) if text.endswith(sign[:size]))
-        self._held = text[len(text) - kept :]
-        self._hand_on(text[: len(text) - kept])
+        self._pending = text[len(text) - kept :]
+        self._emit(text[: len(text) - kept])
 
     def end(self) -> None:
         """Write the rest: the text is complete."""
-        self._hand_on(self._held)
-        self._held = ""
+        self._emit(self._pending)
+        self._pending = ""
 
-    def _hand_on(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         # Blank lines around a tag belong to it.
         text = text.lstrip("\n") if self._begins else text
         if text:

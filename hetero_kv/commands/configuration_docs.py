@@ -30,31 +30,31 @@ _OPENING = """\
 # Configuration
 
 A setting has the same name everywhere: in the `long_context:` block of a rules file, in a rule's `kwargs:`, in
-`~/.hetero_kv/config.yaml`, as a flag, and behind the rules' name. Which one wins, highest first:
+`~/.hetero_kv/config.yaml`, as a flag, and after the rules' name. The sources by precedence, highest first:
 
-1. what the rules are named with: `--config quest:block_size=32:kv_type=FP32`
+1. settings in the rules' name: `--config quest:block_size=32:kv_type=FP32`
 2. the command line: `--name VALUE`, in either spelling (`--max_seq_len`, `--max-seq-len`); a list is `1,2,3` or
    `[1, 2, 3]`
-3. the rules file (`--config`): a rule's `kwargs:`, and those that it starts from, before any `long_context:`, a file's
-   own before those of the files it `extends`
-4. `~/.hetero_kv/config.yaml` (elsewhere with the environment variable `HETERO_KV_CONFIG`)
+3. the rules file (`--config`): a rule's `kwargs:`, then the `kwargs:` that it inherits, then `long_context:` of the
+   file, then `long_context:` of the files that it `extends`
+4. `~/.hetero_kv/config.yaml`, or the file that the environment variable `HETERO_KV_CONFIG` names
 5. the defaults below
 
-A rule of a file that extends another starts from the kwargs that the other's rules, first match first, give the same
-module with the same operator class: one that sets `second_block_count` for four layers changes nothing else in them. A
-rule of `BoundedAttention` that names another policy starts from what that policy has of them.
+A rule inherits kwargs from the files that its file extends: from the first rule there that matches the module, if it
+has the same operator class. So a rule that sets `second_block_count` for four layers changes nothing else in them. A
+rule of `BoundedAttention` with another policy inherits the kwargs that this policy has.
 
-A flag or key counts for every operator that has the setting. One that nothing in the model takes is an error which says
-for what it counts, unless it comes from a file that is extended, or from `~/.hetero_kv/config.yaml`, which is for all
-rules. A flag `--policy` changes the policy that rules name; kwargs of these rules that the other policy lacks are left
-out. Where a command has a flag of the same name (`chat --seed`, `eval --stride`), the setting stands behind the name of
-the rules: `--config random:seed=1`. Settings of your own operators are flags too, where the rules name these.
+A flag or key applies to every operator that has the setting. A setting that nothing in the model has is an error,
+which names the operators that have it. This excludes settings of extended files and of `~/.hetero_kv/config.yaml`,
+which serve many rules. The flag `--policy` overrides the rules' policy; their kwargs that the new policy lacks are
+ignored. If a command has a flag of the same name (`chat --seed`, `eval --stride`), write the setting after the rules'
+name: `--config random:seed=1`. Settings of your own operators are flags too, if the rules name these operators.
 
-Aliases are names that other programs use, KTransformers first of all; they work wherever the name does. A mistake is an
-error that names the file, the line, the key and the nearest right spelling.
+Aliases are names from other programs, mainly KTransformers, and work wherever the name does. An error names the file,
+the line, the key and the nearest valid spelling.
 
 `hetero-kv rules RULES --model MODEL` shows the settings in force in every layer, `hetero-kv plan --model MODEL --config
-RULES` what they take in memory.
+RULES` their memory.
 """
 
 

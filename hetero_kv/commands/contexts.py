@@ -23,12 +23,14 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's words and flags to `parser`."""
     parser.usage = f"{parser.prog} list | show NAME … | remove NAME … | verify [NAME …] | prune [flags]"
     parser.epilog = (
-        "list: all of them. show: what one holds. remove: let it go; blocks that others need stay. verify: read all, "
-        "and name what is damaged; the exit status is 1 where anything is. prune: remove what was used least recently "
-        "until --context_cache_gb is kept, and what killed processes have left."
+        "list: all contexts. show: the content of contexts. remove: remove contexts; blocks that others need stay. "
+        "verify: read everything, and name the damage; the exit status is 1 if there is any. prune: remove the least "
+        "recently used contexts down to --context_cache_gb, and files that killed processes left."
     )
     parser.add_argument("action", metavar="ACTION", nargs="?", help="list, show, remove, verify or prune")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of contexts; or the beginning of a file's name")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="contexts' names, or the first 8 characters of a file's"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_settings("contexts", "context", ContextSettings)
 
@@ -39,14 +41,14 @@ def run(flags: argparse.Namespace) -> int:
     Raises HeteroKVError for an unknown action or name, and if the folder cannot be used.
     """
     if flags.action is None:
-        raise ConfigError(f"contexts wants an action: {', '.join(_ACTIONS)}")
+        raise ConfigError(f"contexts needs an action: {', '.join(_ACTIONS)}")
     if flags.action not in _ACTIONS:
         near = nearest_spelling(flags.action, _ACTIONS) or f"; known: {', '.join(_ACTIONS)}"
         raise ConfigError(f"contexts has no action {flags.action!r}{near}")
     settings = context_settings(ContextSettings, flags.context)
     act, takes_names, needs_names = _ACTIONS[flags.action]
     if flags.names and not takes_names:
-        raise ConfigError(f"contexts {flags.action} takes no names, and there is {flags.names[0]!r}")
+        raise ConfigError(f"contexts {flags.action} takes no names; leave {flags.names[0]!r} out")
     if needs_names and not flags.names:
         raise ConfigError(f"contexts {flags.action} needs a name; hetero-kv contexts list shows them")
     with open_store(settings, makes=False) as store:
@@ -76,7 +78,7 @@ def _list(store: ContextStore, _: Sequence[StoredContext], as_object: bool) -> i
 
 
 def _show(store: ContextStore, named: Sequence[StoredContext], as_object: bool) -> int:
-    described = [as_json(each) | store.told(each) for each in named]
+    described = [as_json(each) | store.details(each) for each in named]
     if as_object:
         print(json_text({"contexts": described}))
         return 0
@@ -93,7 +95,7 @@ def _remove(store: ContextStore, named: Sequence[StoredContext], as_object: bool
     if as_object:
         print(json_text({"removed": [each.name or each.file for each in named], "freed_bytes": sum(freed)}))
     else:
-        _say(f"removed {len(named)}; {sum(freed) / 1e6:,.1f} MB are free by that")
+        _say(f"removed {len(named)} contexts, which frees {sum(freed) / 1e6:,.1f} MB")
     return 0
 
 
@@ -103,7 +105,7 @@ def _verify(store: ContextStore, named: Sequence[StoredContext], as_object: bool
         print(json_text({"damaged": {name: lines for name, lines in found.items() if lines}, "verified": len(found)}))
     else:
         for name, lines in found.items():
-            _say(f"{name}: {'whole' if not lines else lines[0]}")
+            _say(f"{name}: {'intact' if not lines else lines[0]}")
             for line in lines[1:]:
                 _say(f"  {line}")
     return DAMAGED if any(found.values()) else 0
@@ -114,7 +116,7 @@ def _prune(store: ContextStore, _: Sequence[StoredContext], as_object: bool) -> 
     if as_object:
         print(json_text({"removed": [each.name or each.file for each in gone], "freed_bytes": freed}))
     else:
-        _say(f"removed {len(gone)} contexts; {freed / 1e6:,.1f} MB are free by that")
+        _say(f"removed {len(gone)} contexts, which frees {freed / 1e6:,.1f} MB")
     return 0
 
 

@@ -25,7 +25,7 @@ from hetero_kv.evals.tasks import registry
 from hetero_kv.loading import load_model
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.printing import console, json_text
-from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSource, in_force
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
@@ -40,11 +40,11 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     lines = "; ".join(f"{name}: {registry.get(name).meaning}" for name in registry.names())
     parser.epilog = (
-        "A run that was stopped goes on when the same command is given again. Settings come from, first wins: a "
-        "config's own (quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults "
-        f"shown. Tasks: {lines}."
+        "The same command continues a stopped run. Sources of settings, the first wins: a config's own "
+        "(quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown. "
+        f"Tasks: {lines}."
     ).replace("%", "%%")
-    what = parser.add_argument_group("what is run")
+    what = parser.add_argument_group("run")
     what.add_argument(
         "--task", metavar="T[,T…]", help="tasks by name, or by pattern (ruler/niah_*); NAME=FILE for ruler's qa tasks"
     )
@@ -53,19 +53,19 @@ def add_flags(parser: FlagParser) -> None:
         "--optimize_config_path",
         dest="configs",
         metavar="F[,F…]",
-        help="methods: rules files or packaged recipes, each with settings of its own where wanted "
+        help="methods: rules files or recipes' names, each optionally with settings "
         "(quest:second_block_count=64:block_size=32)",
     )
     what.add_argument("--no_baseline", action="store_true", help="leave out the untouched model, `full`")
     what.add_argument(
         "--share_baseline",
         action="store_true",
-        help="let `full` start from the recorded prefill too, instead of prefilling with transformers alone",
+        help="start `full` from the recorded prefill too, instead of prefilling with transformers alone",
     )
     what.add_argument(
         "--no_recall",
         action="store_true",
-        help="fidelity: leave the covered attention mass unmeasured, which takes a full attention at every step",
+        help="fidelity: do not measure the covered attention mass, which needs full attention at every step",
     )
     what.add_argument(
         "--unpacked",
@@ -77,7 +77,7 @@ def add_flags(parser: FlagParser) -> None:
         "--compare",
         nargs=2,
         metavar=("RUN_A", "RUN_B"),
-        help="instead: two runs' folders (or FOLDER:METHOD); the paired difference per task, with its interval",
+        help="compare two runs' folders (or FOLDER:METHOD) instead: the paired difference per task, with its interval",
     )
     what.add_argument("--json", action="store_true", help="print the summary, or the comparison, as one JSON object")
     samples = parser.add_argument_group("samples")
@@ -91,20 +91,22 @@ def add_flags(parser: FlagParser) -> None:
         "--depths",
         default=",".join(f"{depth:g}" for depth in DEFAULT_DEPTHS),
         metavar="P[,P…]",
-        help="where answers are hidden, per cent of the context (default %(default)s)",
+        help="positions of hidden answers, per cent of the context (default %(default)s)",
     )
-    samples.add_argument("--samples", type=int, default=1, metavar="N", help="per length and depth (default 1)")
+    samples.add_argument("--samples", type=int, default=1, metavar="N", help="samples per length and depth (default 1)")
     samples.add_argument(
         "--seed", type=int, default=0, metavar="S", help="the same seed gives the same samples (default 0)"
     )
-    samples.add_argument("--limit", type=int, metavar="N", help="the first N samples of each task and data file only")
+    samples.add_argument(
+        "--limit", type=int, metavar="N", help="use only the first N samples of each task and data file"
+    )
     samples.add_argument(
         "--haystack",
         type=Path,
         metavar="FILE",
-        help="text that needles are hidden in: plain, or JSON with a text field (default: RULER's noise sentences)",
+        help="text around needles: plain, or JSON with a text field (default: RULER's noise sentences)",
     )
-    samples.add_argument("--data", metavar="FILE[,FILE…]", help="public data files as they are: .jsonl or .jsonl.gz")
+    samples.add_argument("--data", metavar="FILE[,FILE…]", help="public data files, unchanged: .jsonl or .jsonl.gz")
     samples.add_argument(
         "--prompt_file", metavar="FILE[,FILE…]", help="your own texts, for the tasks perplexity and fidelity"
     )
@@ -115,15 +117,15 @@ def add_flags(parser: FlagParser) -> None:
         "--prefill_tokens",
         type=int,
         metavar="N",
-        help="perplexity: tokens that are prefilled before the rest is fed (default 1024, at most half of a text)",
+        help="perplexity: tokens to prefill before scoring the rest (default 1024, at most half of a text)",
     )
     samples.add_argument(
         "--stride",
         type=int,
         default=1,
         metavar="N",
-        help="perplexity: tokens that are fed at once after the prefill, for methods of fixed memory (default 1); a "
-        "policy's own stride is cascade:stride=N",
+        help="perplexity: tokens per forward after the prefill, for methods of fixed memory (default 1); a policy's "
+        "own stride is cascade:stride=N",
     )
     add_loading_flags(parser, default=DEFAULT_MODEL)
     add_setting_flags(parser, lambda flags: config_words(flags.configs))
@@ -140,7 +142,7 @@ def run(flags: argparse.Namespace) -> int:
         return 0
     # Check everything that needs no model first: loading one is slow.
     if flags.out is None:
-        raise ConfigError("out is not given; name a folder for the results: --out DIR")
+        raise ConfigError("out is missing; name a folder for the results: --out DIR")
     options = RunOptions(
         lengths=parse_list(flags.lengths, parse_length, "lengths"),
         depths=parse_list(flags.depths, parse_depth, "depths"),
@@ -157,7 +159,7 @@ def run(flags: argparse.Namespace) -> int:
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
     task_files = requested_tasks(tasks)
     if not task_files and not options.data:
-        raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
+        raise ConfigError(f"task and data are missing; give one of them. Tasks: {', '.join(registry.names())}")
     require_use(task_files, options)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
@@ -165,8 +167,8 @@ def run(flags: argparse.Namespace) -> int:
     settings = settings_of(flags)
     require_effect_somewhere(settings, configs)
     settings_file = read_settings_file()
-    given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
-    engine = in_force(EngineSettings, given, where="settings").settings
+    sources = [SettingsSource(COMMAND_LINE, settings), SettingsSource(SETTINGS_FILE, settings_file)]
+    engine = in_force(EngineSettings, sources, where="settings").settings
     arguments: dict[str, Any] = {
         "name_or_path": flags.model or flags.gguf_path or DEFAULT_MODEL,
         "gguf_path": flags.gguf_path if flags.model else None,
@@ -193,7 +195,7 @@ def run(flags: argparse.Namespace) -> int:
     try:
         done = run_evaluation(tasks, model, flags.out, options, command_line=shlex.join(["hetero-kv", *sys.argv[1:]]))
     except KeyboardInterrupt:
-        _logger.warning("%s keeps the results so far; the same command goes on from there", flags.out)
+        _logger.warning("%s has the results so far; the same command continues from there", flags.out)
         raise
     _print_run(done, as_json=flags.json)
     return 0
@@ -223,7 +225,7 @@ def _print_run(done: Run, *, as_json: bool) -> None:
         table.add_row(*map(escape, row))
     terminal.print(table)
     if skipped := len(done.summary["skipped_samples"]):
-        terminal.print(f"{skipped} samples were left out; report.md says why")
+        terminal.print(f"{skipped} samples were skipped; report.md has the reasons")
     terminal.print(f"Report: {done.out / 'report.md'}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -260,8 +262,8 @@ def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
             )
         terminal.print(table)
     terminal.print(
-        "Mean scores over the samples that both answered. Intervals: 95 %, bootstrap over samples; * leaves out 0. Of "
-        "few samples they are too narrow."
+        "Mean scores over the samples of both runs. Intervals: 95 %, bootstrap over samples; * excludes 0. With few "
+        "samples they are too narrow."
     )
     if unpaired := sum(found.unpaired for found in comparisons):
-        terminal.print(f"{unpaired} samples were answered in one run only and are not counted")
+        terminal.print(f"{unpaired} samples are in one run only and are not counted")

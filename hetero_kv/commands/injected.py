@@ -44,7 +44,7 @@ def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--gguf_path",
         metavar="FILE",
-        help="a .gguf file; with --model, the weights of the model whose configuration is there",
+        help="a .gguf file; with --model, the file with the weights, while --model has the configuration",
     )
     group.add_argument(
         "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"

@@ -20,9 +20,9 @@ from hetero_kv.settings.setting import nearest_spelling
 def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.usage = f"{parser.prog} [list | fetch NAME | remove NAME] [flags]"
-    parser.epilog = "They lie in HETERO_KV_HOME, or ~/.cache/hetero_kv. A model is also fetched when it is first used."
+    parser.epilog = "Models are in HETERO_KV_HOME, or ~/.cache/hetero_kv. A model is also fetched on first use."
     parser.add_argument("action", nargs="?", default="list", help="list (the default), fetch or remove")
-    parser.add_argument("name", nargs="?", help="of the model to fetch or remove")
+    parser.add_argument("name", nargs="?", help="the model to fetch or remove")
     parser.add_argument("--json", action="store_true", help="list: print one JSON object")
 
 
@@ -35,7 +35,7 @@ def run(flags: argparse.Namespace) -> int:
     """
     if flags.action == "list":
         if flags.name is not None:
-            raise ConfigError(f"models list takes no name, and there is {flags.name!r}; leave it out")
+            raise ConfigError(f"models list takes no name; leave {flags.name!r} out")
         _list(as_json=flags.json)
         return 0
     if flags.action not in _ACTIONS:
@@ -55,7 +55,7 @@ def _fetch(model: NamedModel) -> str:
 
 
 def _remove(model: NamedModel) -> str:
-    return f"{decimal(remove(model))} are free again"
+    return f"freed {decimal(remove(model))}"
 
 
 _ACTIONS: dict[str, Callable[[NamedModel], str]] = {"fetch": _fetch, "remove": _remove}

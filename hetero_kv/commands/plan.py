@@ -31,8 +31,8 @@ CPU = "CPU alone"
 def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.epilog = (
-        "GB are 10^9 bytes, 4K tokens are 4,096. The exit status is 2 when max_seq_len does not fit. Settings come "
-        "from, first wins: --config's own (quest:block_size=32), these flags, the rules file, "
+        "GB are 10^9 bytes, 4K tokens are 4,096. The exit status is 2 if max_seq_len does not fit. Sources of "
+        "settings, the first wins: --config's own (quest:block_size=32), these flags, the rules file, "
         "~/.hetero_kv/config.yaml, the defaults shown."
     )
     model = add_model_flags(parser)
@@ -46,10 +46,10 @@ def add_flags(parser: FlagParser) -> None:
         dest="rules",
         default=DEFAULT_RECIPE,
         metavar="FILE",
-        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
+        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32 "
         f"(default {DEFAULT_RECIPE})",
     )
-    machine = parser.add_argument_group("machine (instead of what is free on this one)")
+    machine = parser.add_argument_group("machine (instead of this one's free memory)")
     machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")
     machine.add_argument("--gpu_memory", metavar="GB", help="plan for a GPU with this much free memory, GB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -170,9 +170,9 @@ def _print(
     largest = shown.largest()
     most = "any" if largest >= LONGEST else f"{largest:,}"
     terminal.print(
-        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of what is free beside the weights in reserve: "
+        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory, less the weights, in reserve: "
         f"[bold]{most}[/bold]; "
-        f"the model was made for {shown.context_length:,}, so that auto is {min(largest, shown.context_length):,}",
+        f"the model was trained for {shown.context_length:,}, so auto is {min(largest, shown.context_length):,}",
         highlight=False,
         soft_wrap=True,
     )
@@ -198,7 +198,7 @@ def _table(plans: dict[str, Plan]) -> Table:
     cpu, gpu = plans[CPU], plans[GPU]
     table = Table(
         title="memory in GB (10^9 bytes)",
-        caption="✓ fits with the reserve, ✗ does not fit, ? not known",
+        caption="✓ fits with the reserve, ✗ does not fit, ? unknown",
         title_justify="left",
         caption_justify="left",
     )
@@ -249,8 +249,8 @@ def _breakdown(plan: Plan, name: str, tokens: int) -> Table:
     """The memory's terms at one length, by place."""
     memory = plan.footprint.memory(tokens)
     table = Table(title=f"at max_seq_len {tokens:,}, {name}", title_justify="left")
-    table.add_column("what")
-    table.add_column("where")
+    table.add_column("term")
+    table.add_column("device")
     table.add_column("GB", justify="right")
     for term in terms():
         if size := memory.sizes.get(term):

@@ -63,15 +63,15 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.usage = f"{parser.prog} RULES [flags]"
     parser.epilog = (
-        "Settings come from, first wins: RULES' own (quest:block_size=32), these flags, the rules file, "
+        "Sources of settings, the first wins: RULES' own (quest:block_size=32), these flags, the rules file, "
         "~/.hetero_kv/config.yaml, the defaults shown."
     )
     parser.add_argument(
         "rules",
         metavar="RULES",
-        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32",
+        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32",
     )
-    parser.add_argument("--all", action="store_true", help="show every setting, also those that have their default")
+    parser.add_argument("--all", action="store_true", help="show every setting, including those at their default")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every setting")
     add_model_flags(parser)
     add_setting_flags(parser, lambda flags: [flags.rules])

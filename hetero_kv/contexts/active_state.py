@@ -61,7 +61,7 @@ def active_parts(model: nn.Module) -> Iterator[ActivePart]:
             continue
         seen.add(id(module))
         if isinstance(module, Operator):
-            # The operator counts beside its wrapped module: it has other hooks, and its buffers are weights.
+            # The operator counts in addition to its wrapped module: it has other hooks, and its buffers are weights.
             yield ActivePart(path, module, place, True)
             remaining.append((module.wrapped, path, _joined(place, "wrapped"), _NONE))
             continue
@@ -98,36 +98,34 @@ def _adapters(module: nn.Module) -> tuple[frozenset[str], frozenset[str]] | None
     return (active & every) | merged, every | merged
 
 
-def told(part: ActivePart) -> str:
+def description_of(part: ActivePart) -> str:
     """Describes a module in a text that is equal for modules with equal computation.
 
     Raises ContextError, naming the module, for a hook or a forward whose computation is unknown.
     """
     module = part.module
     kind = type(module)
-    said: dict[str, Any] = {"hooks": []}
+    facts: dict[str, Any] = {"hooks": []}
     if has_global_hooks():
-        raise ContextError(
-            "torch calls global hooks for every module, and what these compute is not known; remove them"
-        )
+        raise ContextError("torch calls global hooks for every module, whose computation is unknown; remove them")
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
-            said.setdefault("hooks", []).extend(_hook(part, hook))
+            facts.setdefault("hooks", []).extend(_hook(part, hook))
     own = module.__dict__.get("forward")
     if own is not None and not is_own(own):
-        said.setdefault("hooks", []).extend(_hook(part, module.__dict__.get("_hf_hook", own)))
+        facts.setdefault("hooks", []).extend(_hook(part, module.__dict__.get("_hf_hook", own)))
     # A whole model's attributes are its configuration and its origin.
     if not isinstance(module, Operator) and not hasattr(kind, "save_pretrained"):
         adapters = _adapters(module)
         idle = _NONE
         if adapters is not None:
-            said["adapters"], idle = sorted(adapters[0]), adapters[1] - adapters[0]
+            facts["adapters"], idle = sorted(adapters[0]), adapters[1] - adapters[0]
         for name, value in module.__dict__.items():
             if name in _OF_TORCH or (part.is_known and (name.startswith("_") or name in _IDLE)):
                 continue
             if not part.is_known or _is_simple(value):
-                said[name] = _plain(value, idle)
-    return f"{kind.__qualname__} {said}"
+                facts[name] = _plain(value, idle)
+    return f"{kind.__qualname__} {facts}"
 
 
 def class_of(part: ActivePart) -> str:
@@ -144,11 +142,10 @@ def _hook(part: ActivePart, hook: Any) -> list[Any]:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise ContextError(
             f"{part.path or 'the model'} ({type(part.module).__name__}) has a forward hook or a replaced forward, "
-            f"{place}.{name}, and what it computes is not known, so that no saved context can belong to it; remove it "
-            "first"
+            f"{place}.{name}, whose computation is unknown, so a saved context cannot depend on it; remove it first"
         )
     if kind.__name__ in _MOVES_ALONE:
-        return [said for each in getattr(hook, "hooks", []) for said in _hook(part, each)]
+        return [facts for each in getattr(hook, "hooks", []) for facts in _hook(part, each)]
     return [kind.__qualname__, _plain(getattr(hook, "__dict__", {}), _NONE)]
 
 

@@ -67,8 +67,8 @@ def _there(model: nn.Module, part: ActivePart, name: str, tensor: torch.Tensor) 
                 except KeyError:
                     continue
     raise ContextError(
-        f"{part.place}.{name} is on the meta device, and nobody says where its numbers are, so that no saved context "
-        "can belong to them; load the model without offloading"
+        f"{part.place}.{name} is on the meta device, and no hook has its numbers, so a saved context cannot depend on "
+        "them; load the model without offloading"
     )
 
 
@@ -82,6 +82,6 @@ def _plain_ones(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
         yield name, tensor
     else:
         raise ContextError(
-            f"{name} is a {type(tensor).__name__}, of which more than its numbers may count, so that no saved context "
-            "can belong to it; load the model with plain or GGUF weights"
+            f"{name} is a {type(tensor).__name__}, which may have more state than its numbers, so a saved context "
+            "cannot depend on it; load the model with plain or GGUF weights"
         )

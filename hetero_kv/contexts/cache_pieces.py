@@ -32,22 +32,22 @@ class CachePieces:
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    said: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: HeteroCache) -> CachePieces:
         """The pieces of a cache with tokens, outside prefill. Raises ContextError for a layer that cannot be saved."""
         pieces, shared = cls(), _Shared()
-        pieces.said["columns"] = cache.columns.count
+        pieces.metadata["columns"] = cache.columns.count
         if cache.columns.padding is not None:
             pieces.tensors["columns"] = cache.columns.padding
-        pieces.said["cohorts"] = [
+        pieces.metadata["cohorts"] = [
             pieces._group(group, f"cohorts/{number}", shared) for number, group in enumerate(cache.groups)
         ]
         parts: list[dict[str, Any]] = []
         while len(parts) < len(shared.objects):
             parts.append(pieces._part(shared.objects[len(parts)].saved(), f"parts/{len(parts)}", shared))
-        pieces.said["parts"] = parts
+        pieces.metadata["parts"] = parts
         return pieces
 
     def _group(self, group: EqualLengthGroup, path: str, shared: _Shared) -> dict[str, Any]:
@@ -63,20 +63,20 @@ class CachePieces:
             "closed": [group.finalized[layout] for layout in group.layouts],
             "layers": layers,
             "shared": [
-                [name, self._handed_on(values, f"{path}/shared/{number}")]
+                [name, self._shared_values(values, f"{path}/shared/{number}")]
                 for number, (name, values) in enumerate(group.shared.items())
             ],
         }
 
-    def _handed_on(self, values: dict[Any, np.ndarray], path: str) -> list[list[Any]]:
+    def _shared_values(self, values: dict[Any, np.ndarray], path: str) -> list[list[Any]]:
         """Adds the tensors that layers share; returns their keys, each with its tensor's name."""
-        said = []
+        metadata = []
         for index, (key, value) in enumerate(values.items()):
             if tupled(json.loads(json.dumps(key))) != key:
-                raise ContextError(f"layers share something under {shown(key)}, which no file can say")
+                raise ContextError(f"layers share values under the key {shown(key)}, which JSON cannot express")
             self.tensors[f"{path}/{index}"] = torch.from_numpy(np.ascontiguousarray(value))
-            said.append([key, f"{path}/{index}"])
-        return said
+            metadata.append([key, f"{path}/{index}"])
+        return metadata
 
     def _part(self, part: SavedPart, path: str, shared: _Shared) -> dict[str, Any]:
         self.tensors |= {f"{path}/{name}": tensor for name, tensor in part.tensors.items()}
@@ -117,7 +117,7 @@ class SavedGroup:
 
 
 def saved_groups(
-    said: dict[str, Any], names: Sequence[str], tensor: Callable[[str], torch.Tensor], where: str
+    metadata: dict[str, Any], names: Sequence[str], tensor: Callable[[str], torch.Tensor], where: str
 ) -> tuple[list[SavedGroup], list[SavedPart]]:
     """The groups in a file's metadata, and the parts that their layers share.
 
@@ -137,15 +137,15 @@ def saved_groups(
     def part(value: object, path: str) -> SavedPart:
         numbers = value.get("numbers") if isinstance(value, dict) else None
         if not isinstance(numbers, dict):
-            raise DamagedContextError(f"{where} does not say what {path} is")
+            raise DamagedContextError(f"{where} has no description of {path}")
         return SavedPart(inside.get(path, {}), numbers, where=f"{where}: {path}")
 
-    groups, parts = said.get("cohorts"), said.get("parts")
+    groups, parts = metadata.get("cohorts"), metadata.get("parts")
     if not isinstance(groups, list) or not groups or not isinstance(parts, list):
-        raise DamagedContextError(f"{where} says nothing of any sequence")
+        raise DamagedContextError(f"{where} has no sequences")
     read = [_saved_group(value, f"cohorts/{number}", part, names, tensor, where) for number, value in enumerate(groups)]
     if sum(group.rows for group in read) > MOST_ROWS:
-        raise DamagedContextError(f"{where} speaks of more than {MOST_ROWS} rows")
+        raise DamagedContextError(f"{where} has more than {MOST_ROWS} rows")
     return read, [part(value, f"parts/{number}") for number, value in enumerate(parts)]
 
 
@@ -168,7 +168,7 @@ def _saved_group(
         for name, pairs in value.get("shared", []):
             shared[tupled(name)] = {tupled(key): tensor(place).numpy() for key, place in pairs if place in names}
     except (TypeError, ValueError) as error:
-        raise own.wrong("what layers hand to each other cannot be read") from error
+        raise own.wrong("the values that layers share cannot be read") from error
     stored, finalized = _sizes(own, "stored", length), _sizes(own, "closed", length)
     return SavedGroup(rows, length, own.integer("prompt_length", 0, length), stored, finalized, layers, classes, shared)
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_kv.contexts.block_runs import BLOCKS, BlockRun, contents_in, damage_of, rows_digest
 from hetero_kv.contexts.identity import FORMAT, Identity, version
-from hetero_kv.contexts.runs import BLOCKS, Run, contents_in, damage_of, rows_digest
 from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.saved_part import SavedPart
-from hetero_kv.errors import said_briefly, shown
+from hetero_kv.errors import brief_error, shown
 
 #: The metadata key of a context's description.
 KEY = "hetero_kv_context"
@@ -37,10 +37,10 @@ class OpenContext:
     """
 
     file: TensorFile
-    said: dict[str, Any]
+    metadata: dict[str, Any]
     identity: Identity
     tokens: list[list[int]]
-    _beside: dict[str, OpenContext] = field(default_factory=dict)
+    _others: dict[str, OpenContext] = field(default_factory=dict)
 
     @classmethod
     def at(cls, path: Path) -> OpenContext:
@@ -53,14 +53,14 @@ class OpenContext:
         try:
             file = TensorFile(path)
         except OSError as error:
-            raise ContextError(f"{path} cannot be read ({said_briefly(error)}); give a saved context") from error
+            raise ContextError(f"{path} cannot be read ({brief_error(error)}); give a saved context") from error
         try:
-            said = _said(file)
+            metadata = _metadata(file)
             file.assign_checksums(lambda name: name.startswith(BLOCKS))
             tokens = [file.tensor(name).tolist() for name in file.entries if name.startswith("tokens/")]
             if not all(isinstance(row, list) for row in tokens):
-                raise DamagedContextError(f"{path} has tokens that are no rows")
-            return cls(file, said, Identity.read(said.get("identity"), str(path)), tokens)
+                raise DamagedContextError(f"{path} has tokens that are not rows of numbers")
+            return cls(file, metadata, Identity.read(metadata.get("identity"), str(path)), tokens)
         except BaseException:
             file.close()
             raise
@@ -68,19 +68,19 @@ class OpenContext:
     @property
     def stored_tokens(self) -> list[list[int]]:
         """The token ids of every row up to its stored length. Raises DamagedContextError for invalid lengths."""
-        groups = self.said.get("cohorts")
+        groups = self.metadata.get("cohorts")
         sound = [each for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
         parts = [SavedPart(numbers=each, where=self.file.where) for each in sound]
         lengths = [
             part.integer("length", 1) for part in parts for _ in range(part.integer("rows", 1, len(self.tokens)))
         ]
         if len(lengths) != len(self.tokens) or any(map(operator.lt, map(len, self.tokens), lengths)):
-            raise DamagedContextError(f"{self.file.where} has not the tokens of its rows")
+            raise DamagedContextError(f"{self.file.where} lacks tokens of its rows")
         return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
     def resident_prefix(self) -> ResidentPrefix:
         """The resident prefix for the memory plan; `NO_RESIDENT_PREFIX` if the metadata cannot be read."""
-        layouts, groups = (self.said.get(name) for name in ("layouts", "cohorts"))
+        layouts, groups = (self.metadata.get(name) for name in ("layouts", "cohorts"))
         if not isinstance(layouts, list) or not isinstance(groups, list) or not groups:
             return NO_RESIDENT_PREFIX
         try:
@@ -105,19 +105,19 @@ class OpenContext:
     def close(self) -> None:
         """Close the file, and the other files with its blocks."""
         self.file.close()
-        for other in self._beside.values():
+        for other in self._others.values():
             other.close()
 
-    def runs(self, number: int) -> list[Run]:
+    def runs(self, number: int) -> list[BlockRun]:
         """The runs of a layout's blocks, in order. Raises DamagedContextError for an invalid run."""
-        said = self._layout(number).get("runs")
+        metadata = self._layout(number).get("runs")
         runs = []
-        for run in said if isinstance(said, list) else [None]:
+        for run in metadata if isinstance(metadata, list) else [None]:
             match run:
                 case [str() as file, int() as first, int() as count, str() as digest] if (
                     first >= 0 < count and _IS_FILE.fullmatch(file)
                 ):
-                    runs.append(Run(file, first, count, digest))
+                    runs.append(BlockRun(file, first, count, digest))
                 case _:
                     raise DamagedContextError(f"{self.file.where}: a run of blocks is {shown(run, 100)}")
         return runs
@@ -131,7 +131,7 @@ class OpenContext:
                     self.file.tensor(name)
                 except DamagedContextError as error:
                     found.append(error)
-        layouts = self.said.get("layouts")
+        layouts = self.metadata.get("layouts")
         for number in range(len(layouts) if isinstance(layouts, list) else 0):
             for run in self.runs(number):
                 try:
@@ -147,49 +147,49 @@ class OpenContext:
             found += contents_in(self.holder(number, run), number, run.first, run.count)
         return found
 
-    def holder(self, number: int, run: Run) -> TensorFile:
+    def holder(self, number: int, run: BlockRun) -> TensorFile:
         """The open file with a run of blocks.
 
         Raises DamagedContextError if the file is missing, or contains other blocks than were saved.
         """
         if not run.file:
             return self.file
-        if run.file not in self._beside:
+        if run.file not in self._others:
             path = self.file.path.with_name(run.file)
             try:
-                self._beside[run.file] = OpenContext.at(path)
+                self._others[run.file] = OpenContext.at(path)
             except ContextError as error:
                 raise DamagedContextError(f"{self.file.where} has blocks in another file: {error}") from error
-        file = self._beside[run.file].file
+        file = self._others[run.file].file
         if rows_digest(file, number, run.first, run.count) != run.digest:
-            raise DamagedContextError(f"{self.file.where}: {file.where} holds other blocks than were saved")
+            raise DamagedContextError(f"{self.file.where}: {file.where} contains other blocks than were saved")
         return file
 
     def _layout(self, number: int) -> dict[str, Any]:
-        layouts = self.said.get("layouts")
-        said = layouts[number] if isinstance(layouts, list) and number < len(layouts) else None
-        return said if isinstance(said, dict) else {}
+        layouts = self.metadata.get("layouts")
+        metadata = layouts[number] if isinstance(layouts, list) and number < len(layouts) else None
+        return metadata if isinstance(metadata, dict) else {}
 
     def layout(self, number: int) -> tuple[int, np.ndarray]:
         """(block size, tokens in each block) of a layout."""
-        said, name = self._layout(number), f"layouts/{number}/lengths"
-        if name not in self.file.entries or type(said.get("block_size")) is not int:
+        metadata, name = self._layout(number), f"layouts/{number}/lengths"
+        if name not in self.file.entries or type(metadata.get("block_size")) is not int:
             raise DamagedContextError(f"{self.file.where} has no blocks of layout {number}")
         part = SavedPart({name: self.file.tensor(name)}, where=self.file.where)
-        return said["block_size"], part.indices(name, (None,), torch.int32, said["block_size"] + 1).numpy()
+        return metadata["block_size"], part.indices(name, (None,), torch.int32, metadata["block_size"] + 1).numpy()
 
 
-def _said(file: TensorFile) -> dict[str, Any]:
+def _metadata(file: TensorFile) -> dict[str, Any]:
     try:
-        said = json.loads(file.metadata[KEY])
+        metadata = json.loads(file.metadata[KEY])
     except (KeyError, ValueError, RecursionError) as error:
-        raise DamagedContextError(f"{file.where} is no saved context: its metadata lack {KEY}") from error
-    if not isinstance(said, dict):
-        raise DamagedContextError(f"{file.where} says nothing that can be read under {KEY}")
-    if said.get("format") != FORMAT:
+        raise DamagedContextError(f"{file.where} is not a saved context: its metadata lack {KEY}") from error
+    if not isinstance(metadata, dict):
+        raise DamagedContextError(f"{file.where} has no readable metadata under {KEY}")
+    if metadata.get("format") != FORMAT:
         raise ContextError(
-            f"{file.where} was written by hetero-kv {shown(said.get('version'), 40)} in format "
-            f"{shown(said.get('format'), 40)}, and this is {version()}, which reads format {FORMAT}: load it with that "
-            "version, or prefill anew"
+            f"{file.where} was written by hetero-kv {shown(metadata.get('version'), 40)} in format "
+            f"{shown(metadata.get('format'), 40)}, and this is {version()}, which reads format {FORMAT}: load it with "
+            "that version, or prefill again"
         )
-    return said
+    return metadata

@@ -14,7 +14,7 @@ from torch import nn
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
-from hetero_kv.contexts.active_state import active_parts, class_of, told
+from hetero_kv.contexts.active_state import active_parts, class_of, description_of
 from hetero_kv.contexts.active_tensors import active_tensors
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.engine.errors import ContextError, DamagedContextError
@@ -79,22 +79,22 @@ class Identity:
         )
 
     @classmethod
-    def read(cls, said: object, where: str) -> Identity:
+    def read(cls, metadata: object, where: str) -> Identity:
         """The identity in a file's metadata. Raises DamagedContextError if it is invalid."""
         names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(said, dict):
-            raise DamagedContextError(f"{where} does not say what it belongs to")
+        if not isinstance(metadata, dict):
+            raise DamagedContextError(f"{where} does not name its model and settings")
         is_sound = (
-            sorted(said) == sorted(names)
-            and all(isinstance(said[name], str) for name in names[:-2])
-            and isinstance(said["active"], dict)
-            and all(isinstance(each, str) for each in said["active"].values())
-            and isinstance(said["layers"], dict)
-            and all(isinstance(layer, dict) for layer in said["layers"].values())
+            sorted(metadata) == sorted(names)
+            and all(isinstance(metadata[name], str) for name in names[:-2])
+            and isinstance(metadata["active"], dict)
+            and all(isinstance(each, str) for each in metadata["active"].values())
+            and isinstance(metadata["layers"], dict)
+            and all(isinstance(layer, dict) for layer in metadata["layers"].values())
         )
         if not is_sound:
-            raise DamagedContextError(f"{where} does not say what it belongs to")
-        return cls(**said)
+            raise DamagedContextError(f"{where} does not name its model and settings")
+        return cls(**metadata)
 
     @property
     def digest(self) -> str:
@@ -121,8 +121,8 @@ class Identity:
         if weights and self.weights != here.weights:
             raise ContextError(
                 f"{where} was saved with other weights of {self.model} (fingerprint {self.weights[:12]}, here "
-                f"{here.weights[:12]}): load the file that it was saved with, packed as it was (weights, gguf_path), "
-                "and change or merge nothing"
+                f"{here.weights[:12]}): load the file that it was saved with, packed in the "
+                "same way (weights, gguf_path), and change or merge no weights"
             )
         if self.layers != here.layers:
             raise ContextError(f"{where} was saved under other settings: {_difference(self.layers, here.layers)}")
@@ -133,10 +133,10 @@ def _difference(saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mappi
     first = differing[0]
     was, now = saved.get(first, {}), here.get(first, {})
     names = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
-    said = ", ".join(f"{name} {shown(was.get(name), 60)} (here {shown(now.get(name), 60)})" for name in names[:4])
+    metadata = ", ".join(f"{name} {shown(was.get(name), 60)} (here {shown(now.get(name), 60)})" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     layers = f"layer {first}" if len(differing) == 1 else f"{len(differing)} layers, as in layer {first}"
-    return f"in {layers}, {said}{more}; put in rules with those settings"
+    return f"in {layers}, {metadata}{more}; inject rules with those settings"
 
 
 def _operator(operator: AttentionOperator) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def _active(model: nn.Module) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
     foreign: dict[str, str] = {}
     for part in active_parts(model):
-        name, text = class_of(part), told(part)
+        name, text = class_of(part), description_of(part)
         if isinstance(part.module, Operator):
             continue
         texts.setdefault(name, []).append(f"{part.path}: {text}")
         if not part.is_known:
             foreign.setdefault(name, f" {part.path}: {text}".replace("'", "").replace('"', "")[:_SHOWN])
-    return {name: _fingerprint(said)[:16] + foreign.get(name, "") for name, said in sorted(texts.items())}
+    return {name: _fingerprint(metadata)[:16] + foreign.get(name, "") for name, metadata in sorted(texts.items())}
 
 
 def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
@@ -179,8 +179,8 @@ def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
     name = max(differing, key=lambda name: len(saved.get(name, "") + here.get(name, "")))
     was, now = (shown(each[name], _SHOWN) if name in each else "none" for each in (saved, here))
     return (
-        f"with other modules of class {name} in the model, {was}; here {now}: let the same adapters be active, scaled "
-        "and merged as they were, or prefill anew"
+        f"with other modules of class {name} in the model, {was}; here {now}: activate, scale and merge the same "
+        "adapters, or prefill again"
     )
 
 

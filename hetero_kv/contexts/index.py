@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.errors import said_briefly
+from hetero_kv.errors import brief_error
 
 #: Raised with every change of the tables; an index of another version is rebuilt.
 _VERSION = 1
@@ -87,7 +87,7 @@ class Index:
         try:
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(f"an index of version {version}, where {_VERSION} is wanted")
+                raise sqlite3.DatabaseError(f"the index has version {version} instead of {_VERSION}")
             if not version:
                 self._database.executescript(f"{_TABLES} PRAGMA user_version = {_VERSION};")
             (found,) = self._database.execute("PRAGMA quick_check").fetchone()
@@ -126,7 +126,8 @@ class Index:
                 raise
         except sqlite3.OperationalError as error:
             raise ContextError(
-                f"{self.path} cannot be written ({said_briefly(error)}); what was stored is as it was"
+                f"{self.path} cannot be written ({brief_error(error)}); free disk space, or check the folder's "
+                "permissions. The stored contexts are unchanged"
             ) from error
 
     # -- queries

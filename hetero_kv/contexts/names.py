@@ -12,5 +12,5 @@ def require_name(name: str) -> None:
     """Raise ContextError for an invalid name."""
     if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
         raise ContextError(
-            f"{shown(name, 80)} is no name for a context; give up to {LONGEST_NAME} characters that can be printed"
+            f"{shown(name, 80)} is not a name for a context; give up to {LONGEST_NAME} printable characters"
         )

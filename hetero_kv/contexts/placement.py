@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetero_kv.contexts import addresses
+from hetero_kv.contexts.block_runs import BLOCKS, BlockRun, contents_in, contents_of, rows_digest
 from hetero_kv.contexts.context_file import OpenContext
-from hetero_kv.contexts.held_blocks import HeldBlocks
 from hetero_kv.contexts.index import Index
-from hetero_kv.contexts.runs import BLOCKS, Run, contents_in, contents_of, rows_digest
+from hetero_kv.contexts.saved_blocks import SavedBlocks
 from hetero_kv.contexts.tensor_file import bytes_of
 from hetero_kv.engine.errors import ContextError
 
@@ -27,24 +27,24 @@ class Placement:
     def __init__(self, index: Index, folder: Path, identity: str, tokens: Sequence[int]) -> None:
         self._index, self._folder, self._identity, self._tokens = index, folder, identity, tokens
 
-    def __call__(self, number: int, blocks: HeldBlocks) -> list[Run]:
+    def __call__(self, number: int, blocks: SavedBlocks) -> list[BlockRun]:
         """See Placing."""
         contents = contents_of(_sums(number, blocks))
         (table,) = [table for rows in blocks.tables for table in rows]
         assert list(table) == list(range(len(table)))
         found = addresses.block_addresses(self._identity, number, self._tokens, blocks.layout.block_size, contents)
         places = [self._index.block(address) or ("", -1) for address in found]
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         for start, file, row, count in _grouped(places):
             digest = self._digest(number, file, row, contents[start : start + count])
             own = sum(run.count for run in runs if not run.file)
             last = runs[-1] if runs else None
             if digest:
-                runs.append(Run(file, row, count, digest))
+                runs.append(BlockRun(file, row, count, digest))
             elif last is not None and not last.file:
-                runs[-1] = Run("", last.first, last.count + count, "")
+                runs[-1] = BlockRun("", last.first, last.count + count, "")
             else:
-                runs.append(Run("", own, count, ""))
+                runs.append(BlockRun("", own, count, ""))
         return runs
 
     def _digest(self, number: int, file: str, row: int, contents: Sequence[str]) -> str:
@@ -71,7 +71,7 @@ def _grouped(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, str, int,
             start = index
 
 
-def _sums(number: int, blocks: HeldBlocks) -> dict[str, list[int]]:
+def _sums(number: int, blocks: SavedBlocks) -> dict[str, list[int]]:
     """Array name -> the checksums of all blocks as they will be written."""
     return {
         f"{BLOCKS}{number}/{layer_idx}/{name}": [

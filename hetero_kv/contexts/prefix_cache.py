@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_kv.contexts.repair import goes_back_exactly
+from hetero_kv.contexts.repair import can_roll_back_exactly
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError
@@ -28,14 +28,14 @@ class PrefixCache:
     def __init__(self, store: ContextStore, *, writes: bool) -> None:
         self.store, self.writes = store, writes
 
-    def begun(self, empty: HeteroCache, prompt: Sequence[int], **settings: Any) -> HeteroCache | None:
+    def with_stored_prefix(self, empty: HeteroCache, prompt: Sequence[int], **settings: Any) -> HeteroCache | None:
         """A cache with the longest stored prefix of `prompt`; None if none is stored.
 
         Args:
             empty: a cache of the model, without tokens.
             settings: further arguments of HeteroCache.
         """
-        goes_back = goes_back_exactly(empty)
+        goes_back = can_roll_back_exactly(empty)
         model = empty.injection.model
         try:
             found = self.store.longest(empty.injection.identity, prompt, whole=not goes_back)
@@ -60,4 +60,4 @@ class PrefixCache:
         try:
             self.store.save(cache, tokens, None, notes)
         except ContextError as error:
-            _logger.warning("the context is not stored: %s", error)
+            _logger.warning("the context cannot be stored: %s", error)

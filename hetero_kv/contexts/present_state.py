@@ -8,22 +8,22 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.foreign import PLAIN_TENSORS, foreign_part
-from hetero_kv.contexts.active_state import ActivePart, active_parts, told
+from hetero_kv.contexts.active_state import ActivePart, active_parts, description_of
 from hetero_kv.contexts.active_tensors import own_tensors
 from hetero_kv.engine.errors import ContextError
 
-# Numbers of each tensor that are compared: a change of `tensor.data` leaves no other trace.
+# Compared numbers per tensor: a change of `tensor.data` leaves no other trace.
 _LOOKED_AT = 16
 
 
-class _Seen(NamedTuple):
+class _TensorSample(NamedTuple):
     """A tensor's id, torch's version counter, and some of its bytes."""
 
     which: int
     version: int | None
     bytes: bytes
 
-    def is_like(self, other: _Seen) -> bool:
+    def is_like(self, other: _TensorSample) -> bool:
         # Moved weights are new tensors with the same numbers.
         return self.bytes == other.bytes and (self.which != other.which or self.version == other.version)
 
@@ -40,10 +40,10 @@ class PresentState:
         for part in active_parts(model):
             self._parts.append(type(part.module))
             if foreign_part(part.module) is not None:
-                self._parts.append(_told_or_itself(part))
+                self._parts.append(_description_or_hooks(part))
             tensors += (tensor for _, tensor in own_tensors(part))
         self._tensors = [
-            _Seen(id(tensor), None if tensor.is_inference() else tensor._version, _some_bytes(tensor))
+            _TensorSample(id(tensor), None if tensor.is_inference() else tensor._version, _some_bytes(tensor))
             for tensor in tensors
         ]
 
@@ -56,9 +56,9 @@ class PresentState:
         )
 
 
-def _told_or_itself(part: ActivePart) -> Any:
+def _description_or_hooks(part: ActivePart) -> Any:
     try:
-        return told(part)
+        return description_of(part)
     except ContextError as error:
         hooks = (*part.module._forward_hooks.values(), *part.module._forward_pre_hooks.values())
         return str(error), hooks, part.module.__dict__.get("forward")

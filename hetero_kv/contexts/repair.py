@@ -15,7 +15,7 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 _logger = logging.getLogger(__name__)
 
 
-def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContextError) -> int:
+def recompute(cache: HeteroCache, context: OpenContext, damage: DamagedContextError) -> int:
     """Fill the cache with the KV of a damaged context.
 
     The tokens before the first damaged block keep the file's KV, if the layers can roll back to there and continue
@@ -35,12 +35,12 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
             width, len(rows), resident=context.resident_prefix().first(kept), own=cache.groups[0].store
         )
     except OutOfMemoryError as error:
-        raise ContextError(f"{damage}; there is no room to compute it anew: {error}") from error
+        raise ContextError(f"{damage}; it does not fit into memory to be recomputed: {error}") from error
     if kept:
         cache.crop(kept - width)
     else:
         cache.reset()
-    _logger.warning("%s; %d tokens from there on are computed anew", damage, width - kept)
+    _logger.warning("%s; the %d tokens from there on are recomputed", damage, width - kept)
     # Left-padded, since rows may differ in length.
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
@@ -50,17 +50,17 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
         ids, mask = ids[:, kept:].to(model.device), mask.to(model.device)
         model(input_ids=ids, attention_mask=mask, **as_cache(model.forward, cache), **last)
     except HeteroKVError as error:
-        raise ContextError(f"{damage}; computing it anew failed: {error}") from error
+        raise ContextError(f"{damage}; recomputing it failed: {error}") from error
     return width - kept
 
 
 def _kept(cache: HeteroCache, length: int, whole: int) -> int:
     """The number of tokens whose stored KV stays; 0 if all are recomputed."""
     is_whole = cache.columns.count == length and len(cache.groups) == 1 and 0 < whole < length
-    return whole if is_whole and goes_back_exactly(cache) else 0
+    return whole if is_whole and can_roll_back_exactly(cache) else 0
 
 
-def goes_back_exactly(cache: HeteroCache) -> bool:
+def can_roll_back_exactly(cache: HeteroCache) -> bool:
     """Whether a prompt after a rollback to any token is computed as if the later tokens had never existed."""
     if not all(each.continues_exactly for each in cache.injection.attention_operators()):
         return False

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.contexts.block_loading import BlockLoader
 from hetero_kv.contexts.cache_pieces import SavedGroup, saved_groups
 from hetero_kv.contexts.context_file import OpenContext
-from hetero_kv.contexts.filling import Filling
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
@@ -60,21 +60,21 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         CacheFullError: the context exceeds `max_seq_len`.
     """
     file = context.file
-    said, parts = saved_groups(context.said, list(file.entries), file.tensor, file.where)
-    columns = _columns(context, said)
+    saved, parts = saved_groups(context.metadata, list(file.entries), file.tensor, file.where)
+    columns = _columns(context, saved)
     layers = len(cache.layers)
-    if any(len(each.layers) != layers for each in said):
-        raise DamagedContextError(f"{file.where} has not the {layers} layers of the model")
-    groups = cache.begin_restored([(each.rows, each.length) for each in said])
+    if any(len(each.layers) != layers for each in saved):
+        raise DamagedContextError(f"{file.where} lacks layers of the model, which has {layers}")
+    groups = cache.begin_restored([(each.rows, each.length) for each in saved])
     for number, layout in enumerate(groups[0].layouts):
-        _adopt(context, number, layout, groups, said)
-    for group, each in zip(groups, said, strict=True):
+        _adopt(context, number, layout, groups, saved)
+    for group, each in zip(groups, saved, strict=True):
         _restore_group(group, each, parts, shapes, file.where)
-    filling = Filling(context, groups, verify=verify)
+    filling = BlockLoader(context, groups, verify=verify)
     for number, layout in enumerate(groups[0].layouts):
         filling.fill(number, layout)
     cache.mapped_files = filling.mapped_files()
-    for group, each in zip(groups, said, strict=True):
+    for group, each in zip(groups, saved, strict=True):
         for layer, part in zip(group.layers, each.layers, strict=True):
             if isinstance(layer, FamilyLayer):
                 layer.after_restore(part)
@@ -83,40 +83,40 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         raise min(filling.damaged, key=lambda error: error.whole)
 
 
-def _columns(context: OpenContext, said: list[SavedGroup]) -> PaddingMask:
+def _columns(context: OpenContext, saved: list[SavedGroup]) -> PaddingMask:
     where = context.file.where
-    own = SavedPart(numbers=context.said, where=where)
-    lengths = [each.length for each in said for _ in range(each.rows)]
+    own = SavedPart(numbers=context.metadata, where=where)
+    lengths = [each.length for each in saved for _ in range(each.rows)]
     count = own.integer("columns", max(lengths))
     if "columns" not in context.file.entries:
         if any(length != count for length in lengths):
-            raise own.wrong("rows are of several lengths, and nothing says where they begin")
+            raise own.wrong("rows have several lengths, and the padding is missing")
         return PaddingMask(count)
     own.put(columns=context.file.tensor("columns"))
     padding = own.tensor("columns", (len(lengths), count), torch.bool, torch.device("cpu"))
     if padding.sum(dim=1).tolist() != lengths:
-        raise own.wrong("rows have other lengths than are said")
+        raise own.wrong("the rows' lengths contradict the padding")
     return PaddingMask(count, padding)
 
 
 def _adopt(
-    context: OpenContext, number: int, layout: Layout, groups: list[EqualLengthGroup], said: list[SavedGroup]
+    context: OpenContext, number: int, layout: Layout, groups: list[EqualLengthGroup], saved: list[SavedGroup]
 ) -> None:
     """Set the sequences' block tables to the file's; its blocks are the first of the pools."""
     file, path = context.file, f"layouts/{number}"
     block_size, lengths = context.layout(number)
-    if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.finalized) for each in said):
-        raise DamagedContextError(f"{file.where} has not the blocks of these settings")
+    if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.finalized) for each in saved):
+        raise DamagedContextError(f"{file.where} lacks the blocks of these settings")
     allocator = groups[0].store.allocators[layout]
     if len(lengths) > allocator.num_blocks:
-        raise DamagedContextError(f"{file.where} has more blocks than its rows could fill")
+        raise DamagedContextError(f"{file.where} has more blocks than its rows can fill")
     ids = allocator.allocate(len(lengths))
     allocator.lengths[ids] = lengths
     used = np.zeros(len(lengths), bool)
-    for index, (group, each) in enumerate(zip(groups, said, strict=True)):
+    for index, (group, each) in enumerate(zip(groups, saved, strict=True)):
         stored, blocks = each.stored[number], -(-each.stored[number] // block_size)
         if each.finalized[number] > blocks:
-            raise DamagedContextError(f"{file.where}: more blocks are final than there are")
+            raise DamagedContextError(f"{file.where}: more blocks are finalized than exist")
         group.finalized[layout] = each.finalized[number]
         for row, sequence in enumerate(group.sequences):
             name = f"{path}/tables/{index}/{row}"
@@ -129,24 +129,24 @@ def _adopt(
             sequence.tables[layout].adopt(ids[table], stored)
             used[table] = True
     if not used.all():
-        raise DamagedContextError(f"{file.where} has blocks that no row holds")
+        raise DamagedContextError(f"{file.where} has blocks of no row")
     allocator.recount()
 
 
 def _restore_group(
-    group: EqualLengthGroup, said: SavedGroup, parts: list[SavedPart], shapes: Shapes, where: str
+    group: EqualLengthGroup, saved: SavedGroup, parts: list[SavedPart], shapes: Shapes, where: str
 ) -> None:
-    group.length, group.prompt_length, group.shared = said.length, said.prompt_length, said.shared
+    group.length, group.prompt_length, group.shared = saved.length, saved.prompt_length, saved.shared
     for sequence in group.sequences:
-        sequence.length = said.length
+        sequence.length = saved.length
     made: dict[int, object] = {}
-    for index, (layer, part) in enumerate(zip(group.layers, said.layers, strict=True)):
-        if type(layer).__name__ != said.classes[index]:
-            was = said.classes[index][:80]
+    for index, (layer, part) in enumerate(zip(group.layers, saved.layers, strict=True)):
+        if type(layer).__name__ != saved.classes[index]:
+            was = saved.classes[index][:80]
             raise DamagedContextError(f"{where}: layer {index} is {was}, not {type(layer).__name__}")
-        place = shapes.place(index, said.rows, parts, made)
+        place = shapes.place(index, saved.rows, parts, made)
         if isinstance(layer, FamilyLayer):
             layer.restore(part, place)
             layer.is_initialized = True
         else:
-            hf_cache_layers.restore(layer, part, place, said.length)
+            hf_cache_layers.restore(layer, part, place, saved.length)

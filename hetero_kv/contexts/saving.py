@@ -13,7 +13,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.identity import Identity
-from hetero_kv.contexts.repair import compute_anew
+from hetero_kv.contexts.repair import recompute
 from hetero_kv.contexts.restoring import Shapes, restore
 from hetero_kv.contexts.writing import Tokens, write_context
 from hetero_kv.engine.cache import HeteroCache
@@ -86,8 +86,8 @@ def load_context(
         except DamagedContextError as damage:
             if not repair or not context.tokens:
                 raise
-            computed = compute_anew(cache, context, damage)
-        notes = context.said.get("notes")
+            computed = recompute(cache, context, damage)
+        notes = context.metadata.get("notes")
         return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {}, computed)
 
 

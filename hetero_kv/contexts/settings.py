@@ -16,7 +16,7 @@ class ContextSettings(Settings):
         "auto", "folder of saved contexts; auto: contexts in HETERO_KV_HOME, or in ~/.cache/hetero_kv"
     )
     context_cache_gb: float | Literal["all"] = setting(
-        "all", "GB that all contexts may take: what was used least recently goes first; all: no limit", minimum=0
+        "all", "GB that all contexts may take; the least recently used are removed first; all: no limit", minimum=0
     )
 
 
@@ -26,6 +26,6 @@ class ContextCacheSettings(ContextSettings):
 
     context_cache: Literal["off", "read", "on"] = setting(
         "off",
-        "read: a conversation goes on from the longest stored beginning of its first prompt; on: and every answer's "
-        "context is stored",
+        "read: a conversation starts from the longest stored prefix of its first prompt; on: also store the context "
+        "of every answer",
     )

@@ -24,7 +24,7 @@ from hetero_kv.contexts.writing import write_context
 from hetero_kv.durable_file import PARTIAL, sync_folder
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
-from hetero_kv.errors import said_briefly, shown
+from hetero_kv.errors import brief_error, shown
 
 _logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
@@ -51,7 +51,7 @@ class ContextStore:
             self._index = self._opened()
         except (OSError, sqlite3.Error) as error:
             raise ContextError(
-                f"{self.folder} cannot hold contexts ({said_briefly(error)}); name another folder (context_folder)"
+                f"{self.folder} cannot hold contexts ({brief_error(error)}); name another folder (context_folder)"
             ) from error
 
     def _opened(self) -> Index:
@@ -61,14 +61,14 @@ class ContextStore:
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
-            _logger.warning("%s: its index is damaged (%s); it is made anew", self.folder, said_briefly(error))
+            _logger.warning("%s: its index is damaged (%s), and is rebuilt", self.folder, brief_error(error))
             Index.discard(self.folder)
             is_there, index = False, Index(self.folder)
         if not is_there:
             with index.changing():
                 for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime):
                     with contextlib.suppress(ContextError), closing(OpenContext.at(path)) as context:
-                        index.add(_noted(path, context))
+                        index.add(_index_entries(path, context))
         return index
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ContextStore:
         if name is not None:
             require_name(name)
         if len(cache.sequences) != 1:
-            raise ContextError(f"the cache holds {len(cache.sequences)} sequences; store one at a time, or save a file")
+            raise ContextError(f"the cache has {len(cache.sequences)} sequences; store one at a time, or save a file")
         identity: Identity = cache.injection.identity
         file = secrets.token_hex(16) + _SUFFIX
         path = self.folder / file
@@ -131,7 +131,7 @@ class ContextStore:
                 # Read-only: other contexts may share its blocks.
                 path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
-                    new = _noted(path, context)
+                    new = _index_entries(path, context)
                 self._index.add(new)
                 unneeded = self._index.forget_unneeded() + self._over_limit(new.stored)
             except BaseException:
@@ -145,7 +145,7 @@ class ContextStore:
         """Load a context; see `load_context`."""
         loaded = load_context(self.path(stored), model, **settings)
         if stored.name is not None and loaded.notes.get("name") != stored.name:
-            raise DamagedContextError(f"{self.folder}: its index takes {stored.file} for {shown(stored.name)}")
+            raise DamagedContextError(f"{self.folder}: its index calls {stored.file} {shown(stored.name)}, wrongly")
         self.use(stored)
         return loaded
 
@@ -157,19 +157,19 @@ class ContextStore:
         except ContextError as error:
             _logger.debug("%s: the use of a context is not noted: %s", self.folder, error)
 
-    def told(self, stored: StoredContext) -> dict[str, Any]:
+    def details(self, stored: StoredContext) -> dict[str, Any]:
         """The metadata of a context's file: version, dtype, operators, turns, and the files with its blocks."""
         with closing(OpenContext.at(self.path(stored))) as context:
-            notes = context.said.get("notes")
+            notes = context.metadata.get("notes")
             turns = notes.get("turns") if isinstance(notes, dict) else None
             operators = {str(layer.get("operator")) for layer in context.identity.layers.values()}
             return {
-                "version": context.said.get("version"),
+                "version": context.metadata.get("version"),
                 "dtype": context.identity.dtype,
                 "weights": context.identity.weights[:12],
                 "operators": sorted(operators),
                 "turns": len(turns) if isinstance(turns, list) else None,
-                "files": [stored.file, *_noted(self.path(stored), context).needs],
+                "files": [stored.file, *_index_entries(self.path(stored), context).needs],
             }
 
     def longest(
@@ -220,14 +220,16 @@ class ContextStore:
         Returns the removed contexts, and the bytes freed in total.
         """
         with self._index.changing():
-            sizes = self._held()
+            sizes = self._file_sizes()
             stray = [name for name in sizes if name not in self._index.files()]
             before, gone = self._index.contexts(), self._over_limit(None, limit)
             left = {each.file for each in self._index.contexts()}
         self._unlink([*stray, *gone])
-        return [each for each in before if each.file not in left], sum(sizes.values()) - sum(self._held().values())
+        return [each for each in before if each.file not in left], sum(sizes.values()) - sum(
+            self._file_sizes().values()
+        )
 
-    def _held(self) -> dict[str, int]:
+    def _file_sizes(self) -> dict[str, int]:
         """File name -> bytes, for all files of contexts in the folder, complete or partial."""
         found = {}
         for path in self.folder.iterdir():
@@ -260,15 +262,15 @@ class ContextStore:
             sync_folder(self.folder)
 
 
-def _noted(path: Path, context: OpenContext) -> NewContext:
+def _index_entries(path: Path, context: OpenContext) -> NewContext:
     """The index entries of a file."""
     identity, where = context.identity.digest, context.file.where
     tokens = context.stored_tokens
     if len(tokens) != 1:
-        raise DamagedContextError(f"{where} holds {len(tokens)} sequences with tokens, where a store has one")
+        raise DamagedContextError(f"{where} has {len(tokens)} sequences with tokens; a store has one per file")
     blocks: list[tuple[bytes, int]] = []
     needs: set[str] = set()
-    layouts = context.said.get("layouts")
+    layouts = context.metadata.get("layouts")
     for number in range(len(layouts) if isinstance(layouts, list) else 0):
         start, block_size, contents = 0, context.layout(number)[0], context.contents(number)
         found = addresses.block_addresses(identity, number, tokens[0], block_size, contents)
@@ -278,7 +280,7 @@ def _noted(path: Path, context: OpenContext) -> NewContext:
             else:
                 blocks += [(found[start + row], run.first + row) for row in range(run.count)]
             start += run.count
-    notes = context.said.get("notes")
+    notes = context.metadata.get("notes")
     name = notes.get("name") if isinstance(notes, dict) else None
     status = path.stat()
     stored = StoredContext(

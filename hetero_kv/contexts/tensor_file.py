@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hetero_kv.contexts import tensor_header
-from hetero_kv.contexts.tensor_header import PREFIX, Entry
+from hetero_kv.contexts.tensor_header import PREFIX, HeaderEntry
 from hetero_kv.durable_file import write_pieces_atomically
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.mapped_file import MappedFile
@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor to be written.
 
     Attributes:
@@ -51,7 +51,7 @@ class Piece:
     page_offset: int | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Piece:
+    def of(cls, tensor: torch.Tensor) -> TensorPiece:
         """A piece for a tensor on any device, with one checksum."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: [tensor.detach().to("cpu").contiguous()])
 
@@ -66,7 +66,7 @@ class Piece:
         return self.shape[0] if self.by_row else 1
 
 
-def write_tensors(path: Path, pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> None:
+def write_tensors(path: Path, pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> None:
     """Write a file atomically.
 
     Raises:
@@ -76,7 +76,7 @@ def write_tensors(path: Path, pieces: Mapping[str, Piece], metadata: Mapping[str
     write_pieces_atomically(path, _written(pieces, metadata))
 
 
-def _written(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def _written(pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     entries = _entries(pieces)
     head = tensor_header.encoded(entries, metadata, mmap.PAGESIZE)
     yield head
@@ -91,7 +91,7 @@ def _written(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterat
     yield hashlib.sha256(head + checksums).digest()
 
 
-def _summed(piece: Piece, sums: list[int]) -> Iterator[memoryview]:
+def _summed(piece: TensorPiece, sums: list[int]) -> Iterator[memoryview]:
     """Yields the bytes of a piece, and appends their checksums to `sums`."""
     whole, written = 0, 0
     for part in piece.rows():
@@ -108,24 +108,24 @@ def _summed(piece: Piece, sums: list[int]) -> Iterator[memoryview]:
         sums.append(whole)
 
 
-def _entries(pieces: Mapping[str, Piece]) -> dict[str, Entry]:
+def _entries(pieces: Mapping[str, TensorPiece]) -> dict[str, HeaderEntry]:
     """The layout of the file, padding included."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     end = 0
     for name, piece in pieces.items():
         offset, multiple = (0, ALIGNMENT) if piece.page_offset is None else (piece.page_offset, mmap.PAGESIZE)
         gap = (offset - end) % multiple
         if gap:
-            entries[f"{PADDING}{len(entries)}"] = Entry(torch.uint8, (gap,), end, end + gap)
-        entries[name] = Entry(piece.dtype, piece.shape, end + gap, end + gap + piece.nbytes)
+            entries[f"{PADDING}{len(entries)}"] = HeaderEntry(torch.uint8, (gap,), end, end + gap)
+        entries[name] = HeaderEntry(piece.dtype, piece.shape, end + gap, end + gap + piece.nbytes)
         end += gap + piece.nbytes
     gap = -end % ALIGNMENT
     if gap:
-        entries[f"{PADDING}{len(entries)}"] = Entry(torch.uint8, (gap,), end, end + gap)
+        entries[f"{PADDING}{len(entries)}"] = HeaderEntry(torch.uint8, (gap,), end, end + gap)
     end += gap
     count = sum(piece.checksums for piece in pieces.values())
-    entries[CHECKSUMS] = Entry(torch.int64, (count,), end, end + 8 * count)
-    entries[SEAL] = Entry(torch.uint8, (_SEAL_BYTES,), end + 8 * count, end + 8 * count + _SEAL_BYTES)
+    entries[CHECKSUMS] = HeaderEntry(torch.int64, (count,), end, end + 8 * count)
+    entries[SEAL] = HeaderEntry(torch.uint8, (_SEAL_BYTES,), end + 8 * count, end + 8 * count + _SEAL_BYTES)
     return entries
 
 
@@ -153,11 +153,11 @@ class TensorFile:
     def _read_header(self) -> None:
         self._status = status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedContextError(f"{self.where} is no file")
+            raise DamagedContextError(f"{self.where} is not a regular file")
         prefix = os.pread(self.descriptor, PREFIX, 0)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < PREFIX or length > min(tensor_header.LONGEST, status.st_size - PREFIX):
-            raise DamagedContextError(f"{self.where} is no safetensors file, or cut off")
+            raise DamagedContextError(f"{self.where} is not a safetensors file, or cut off")
         head = prefix + self._bytes(PREFIX, length)
         self.data_start = PREFIX + length
         size = status.st_size - self.data_start
@@ -165,7 +165,7 @@ class TensorFile:
         self.entries = {name: entry for name, entry in entries.items() if not name.startswith(PADDING)}
         checksums, seal = self.entries.pop(CHECKSUMS, None), self.entries.pop(SEAL, None)
         if checksums is None or seal is None or checksums.dtype != torch.int64 or len(checksums.shape) != 1:
-            raise DamagedContextError(f"{self.where} has no checksums; it is no saved context")
+            raise DamagedContextError(f"{self.where} has no checksums; it is not a saved context")
         written = self._bytes(self.data_start + checksums.start, checksums.stop - checksums.start)
         if hashlib.sha256(head + written).digest() != self._bytes(self.data_start + seal.start, _SEAL_BYTES):
             raise DamagedContextError(f"{self.where}: its header or its checksums are damaged")
@@ -183,7 +183,7 @@ class TensorFile:
             self._sums[name] = self._checksums[start : start + count]
             start += count
         if start != len(self._checksums):
-            raise DamagedContextError(f"{self.where} has {len(self._checksums)} checksums, where {start} are wanted")
+            raise DamagedContextError(f"{self.where} has {len(self._checksums)} checksums instead of {start}")
 
     def close(self) -> None:
         """Close the file; its mappings stay."""

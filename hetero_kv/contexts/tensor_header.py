@@ -39,7 +39,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """A tensor of the file.
 
     Attributes:
@@ -57,51 +57,51 @@ class Entry:
         return (self.stop - self.start) // self.shape[0] if self.shape[0] else 0
 
 
-def encoded(entries: Mapping[str, Entry], metadata: Mapping[str, str], multiple: int) -> bytes:
+def encoded(entries: Mapping[str, HeaderEntry], metadata: Mapping[str, str], multiple: int) -> bytes:
     """The length prefix and the header, padded to a multiple of `multiple` bytes.
 
     Raises ValueError if it is longer than `LONGEST`.
     """
-    said: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     for name, entry in entries.items():
         offsets = [entry.start, entry.stop]
-        said[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-    text = json.dumps(said, separators=(",", ":")).encode()
+        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(PREFIX + len(text)) % multiple)
     if len(text) > LONGEST:
-        raise ValueError(f"a header of {len(text)} bytes, where {LONGEST} are the most")
+        raise ValueError(f"the header has {len(text)} bytes, and the limit is {LONGEST}")
     return len(text).to_bytes(PREFIX, "little") + text
 
 
-def decoded(text: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def decoded(text: bytes, size: int, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The entries in the order of their bytes, and the metadata, of a file with `size` bytes after the header.
 
     Raises DamagedContextError for an invalid header, so that no entry reaches beyond the file.
     """
     try:
-        said = json.loads(text)
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedContextError(f"{where} has no header that can be read ({str(error)[:80]})") from error
-    if not isinstance(said, dict):
+        raise DamagedContextError(f"{where} has an unreadable header ({str(error)[:80]})") from error
+    if not isinstance(header, dict):
         raise DamagedContextError(f"{where} has no header of tensors")
-    metadata = said.pop(_METADATA, {})
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DamagedContextError(f"{where} has metadata that are no texts")
-    entries = {name: _entry(name, value, where) for name, value in said.items()}
+        raise DamagedContextError(f"{where} has metadata that are not text")
+    entries = {name: _entry(name, value, where) for name, value in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = 0
     for name, entry in ordered.items():
         if entry.start != end:
-            raise DamagedContextError(f"{where}: tensor {shown(name, 60)} does not begin where the one before it ends")
+            raise DamagedContextError(f"{where}: tensor {shown(name, 60)} does not begin at the end of the one before")
         end = entry.stop
     if end != size:
         raise DamagedContextError(
-            f"{where} is cut off, or too long: its tensors have {end} bytes, and there are {size}"
+            f"{where} is cut off, or too long: its tensors have {end} bytes, and the file has {size}"
         )
     return ordered, metadata
 
 
-def _entry(name: str, value: object, where: str) -> Entry:
+def _entry(name: str, value: object, where: str) -> HeaderEntry:
     wrong = DamagedContextError(f"{where}: tensor {shown(name, 60)} is described as {shown(value, 120)}")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong
@@ -110,7 +110,7 @@ def _entry(name: str, value: object, where: str) -> Entry:
         raise wrong
     if len(shape) > _MOST_DIMENSIONS or len(offsets) != 2 or any(extent >= 2**48 for extent in (*shape, *offsets)):
         raise wrong
-    entry = Entry(DTYPES[dtype], tuple(shape), *offsets)
+    entry = HeaderEntry(DTYPES[dtype], tuple(shape), *offsets)
     if entry.stop - entry.start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise wrong
     return entry

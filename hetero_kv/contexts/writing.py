@@ -12,27 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_kv.contexts.block_runs import BLOCKS, BlockRun
 from hetero_kv.contexts.cache_pieces import CachePieces
 from hetero_kv.contexts.context_file import KEY
-from hetero_kv.contexts.held_blocks import HeldBlocks
 from hetero_kv.contexts.identity import FORMAT, Identity, version
-from hetero_kv.contexts.runs import BLOCKS, Run
-from hetero_kv.contexts.tensor_file import LEAST_MAPPED, Piece, write_tensors
+from hetero_kv.contexts.saved_blocks import SavedBlocks
+from hetero_kv.contexts.tensor_file import LEAST_MAPPED, TensorPiece, write_tensors
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.errors import said_briefly
+from hetero_kv.errors import brief_error
 
 #: Rows of token ids.
 Tokens = Sequence[Sequence[int]] | torch.Tensor
 
 
 #: (layout's number, its blocks) -> the runs in which they are written.
-Placing = Callable[[int, HeldBlocks], list[Run]]
+Placing = Callable[[int, SavedBlocks], list[BlockRun]]
 
 
-def all_here(number: int, blocks: HeldBlocks) -> list[Run]:
+def all_here(number: int, blocks: SavedBlocks) -> list[BlockRun]:
     """One run with all blocks in the file itself."""
-    return [Run("", 0, blocks.count, "")] if blocks.count else []
+    return [BlockRun("", 0, blocks.count, "")] if blocks.count else []
 
 
 def write_context(
@@ -54,36 +54,39 @@ def write_context(
     mapped into the cache was changed.
     """
     if cache.steps:
-        raise ContextError("a prompt is being prefilled into this cache; save it before or after, not in between")
+        raise ContextError("a prompt is being prefilled into this cache; save it before or after that")
     if not cache.columns.count:
-        raise ContextError("the cache holds no tokens; save it behind a prompt")
+        raise ContextError("the cache has no tokens; save it after a prompt")
     now = cache.injection.state()
     if not all(now.is_like(each) for each in cache.computed_under):
         raise ContextError(
             "the cache was computed with other weights, adapters or hooks than the model has now; save it before they "
-            "change, or prefill anew"
+            "change, or prefill again"
         )
     cache.require_unchanged_files()
     pieces = CachePieces.of(cache)
-    tensors = {name: Piece.of(tensor) for name, tensor in pieces.tensors.items()}
-    tensors |= {f"tokens/{row}": Piece.of(ids) for row, ids in enumerate(_token_rows(cache, tokens))}
+    tensors = {name: TensorPiece.of(tensor) for name, tensor in pieces.tensors.items()}
+    tensors |= {f"tokens/{row}": TensorPiece.of(ids) for row, ids in enumerate(_token_rows(cache, tokens))}
     layouts = []
     for number, layout in enumerate(cache.groups[0].layouts):
-        blocks = HeldBlocks.of(cache.groups, layout)
+        blocks = SavedBlocks.of(cache.groups, layout)
         runs = placing(number, blocks)
         tensors |= _tables(blocks, f"layouts/{number}") | _block_pieces(cache, blocks, f"{BLOCKS}{number}", runs)
         layouts.append(
             {"block_size": layout.block_size, "runs": [[run.file, run.first, run.count, run.digest] for run in runs]}
         )
-    said = pieces.said | {
+    metadata = pieces.metadata | {
         "format": FORMAT, "version": version(), "identity": identity.__dict__, "layouts": layouts, "notes": notes or {},
     }  # fmt: skip
     try:
-        write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(said, separators=(",", ":"))})
+        write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(metadata, separators=(",", ":"))})
     except ContextError:
         raise
     except (OSError, ValueError) as error:
-        raise ContextError(f"{path} cannot be written ({said_briefly(error)}); what was there is as it was") from error
+        raise ContextError(
+            f"{path} cannot be written ({brief_error(error)}); free disk space, or choose another folder. An earlier "
+            "file is unchanged"
+        ) from error
 
 
 def _token_rows(cache: HeteroCache, tokens: Tokens | None) -> list[torch.Tensor]:
@@ -93,22 +96,24 @@ def _token_rows(cache: HeteroCache, tokens: Tokens | None) -> list[torch.Tensor]
     lengths = cache.lengths
     if len(rows) != len(lengths) or any(len(row) < length for row, length in zip(rows, lengths, strict=True)):
         raise ContextError(
-            f"tokens are rows of {[len(row) for row in rows]}, and the cache holds rows of {lengths}: give every row's "
-            "tokens without padding, at least those that are stored"
+            f"tokens are rows of {[len(row) for row in rows]}, and the cache has rows of {lengths}: give every row's "
+            "tokens without padding, at least the stored ones"
         )
     return rows
 
 
-def _tables(blocks: HeldBlocks, path: str) -> dict[str, Piece]:
+def _tables(blocks: SavedBlocks, path: str) -> dict[str, TensorPiece]:
     tables = {
-        f"{path}/tables/{group}/{row}": Piece.of(torch.from_numpy(numbers))
+        f"{path}/tables/{group}/{row}": TensorPiece.of(torch.from_numpy(numbers))
         for group, rows in enumerate(blocks.tables)
         for row, numbers in enumerate(rows)
     }
-    return tables | {f"{path}/lengths": Piece.of(torch.from_numpy(blocks.lengths))}
+    return tables | {f"{path}/lengths": TensorPiece.of(torch.from_numpy(blocks.lengths))}
 
 
-def _block_pieces(cache: HeteroCache, blocks: HeldBlocks, path: str, runs: Sequence[Run]) -> dict[str, Piece]:
+def _block_pieces(
+    cache: HeteroCache, blocks: SavedBlocks, path: str, runs: Sequence[BlockRun]
+) -> dict[str, TensorPiece]:
     kept = np.concatenate([np.full(run.count, not run.file) for run in runs]) if runs else np.zeros(0, bool)
     first = int(kept.argmax()) if kept.any() else 0
     pieces = {}
@@ -123,7 +128,7 @@ def _block_pieces(cache: HeteroCache, blocks: HeldBlocks, path: str, runs: Seque
         count = int(kept.sum())
         # The same page offset as in a restored pool, where the first block follows those of other files.
         page_offset = first * row_bytes % mmap.PAGESIZE if count * row_bytes >= LEAST_MAPPED else None
-        pieces[f"{path}/{layer_idx}/{name}"] = Piece(
+        pieces[f"{path}/{layer_idx}/{name}"] = TensorPiece(
             (count, *shape),
             dtype,
             partial(rows, layer_idx, name),

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.models.errors import ModelError, said
+from hetero_kv.models.errors import ModelError, error_text
 
 # The class of a failed assertion in the tokenizers library; it is no Exception, and cannot be imported.
 TOKENIZERS_PANIC = "PanicException"
 
 
 @contextmanager
-def refusals(name: str, failed: str) -> Iterator[None]:
+def as_model_error(name: str, failed: str) -> Iterator[None]:
     """Turn exceptions of transformers, and of the libraries it calls, into a `ModelError`.
 
     Args:
@@ -34,8 +34,8 @@ def refusals(name: str, failed: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         # torch refuses pickles with anything but tensors, and its message suggests to load them regardless.
         raise ModelError(
-            f"{name} {failed}: a file of its weights is damaged, or holds more than numbers, which to read would be to "
-            "run it; give the model's .safetensors files"
+            f"{name} {failed}: a file of its weights is damaged, or contains code, which loading would run; give the "
+            "model's .safetensors files"
         ) from error
     except BaseException as error:
         # Broad, because the files are foreign: any exception is about the model, except Ctrl-C and exit.
@@ -43,10 +43,10 @@ def refusals(name: str, failed: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{name} brings Python code of its own, which is run only if you say so: read the code, "
-                "then set trust_remote_code"
+                f"{name} includes Python code, which runs only with your consent: read the code, then set "
+                "trust_remote_code"
             ) from error
         raise ModelError(
-            f"{name} {failed}: {said(error)}; "
-            "check that its files are whole and that this version of transformers supports it"
+            f"{name} {failed}: {error_text(error)}; "
+            "check that its files are complete and that this version of transformers supports it"
         ) from error

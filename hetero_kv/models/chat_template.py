@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
-from hetero_kv.models.text_encoding import Piece
+from hetero_kv.models.text_encoding import PromptPiece
 
 # Characters that templates are known to change in a message: quotes, entities, line ends, letters of either case.
 _SAMPLE = " 'Aé\"<&>\\\n{}| "
@@ -30,13 +30,13 @@ def thinking_variable(tokenizer: Any) -> str:
     """
     found = _THINKING.search(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     if found is None:
-        raise HeteroKVError("the model's chat template knows nothing of thinking; leave --thinking out")
+        raise HeteroKVError("the model's chat template cannot switch thinking on or off; leave --thinking out")
     return found[1]
 
 
 def rendered(
     tokenizer: Any, messages: Messages, *, after: int | None = None, variables: Mapping[str, Any] | None = None
-) -> list[Piece]:
+) -> list[PromptPiece]:
     """The messages in the tokenizer's chat template, up to the start of the next answer.
 
     The template renders placeholders, which are then replaced by the messages' texts, so that no text affects the
@@ -61,20 +61,20 @@ def rendered(
     if after is not None:
         if stand_ins[after] not in parts:
             raise HeteroKVError(
-                "the model's chat template leaves out earlier answers, so that a conversation cannot be continued; "
-                "use /reset before each question"
+                "the model's chat template omits earlier answers, so a conversation cannot continue; use /reset before "
+                "each question"
             )
         parts = parts[len(parts) - parts[::-1].index(stand_ins[after]) + 1 :]
     if stand_ins[-1] not in parts or any(key in written.casefold() for written in parts[::4]):
         raise HeteroKVError(
-            "the model's chat template changes what a message says, so that text cannot be told from control tokens; "
-            "give the tokenizer another chat_template, one that writes messages as they are"
+            "the model's chat template changes the text of messages, so text cannot be distinguished from control "
+            "tokens; give the tokenizer a chat_template that writes messages unchanged"
         )
-    pieces = [Piece(parts[0], is_template=True)]
+    pieces = [PromptPiece(parts[0], is_template=True)]
     for before, name, behind, written in zip(*(parts[first::4] for first in (1, 2, 3, 4)), strict=True):
         content = messages[stand_ins.index(name)]["content"]
         content = content if before else content.lstrip()
-        pieces += [Piece(content if behind else content.rstrip()), Piece(written, is_template=True)]
+        pieces += [PromptPiece(content if behind else content.rstrip()), PromptPiece(written, is_template=True)]
     return pieces
 
 
@@ -86,6 +86,6 @@ def _render(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | N
     except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise HeteroKVError(
-            f"the model's chat template takes no messages of {roles}: {error.reason}; leave out --system where it "
-            "takes none, or give the tokenizer another chat_template"
+            f"the model's chat template refuses messages of {roles}: {error.reason}; leave out --system if it refuses "
+            "system messages, or give the tokenizer another chat_template"
         ) from error

@@ -22,7 +22,7 @@ _MOST_DEPTH = 16
 _MOST_IN_A_BYTE = 8
 
 #: Inclusive bounds by key, with its names in architectures; a number, or a list with one per layer, which may have 0.
-WHOLE = {
+INTEGER_BOUNDS = {
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"): (1, 1024),
     ("num_attention_heads", "n_head", "n_heads"): (1, 4096),
     ("num_key_value_heads", "num_kv_heads", "n_head_kv"): (1, 4096),
@@ -35,15 +35,15 @@ WHOLE = {
     ("sliding_window",): (0, 1 << 31),
     ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"): (0, 4096),
 }
-_WHOLE = {name: bounds for names, bounds in WHOLE.items() for name in names}
+_INTEGER_BOUNDS = {name: bounds for names, bounds in INTEGER_BOUNDS.items() for name in names}
 #: Exclusive bounds by key.
-BETWEEN = {
+FLOAT_BOUNDS = {
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"): (0.0, 1.0),
     ("rope_theta", "rope_local_base_freq", "rotary_emb_base"): (0.0, 1e12),
     ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"): (0.0, 1e6),
 }
 #: Exclusive bounds for RoPE parameters (`rope_parameters`, `rope_scaling`, or one of them per kind of layer).
-ROPE = {
+ROPE_BOUNDS = {
     ("rope_theta",): (0.0, 1e12),
     ("factor", "short_mscale", "long_mscale", "mscale", "mscale_all_dim", "attention_factor"): (0.0, 1e6),
     ("original_max_position_embeddings",): (0.0, float(1 << 27)),
@@ -51,7 +51,9 @@ ROPE = {
     ("partial_rotary_factor",): (0.0, 1.0000001),
     ("short_factor", "long_factor"): (0.0, 1e6),
 }
-_BETWEEN, _ROPE = ({name: bounds for names, bounds in table.items() for name in names} for table in (BETWEEN, ROPE))
+_FLOAT_BOUNDS, _ROPE_BOUNDS = (
+    {name: bounds for names, bounds in table.items() for name in names} for table in (FLOAT_BOUNDS, ROPE_BOUNDS)
+)
 #: Keys that may be zero, which means unused.
 _MAY_BE_ZERO = frozenset({"mscale", "mscale_all_dim", "beta_slow"})
 #: Keys that may be infinite: limits of time steps in state-space models.
@@ -68,7 +70,7 @@ def require_possible_config(origin: str | os.PathLike[str], *, local_files_only:
     size = os.path.getsize(path)
     if size > MOST_BYTES:
         raise ModelError(
-            f"{str(path)!r} has {size:,} bytes, and a configuration has at most {MOST_BYTES:,}; give the one that "
+            f"{str(path)!r} has {size:,} bytes, and a configuration may have {MOST_BYTES:,}; give the one that "
             "belongs to the weights"
         )
     content, _ = PretrainedConfig.get_config_dict(origin, local_files_only=local_files_only)
@@ -89,8 +91,8 @@ def require_weights(folder: str | os.PathLike[str], config: Any, trust_remote_co
     most = stored * (_MOST_IN_A_BYTE if getattr(config, "quantization_config", None) else 1)
     if stored and parameters > most:
         raise ModelError(
-            f"{str(Path(folder) / 'config.json')!r} is of a model with {parameters:,} parameters, and the weights "
-            f"beside it have {stored:,} bytes; give the configuration that belongs to the weights"
+            f"{str(Path(folder) / 'config.json')!r} describes a model with {parameters:,} parameters, and the weights "
+            f"in its folder have {stored:,} bytes; give the configuration that belongs to the weights"
         )
 
 
@@ -98,14 +100,14 @@ def _problems(part: Mapping[str, Any], where: str, levels: int) -> Iterator[str]
     """Describes the faults of a configuration and of its nested ones (`text_config`)."""
     for key, value in part.items():
         name = f"{where}{key}"
-        if key in _WHOLE:
-            yield from _whole(name, value, *_WHOLE[key])
-        elif key in _BETWEEN:
-            yield from _between(name, value, *_BETWEEN[key])
+        if key in _INTEGER_BOUNDS:
+            yield from _integer_problems(name, value, *_INTEGER_BOUNDS[key])
+        elif key in _FLOAT_BOUNDS:
+            yield from _float_problems(name, value, *_FLOAT_BOUNDS[key])
         elif key in ("rope_parameters", "rope_scaling"):
-            yield from _rope(name, value)
+            yield from _rope_problems(name, value)
         elif key not in _MAY_BE_INFINITE:
-            yield from _finite(name, value, levels)
+            yield from _finite_problems(name, value, levels)
         if isinstance(value, dict) and key.endswith("_config"):
             if not levels:
                 yield f"{name} is nested more than {_MOST_DEPTH} deep"
@@ -116,42 +118,42 @@ def _problems(part: Mapping[str, Any], where: str, levels: int) -> Iterator[str]
         yield f"{where}num_attention_heads is {heads}, which {where}num_key_value_heads, {kv_heads}, does not divide"
 
 
-def _whole(name: str, value: Any, least: int, most: int) -> Iterator[str]:
+def _integer_problems(name: str, value: Any, least: int, most: int) -> Iterator[str]:
     for each in value if isinstance(value, list) else [value]:
         lowest = 0 if isinstance(value, list) else least
         if each is not None and (type(each) is not int or not lowest <= each <= most):
-            yield f"{name} is {shown(each, 80)}; it is a whole number from {lowest:,} to {most:,}"
+            yield f"{name} is {shown(each, 80)}; it must be a whole number from {lowest:,} to {most:,}"
 
 
-def _between(name: str, value: Any, least: float, most: float) -> Iterator[str]:
+def _float_problems(name: str, value: Any, least: float, most: float) -> Iterator[str]:
     if value is not None and not (_is_number(value) and least < value < most):
-        yield f"{name} is {shown(value, 80)}; it is a number between {least:g} and {most:g}"
+        yield f"{name} is {shown(value, 80)}; it must be a number between {least:g} and {most:g}"
 
 
-def _rope(name: str, value: Any) -> Iterator[str]:
+def _rope_problems(name: str, value: Any) -> Iterator[str]:
     if value is None:
         return
     if not isinstance(value, dict):
-        yield f"{name} is {shown(value, 80)}; it says by name how rotations are made"
+        yield f"{name} is {shown(value, 80)}; it must map names to RoPE parameters"
         return
     for key, inner in value.items():
         if isinstance(inner, dict):
-            yield from _rope(f"{name}.{key}", inner)
+            yield from _rope_problems(f"{name}.{key}", inner)
         elif key in ("rope_type", "type") and not isinstance(inner, str):
-            yield f"{name}.{key} is {shown(inner, 80)}; it is a text"
-        elif key in _ROPE and not (key in _MAY_BE_ZERO and inner == 0):
+            yield f"{name}.{key} is {shown(inner, 80)}; it must be text"
+        elif key in _ROPE_BOUNDS and not (key in _MAY_BE_ZERO and inner == 0):
             for each in inner if isinstance(inner, list) else [inner]:
-                yield from _between(f"{name}.{key}", each, *_ROPE[key])
+                yield from _float_problems(f"{name}.{key}", each, *_ROPE_BOUNDS[key])
         else:
-            yield from _finite(f"{name}.{key}", inner, _MOST_DEPTH)
+            yield from _finite_problems(f"{name}.{key}", inner, _MOST_DEPTH)
 
 
-def _finite(name: str, value: Any, levels: int) -> Iterator[str]:
+def _finite_problems(name: str, value: Any, levels: int) -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
-        yield f"{name} is {value}; it is finite"
+        yield f"{name} is {value}; it must be finite"
     elif isinstance(value, list) and levels:
         for each in value:
-            yield from _finite(name, each, levels - 1)
+            yield from _finite_problems(name, each, levels - 1)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 
-from hetero_kv.models.boundary import refusals
+from hetero_kv.models.boundary import as_model_error
 from hetero_kv.models.config_contract import require_possible_config
+from hetero_kv.models.gguf.config_from_file import adapt, configuration_of
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.settings import adapt, configuration_of
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.progress import ProgressReport
@@ -46,9 +46,9 @@ def config_and_header(
     trust_remote_code: bool,
     progress: ProgressReport | None = None,
 ) -> tuple[Any, GGUFFile | None]:
-    """What `model_config` gives, and the header of the GGUF file that the weights are in; None where there is none."""
+    """The result of `model_config`, and the header of the GGUF file with the weights; None without such a file."""
     location = locate(name_or_path, gguf_path, progress)
-    with reading(location) as gguf, refusing(location):
+    with open_gguf(location) as gguf, loading_errors(location):
         return config_of(location, gguf, trust_remote_code), gguf
 
 
@@ -61,10 +61,12 @@ def origin_of(location: Location) -> dict[str, Any]:
 
 
 def config_of(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) -> Any:
-    """The configuration at a location; gguf: the file of the weights, within `reading`, where they are in one.
+    """The configuration at a location.
+
+    gguf: the file with the weights, from `open_gguf`; None without such a file.
 
     Raises:
-        ModelError: it is not possible, or does not say what the file's weights need.
+        ModelError: the configuration is impossible, or contradicts the file.
     """
     if location.pretrained is not None:
         require_possible_config(location.pretrained, local_files_only=location.offline)
@@ -76,14 +78,14 @@ def config_of(location: Location, gguf: GGUFFile | None, trust_remote_code: bool
     return config
 
 
-def refusing(location: Location) -> AbstractContextManager[None]:
-    """Within this context what transformers raises of a location is a ModelError that names it."""
-    return refusals(location.name, f"cannot be loaded from {str(location.gguf or location.pretrained)!r}")
+def loading_errors(location: Location) -> AbstractContextManager[None]:
+    """Within this context, exceptions of transformers become ModelErrors that name the location."""
+    return as_model_error(location.name, f"cannot be loaded from {str(location.gguf or location.pretrained)!r}")
 
 
 @contextmanager
-def reading(location: Location) -> Iterator[GGUFFile | None]:
-    """The GGUF file of `location`, or None; transformers keeps quiet meanwhile."""
+def open_gguf(location: Location) -> Iterator[GGUFFile | None]:
+    """The GGUF file of `location`, or None; within this context transformers logs nothing below an error."""
     with ExitStack() as stack:
         fetching_from_hub = location.pretrained is not None and not Path(location.pretrained).expanduser().is_dir()
         stack.enter_context(nullcontext() if fetching_from_hub else _quiet())

@@ -9,7 +9,7 @@ class ModelError(HeteroKVError):
     """A model that cannot be found, fetched or loaded; the message gives the remedy."""
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """A library's error as text for a ModelError: its class and its message, truncated."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

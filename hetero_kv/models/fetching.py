@@ -83,7 +83,7 @@ def remove(model: NamedModel) -> int:
         raise ModelError(f"{model.name} is being fetched by another process; wait for it, or stop it") from error
     except OSError as error:
         raise ModelError(
-            f"{model.name} cannot be removed from {str(folder)!r}: {error.strerror}; see to the folder's permissions"
+            f"{model.name} cannot be removed from {str(folder)!r}: {error.strerror}; check the folder's permissions"
         ) from error
     # A folder with other files stays.
     with suppress(OSError):
@@ -129,7 +129,7 @@ def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: Progre
             if fault is not None:
                 # The hash covers the whole file, so no piece of it can be trusted.
                 shutil.rmtree(pieces)
-                raise SourceError(f"{source} gave another {file.name}: {fault}")
+                raise SourceError(f"{source} provided a different {file.name}: {fault}")
         except SourceError as error:
             reasons.append(str(error))
             continue
@@ -168,8 +168,8 @@ def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:
     free = shutil.disk_usage(pieces).free
     if free < needed:
         raise ModelError(
-            f"{file.name} needs {needed / 1e6:,.0f} MB of disk while it is fetched and {str(cache_home())!r} has "
-            f"{free / 1e6:,.0f} MB free; free some, or set HETERO_KV_HOME to a folder on another disk"
+            f"{file.name} needs {needed / 1e6:,.0f} MB of disk space while it is fetched, and {str(cache_home())!r} "
+            f"has {free / 1e6:,.0f} MB free; free some, or set HETERO_KV_HOME to a folder on another disk"
         )
 
 
@@ -177,12 +177,12 @@ def _fault(path: Path, file: ModelFile, report: ProgressReport) -> str | None:
     """Describes how `path` differs from `file` in size or SHA-256; None if it matches."""
     size = path.stat().st_size
     if size != file.size:
-        return f"it has {size:,} bytes where {file.size:,} are right"
+        return f"it has {size:,} bytes instead of {file.size:,}"
     digest = hashlib.sha256()
     with path.open("rb") as content:
         while block := content.read(READ_BYTES):
             digest.update(block)
             report("checking", content.tell(), size)
     if digest.hexdigest() != file.sha256:
-        return f"its SHA-256 is {digest.hexdigest()} where {file.sha256} is right"
+        return f"its SHA-256 is {digest.hexdigest()} instead of {file.sha256}"
     return None

@@ -1,4 +1,4 @@
-"""A model, its tokenizer and what is known of it, from a name or a path."""
+"""Loads a model and its tokenizer by name or path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hetero_kv.models.config_contract import require_weights
-from hetero_kv.models.configuration import config_of, origin_of, reading, refusing
+from hetero_kv.models.configuration import config_of, loading_errors, open_gguf, origin_of
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
@@ -33,12 +33,13 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A causal language model that stands there without its weights, for rules to be put in before they come.
+    """A causal language model without its weights, so that rules can be injected before the weights are loaded.
 
     Attributes:
-        model: in eval mode; parameters are on the meta device, buffers on the CPU. A model that cannot be put together
-            so is loaded already, where it will compute.
-        tokenizer, name, context_length: as of `LoadedModel`.
+        model: in eval mode; parameters are on the meta device, buffers on the CPU. If transformers must load the
+            weights itself, the model is loaded already, on its device.
+        tokenizer, name, context_length: as in `LoadedModel`.
+        load_weights: loads the weights into `model`.
     """
 
     model: Any
@@ -48,10 +49,10 @@ class OpenedModel:
     load_weights: Callable[[], None]
 
     def load(self) -> LoadedModel:
-        """Load the weights into what stands there now: a module with a method `load_blocks` takes quantized blocks.
+        """Load the weights into the model's present modules; one with a method `load_blocks` gets quantized blocks.
 
         Raises:
-            ModelError: the file does not hold this model's weights.
+            ModelError: the file does not contain this model's weights.
         """
         self.load_weights()
         return LoadedModel(self.model, self.tokenizer, self.name, self.context_length)
@@ -61,7 +62,7 @@ class OpenedModel:
 class LoadedModel:
     """A transformers causal language model in eval mode on its device, its tokenizer, and its limits.
 
-    `context_length` is the number of tokens the model was made for.
+    `context_length` is the length that the model was trained for, tokens.
     """
 
     model: Any
@@ -79,23 +80,23 @@ def load_model(
     trust_remote_code: bool = False,
     progress: ProgressReport | None = None,
 ) -> LoadedModel:
-    """Load a model as transformers has it; `hetero_kv.load_model` also puts rules in and prepares it to answer.
+    """Load a model in transformers' form; `hetero_kv.load_model` also injects rules and compiles the kernels.
 
     Args:
-        name_or_path: a named model (`hetero_kv.models.NAMED_MODELS`; fetched into the cache when it is not there), a
+        name_or_path: a named model (`hetero_kv.models.NAMED_MODELS`; fetched into the cache if it is missing), a
             `.gguf` file, a directory in Hugging Face format, or a hub id (`organisation/name`).
-        gguf_path: a `.gguf` file, or a directory with exactly one, to take the weights from; `name_or_path` is then
-            the directory or hub id of the configuration and the tokenizer.
+        gguf_path: a `.gguf` file with the weights, or a directory with exactly one; `name_or_path` is then the
+            directory or hub id of the configuration and the tokenizer.
         dtype: `auto`, `float32`, `bfloat16` or `float16`; see `resolve_dtype`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; see `resolve_device`.
-        trust_remote_code: run Python code that comes with the model. Never done unless asked for here.
-        progress: called with an activity, the bytes done and the bytes in all; None draws a line on standard error.
+        trust_remote_code: run Python code that comes with the model.
+        progress: called with an activity, the bytes done and the total bytes; None draws a line on standard error.
 
     Raises:
-        ModelError: the model cannot be found, fetched or loaded as asked.
+        ModelError: the model cannot be found, fetched or loaded with these arguments.
     """
-    asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*asked, numbers_wait=False).load()
+    arguments = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
+    return _opened(*arguments, defers_weights=False).load()
 
 
 def open_model(
@@ -108,20 +109,21 @@ def open_model(
     progress: ProgressReport | None = None,
     weights_device: str = GPU,
 ) -> OpenedModel:
-    """A model that rules can be put into before its weights are loaded, so that nothing is unpacked which an operator
-    keeps packed. The arguments are those of `load_model`, and:
+    """Build a model without its weights, so that rules can be injected before the weights are loaded.
 
-        weights_device: `gpu`, `dram` or `auto`; see `offloads_to_dram`. Where those of the layers lie in DRAM, the
-            model computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
+    Weights that an operator keeps packed are then never unpacked. Loading is deferred for a GGUF file, and for a model
+    in Hugging Face format whose tensors transformers does not convert; other models are loaded at once.
 
-    The weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing to
-    convert in them; other models are loaded at once.
+    Args:
+        name_or_path, gguf_path, dtype, device, trust_remote_code, progress: as in `load_model`.
+        weights_device: `gpu`, `dram` or `auto`; see `offloads_to_dram`. With the layers' weights in DRAM, the model
+            computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
 
     Raises:
-        ModelError: the model cannot be found, fetched or built as asked.
+        ModelError: the model cannot be found, fetched or built with these arguments.
     """
-    asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*asked, numbers_wait=True, weights_device=weights_device)
+    arguments = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
+    return _opened(*arguments, defers_weights=True, weights_device=weights_device)
 
 
 def _opened(
@@ -131,32 +133,32 @@ def _opened(
     device: str,
     trust_remote_code: bool,
     progress: ProgressReport | None,
-    numbers_wait: bool,
+    defers_weights: bool,
     weights_device: str = GPU,
 ) -> OpenedModel:
     on_device = resolve_device(device)
-    number_type = resolve_dtype(dtype, on_device)
+    torch_dtype = resolve_dtype(dtype, on_device)
     location = locate(name_or_path, gguf_path, progress)
     weights: WeightMap | None = None
-    numbers: TensorFiles | None = None
-    with reading(location) as gguf, refusing(location):
+    tensor_files: TensorFiles | None = None
+    with open_gguf(location) as gguf, loading_errors(location):
         config = config_of(location, gguf, trust_remote_code)
         if gguf is not None and location.pretrained is None:
             tokenizer: Any = tokenizer_of(gguf)
         else:
             tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
         if gguf is not None:
-            model = _weightless(config, number_type, trust_remote_code)
+            model = _weightless(config, torch_dtype, trust_remote_code)
             weights = WeightMap.of(model, gguf)
-            if not numbers_wait:
-                # Rules that would keep these weights packed come too late, and say so.
+            if not defers_weights:
+                # Rules injected later cannot keep these weights packed, and warn of it.
                 model.hetero_kv_unpacked = gguf.path
-        elif numbers_wait:
-            model = _weightless(config, number_type, trust_remote_code)
-            numbers = TensorFiles.of(model, str(location.pretrained), location.offline)
-        if weights is None and numbers is None:
-            model = placed(_model(location, config, number_type, trust_remote_code), on_device, weights_device)
-        _complete_generation_config(model, tokenizer, location, gguf, own=weights is None and numbers is None)
+        elif defers_weights:
+            model = _weightless(config, torch_dtype, trust_remote_code)
+            tensor_files = TensorFiles.of(model, str(location.pretrained), location.offline)
+        if weights is None and tensor_files is None:
+            model = placed(_model(location, config, torch_dtype, trust_remote_code), on_device, weights_device)
+        _complete_generation_config(model, tokenizer, location, gguf, own=weights is None and tensor_files is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
@@ -169,25 +171,25 @@ def _opened(
         context_length = int(limit or tokenizer.model_max_length)
 
     def load() -> None:
-        if weights is None and numbers is None:
+        if weights is None and tensor_files is None:
             return
-        with refusing(location), reporting(location.name, progress) as report:
-            if numbers is not None:
-                numbers.load(model, number_type, report)
+        with loading_errors(location), reporting(location.name, progress) as report:
+            if tensor_files is not None:
+                tensor_files.load(model, torch_dtype, report)
             elif weights is not None and gguf is not None:
-                load_weights(model, gguf, weights, number_type, report)
+                load_weights(model, gguf, weights, torch_dtype, report)
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
 
 
-# Buffers that a model changes as it runs are no tensors of inference mode, even where the caller is in it.
+# A model changes some buffers as it runs, so they must not be inference tensors, even in a caller's inference mode.
 @torch.inference_mode(False)
 def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """The model with its buffers and without memory for its parameters."""
+    """The model with its buffers, and with parameters on the meta device."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.tie_weights()  # every parameter above was made anew
+    model.tie_weights()  # the parameters above are new objects
     return model
 
 
@@ -214,9 +216,9 @@ def _model(location: Location, config: Any, dtype: torch.dtype, trust_remote_cod
 def _complete_generation_config(
     model: Any, tokenizer: Any, location: Location, gguf: GGUFFile | None, own: bool
 ) -> None:
-    """Make every token that ends a turn end the generation.
+    """Add every token that ends a turn to the tokens that end the generation.
 
-    own: whether transformers gave the model its generation config when it loaded it.
+    own: whether transformers has loaded the model's generation config.
     """
     if not own and location.pretrained is not None and _has_generation_config(location):
         model.generation_config = GenerationConfig.from_pretrained(

@@ -56,8 +56,8 @@ def locate(
     has_weights = name in NAMED_MODELS or is_gguf
     if has_weights and gguf_path is not None:
         raise ModelError(
-            f"{name!r} brings its own weights, and gguf_path is {os.fspath(gguf_path)!r} as well; leave gguf_path out, "
-            "or give the directory or hub id of the configuration as the model"
+            f"{name!r} includes weights, and gguf_path is {os.fspath(gguf_path)!r} as well; leave gguf_path out, or "
+            "give the directory or hub id of the configuration as the model"
         )
     if name in NAMED_MODELS:
         model = NAMED_MODELS[name]
@@ -100,7 +100,7 @@ def _require_regular(path: Path) -> None:
     """Raise ModelError for a pipe, a device or a socket, which cannot be read at random positions."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ModelError(
-            f"{str(path)!r} is no file but a pipe or a device, and a model is read in no order; save it in a file first"
+            f"{str(path)!r} is a pipe or a device, and a model is read at random positions; save it in a file first"
         )
 
 
@@ -148,8 +148,7 @@ def _hub_is_silent(repo: str) -> bool:
 def _cached(repo: str) -> bool:
     if huggingface_hub.try_to_load_from_cache(repo, "config.json") is None:
         raise ModelError(
-            f"there is no directory {repo!r}, and as a hub id it cannot be fetched: the hub cannot be reached and "
-            f"its cache does not have it; check the network, or give a directory, a .gguf file or one of "
-            f"{', '.join(NAMED_MODELS)}"
+            f"there is no directory {repo!r}, and the hub cannot be reached, whose cache lacks it too; check the "
+            f"network, or give a directory, a .gguf file or one of {', '.join(NAMED_MODELS)}"
         )
     return True

@@ -19,7 +19,7 @@ def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
 
 
 def set_tensor(module: Any, leaf: str, tensor: torch.Tensor) -> None:
-    """Exchange a parameter or a buffer of a module, or of the one that it stands for."""
+    """Replace a parameter or buffer of a module, or of the module that an operator wraps."""
     while leaf not in module._parameters and leaf not in module._buffers:
         module = module.wrapped
     if leaf in module._parameters:
@@ -28,11 +28,11 @@ def set_tensor(module: Any, leaf: str, tensor: torch.Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def kept_type(model: Any, path: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of a parameter in a model of `dtype`: some stay in single precision, as transformers loads them."""
+def parameter_dtype(model: Any, path: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter in a model of `dtype`; like transformers, it keeps some parameters in float32."""
     always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    beside_halves = getattr(model, "_keep_in_fp32_modules", None) or ()
-    names = (*always, *(beside_halves if dtype is torch.float16 else ()))
+    with_float16 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    names = (*always, *(with_float16 if dtype is torch.float16 else ()))
     parts = path.split(".")
     return torch.float32 if any(name in parts for name in names) else dtype
 

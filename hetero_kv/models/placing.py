@@ -64,8 +64,8 @@ def with_layers_in_dram(model: Any, device: torch.device) -> Any:
     layers = decoder_layers(model)
     if layers is None:
         raise ModelError(
-            f"{type(model).__name__} has no list of its layers, so that its weights cannot lie in DRAM; set "
-            "weights_device to gpu, or device to cpu"
+            f"{type(model).__name__} has no list of its layers, so its weights cannot be in DRAM; set weights_device "
+            "to gpu, or device to cpu"
         )
     inside = {id(module) for module in layers.modules()}
     moved: dict[int, torch.Tensor] = {}

@@ -67,10 +67,12 @@ def unused_gpu() -> str:
     except (OSError, IndexError):
         return ""
     if torch.version.cuda is None:
-        return f"this machine has a GPU ({version}) and torch {torch.__version__} has no CUDA; install a build that has"
+        return (
+            f"this machine has a GPU ({version}), and torch {torch.__version__} lacks CUDA; install a build with CUDA"
+        )
     return (
-        f"this machine has a GPU ({version}) that torch {torch.__version__} cannot use, which needs a driver for CUDA "
-        f"{torch.version.cuda}; update the driver, or install a torch for an older CUDA"
+        f"this machine has a GPU ({version}), and torch {torch.__version__} needs a driver for CUDA "
+        f"{torch.version.cuda} to use it; update the driver, or install a torch for an older CUDA"
     )
 
 

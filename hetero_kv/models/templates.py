@@ -86,8 +86,8 @@ def rendered_chat(
         )
     if "error" in answer:
         raise TemplateError(
-            f"the model's chat template cannot render this conversation: {answer['error']}; leave out what it refuses "
-            "(a system message?), or give a model with a sound template",
+            f"the model's chat template cannot render this conversation: {answer['error']}; leave out the part that it "
+            "refuses, such as a system message, or give a model with a sound template",
             answer["error"],
         )
     return answer["text"]

@@ -19,7 +19,7 @@ from hetero_kv.errors import HeteroKVError
 CHARACTERS_OF_A_TOKEN = 128
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """A part of a prompt.
 
     Attributes:
@@ -54,7 +54,7 @@ class TextEncoder:
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.control_ids = frozenset(self._control.values())
 
-    def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, pieces: Sequence[PromptPiece], *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of the concatenated pieces.
 
         Args:
@@ -79,7 +79,7 @@ class TextEncoder:
             return encoding.ids
         return self._encode_renamed(pieces, add_special_tokens)
 
-    def _written(self, pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, int]]]:
+    def _written(self, pieces: Sequence[PromptPiece]) -> list[tuple[int, tuple[int, int]]]:
         """The template's control tokens, each with its span of characters in the whole text."""
         written: list[tuple[int, tuple[int, int]]] = []
         start = 0
@@ -91,7 +91,7 @@ class TextEncoder:
             start += len(piece.content)
         return written
 
-    def _encode_renamed(self, pieces: Sequence[Piece], add_special_tokens: bool) -> list[int]:
+    def _encode_renamed(self, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> list[int]:
         renamed, names, numbers = self._renamed
         text = "".join(
             self._spelled.sub(lambda found: names[found[0]], piece.content) if piece.is_template else piece.content
@@ -134,7 +134,9 @@ class TextEncoder:
             numbers[found] = number
         return renamed, names, numbers
 
-    def _encode_by_section(self, pieces: Sequence[Piece], whole: list[int], add_special_tokens: bool) -> list[int]:
+    def _encode_by_section(
+        self, pieces: Sequence[PromptPiece], whole: list[int], add_special_tokens: bool
+    ) -> list[int]:
         """As `encode`, for a Python tokenizer, which encodes the texts between control tokens separately.
 
         whole: its encoding of the whole prompt, returned if no text spells a control token.
@@ -158,7 +160,7 @@ class TextEncoder:
     def _as_text(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def _require_written(self, tokens: Sequence[int], pieces: Sequence[Piece]) -> None:
+    def _require_written(self, tokens: Sequence[int], pieces: Sequence[PromptPiece]) -> None:
         """Raise HeteroKVError if the tokens contain other control tokens than the template's.
 
         The unknown token is allowed, unless it is also a BOS, EOS or template token.
@@ -172,8 +174,8 @@ class TextEncoder:
             return
         names = sorted({tokenizer.convert_ids_to_tokens(token) for token in found})
         raise HeteroKVError(
-            f"the model's tokenizer can express a part of this text only by control tokens ({', '.join(names)}), by "
-            "which a text could command the model; take out what is no plain text"
+            f"the model's tokenizer can express a part of this text only by control tokens ({', '.join(names)}), with "
+            "which a text could control the model; remove the parts that are not plain text"
         )
 
 

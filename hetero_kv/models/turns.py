@@ -7,11 +7,11 @@ from typing import Any
 
 from hetero_kv.models.chat_template import rendered, thinking_variable
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
-from hetero_kv.models.text_encoding import Piece, TextEncoder
+from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
 
 #: A longer turn without a known question does not count as a question as a whole, tokens.
 LONGEST_MESSAGE = 1024
-_LINE_END = Piece("\n")
+_LINE_END = PromptPiece("\n")
 #: The tag that begins a reasoning model's thought.
 THOUGHT = "<think>"
 # A tag that is no word of the vocabulary takes several tokens.
@@ -49,11 +49,11 @@ class TurnTokens:
 
     def text(self, text: str) -> list[int]:
         """The tokens of a text alone, without a chat template and special tokens."""
-        return self._encoder.encode([Piece(text)])
+        return self._encoder.encode([PromptPiece(text)])
 
     def raw(self, text: str) -> list[int]:
         """The tokens of a text without a chat template, with the special tokens that the tokenizer puts around it."""
-        return self._encoder.encode([Piece(text)], add_special_tokens=True)
+        return self._encoder.encode([PromptPiece(text)], add_special_tokens=True)
 
     def first(self, question: str) -> list[int]:
         """The tokens of a conversation's first turn up to the start of the answer."""
@@ -83,7 +83,7 @@ class TurnTokens:
         return tokens[1:] if is_repeated else tokens
 
     def question(
-        self, turn: Sequence[int], message: str, asked: str | None = None, *, is_raw: bool = False
+        self, turn: Sequence[int], message: str, question: str | None = None, *, is_raw: bool = False
     ) -> int | None:
         """The number of a turn's last tokens that are its question and the template's text after it.
 
@@ -92,19 +92,19 @@ class TurnTokens:
         Args:
             turn: the turn's tokens, from `first`, `following` or `raw`.
             message: the turn's message.
-            asked: the question, with which the message ends; None if unknown. The whole message is then the question,
-                unless the turn has more than `LONGEST_MESSAGE` tokens.
+            question: the question, with which the message ends; None if unknown. Then the whole message is the
+                question, unless the turn has more than `LONGEST_MESSAGE` tokens.
             is_raw: whether the turn is without a chat template.
 
         Returns None if there is no question of known length.
         """
-        if asked is None:
+        if question is None:
             if len(turn) > LONGEST_MESSAGE:
                 return None
-            asked = message
-        pieces = [Piece(asked)]
+            question = message
+        pieces = [PromptPiece(question)]
         if self.tokenizer.chat_template and not is_raw:
-            messages = [*self.opening, {"role": "user", "content": asked}]
+            messages = [*self.opening, {"role": "user", "content": question}]
             pieces = rendered(self.tokenizer, messages, variables=self._variables)[-2:]
         # After a line end, as in the turn: some tokenizers encode the start of a text differently.
         end = self._encoder.encode([_LINE_END, *pieces])
@@ -135,7 +135,7 @@ def end_of_turn_ids(tokenizer: Any) -> frozenset[int]:
     except TemplateLimitError:
         raise
     except TemplateError:
-        return frozenset()  # a template with demands of its own; the metadata's tokens remain
+        return frozenset()  # the template requires another conversation; the metadata's tokens remain
     after = text.rpartition(ANSWER)[2]
     ids = tokenizer.encode(after, add_special_tokens=False)
     return frozenset(ids[:1]) & frozenset(tokenizer.added_tokens_decoder)

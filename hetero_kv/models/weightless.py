@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hetero_kv.models.boundary import refusals
+from hetero_kv.models.boundary import as_model_error
 from hetero_kv.models.config_contract import require_possible_config
 from hetero_kv.models.configuration import config_and_header
 from hetero_kv.models.errors import ModelError
@@ -57,7 +57,7 @@ def weightless_model(
         else config_and_header(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code)
     )
     name = (path.resolve().parent.name if path.name == "config.json" else path.stem) if is_config else str(name_or_path)
-    with refusals(name, f"cannot be built from its {type(config).__name__}"):
+    with as_model_error(name, f"cannot be built from its {type(config).__name__}"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         stored = WeightMap.of(model, file).stored_types(file) if file is not None else None
@@ -67,6 +67,6 @@ def weightless_model(
 def _config_in(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no configuration {str(path)!r}; check the path")
-    with refusals(repr(str(path)), "is no transformers configuration"):
+    with as_model_error(repr(str(path)), "is no transformers configuration"):
         require_possible_config(path)
         return AutoConfig.from_pretrained(str(path))

@@ -1,7 +1,7 @@
-"""What a context takes: exact bytes of the store in DRAM, and the memory where the model computes.
+"""Computes the memory of a context: the exact bytes of the store in DRAM, and the memory of the computing device.
 
-Everything here follows from the model's structure and the operators' settings; no weight is read, so a model on
-torch's meta device is enough.
+The inputs are the model's structure and the operators' settings. No weights are read, so a model on torch's meta device
+suffices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(FootprintTerm("weights", "weights"))
 WEIGHTS_IN_DRAM = register(FootprintTerm("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
-UNPACKED = register(FootprintTerm("unpacked", "room in which packed weights are unpacked (prefill)"))
+UNPACKED = register(FootprintTerm("unpacked", "buffer for unpacking weights (prefill)"))
 LAYER_KV = register(FootprintTerm("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(FootprintTerm("hidden", "hidden states and rotary tables (prefill)"))
 HIDDEN_IN_DRAM = register(
@@ -47,30 +47,30 @@ HIDDEN_IN_DRAM = register(
 )
 ACTIVATIONS = register(FootprintTerm("activations", "one chunk's activations (prefill; an estimate)"))
 
-#: What is only there while the model is loaded, or a prompt passes, or not a context's.
-PASSING = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
+#: Terms that a context does not keep: the model's own, and those of prefill.
+TRANSIENT = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
 
 # Token ids and positions, int64 each.
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What a number of tokens takes, term by term; every registered term is an attribute too, `memory.weights`.
+class MemoryUse:
+    """The memory of a number of tokens, term by term; every registered term is an attribute too (`memory.weights`).
 
-    Beside what the layers say there are these terms: `weights` of the model as they are kept, 0 where they are loaded
-    already; `layer_kv`, one layer's keys and values while the prompt prefills; `hidden`, two buffers of hidden states,
-    the rotary tables and the token ids, while the prompt prefills; `activations` of one chunk, an estimate.
+    Besides the layers' terms there are: `weights`, in the form in which they are kept, 0 if they are loaded already;
+    `layer_kv`, one layer's keys and values during prefill; `hidden`, two buffers of hidden states, the rotary tables
+    and the token ids during prefill; `activations` of one chunk, an estimate.
 
     Attributes:
-        sizes: term -> bytes; a term that nobody takes anything under may be missing.
+        sizes: term -> bytes; unused terms may be missing.
     """
 
     sizes: Mapping[FootprintTerm, int]
 
     @classmethod
-    def of(cls, shares: Iterable[MemoryShare]) -> Memory:
-        """The sums; of what is common to layers, the largest."""
+    def of(cls, shares: Iterable[MemoryShare]) -> MemoryUse:
+        """The sum of the shares; of shares that layers have in common, only the largest counts."""
         own: dict[FootprintTerm, int] = {}
         common: dict[FootprintTerm, int] = {}
         for share in shares:
@@ -87,38 +87,38 @@ class Memory:
     def __getattr__(self, name: str) -> int:
         found = next((term for term in terms() if term.name == name), None)
         if found is None:
-            raise AttributeError(f"{name!r} is no term of a footprint; known: {', '.join(t.name for t in terms())}")
+            raise AttributeError(f"{name!r} is not a term of a footprint; known: {', '.join(t.name for t in terms())}")
         return self.sizes.get(found, 0)
 
     @property
     def store(self) -> int:
-        """DRAM, whatever the model computes on: the block store, and what lies there to leave a GPU room."""
+        """DRAM on any device: the block store, and what is offloaded from a GPU."""
         return sum(size for term, size in self.sizes.items() if term.in_dram)
 
     @property
     def compute(self) -> int:
-        """Memory where the model computes: the GPU's, or more DRAM."""
+        """Memory of the computing device: the GPU's, or additional DRAM."""
         return sum(size for term, size in self.sizes.items() if not term.in_dram)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model with its rules takes, as a function of the context's length and of how many sequences there are.
+    """The memory of a model with its rules, as a function of the context's length and the number of sequences.
 
     Attributes:
         layers: the layers' caches.
-        weights: bytes that loading the model will take where it computes; 0 when it is loaded.
-        weights_in_dram: bytes that loading it will take in DRAM, under a GPU that has no room for all.
-        element: bytes of one number where the model computes.
+        weights: bytes of weights that are still to be loaded on the computing device; 0 for a loaded model.
+        weights_in_dram: bytes of weights that are still to be loaded into DRAM, because a GPU is too small for them.
+        element: bytes of a number on the computing device.
         chunk_size: tokens per prefill chunk.
-        hidden_size, rotary_dim: of the model.
-        heads: of queries.
+        hidden_size, rotary_dim: the model's.
+        heads: the number of query heads.
         activations: bytes per token of a chunk, an estimate.
         on_gpu: whether the model computes on a GPU.
-        hidden_device: the setting; "gpu" where hidden states cannot lie in DRAM.
-        keeps_tables: whether rotary tables lie on the GPU all the same.
-        unpacked: bytes of the room on a GPU in which packed weights are unpacked.
-        tiles: whether prompts are attended to by tiles in float32 on a GPU.
+        hidden_device: the setting; "gpu" if hidden states cannot be in DRAM.
+        keeps_tables: whether rotary tables stay on the GPU even then.
+        unpacked: bytes of the buffer on a GPU into which packed weights are unpacked.
+        tiles: whether prompts attend by float32 tiles on a GPU.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -146,13 +146,13 @@ class Footprint:
         stored: Mapping[str, str] | None = None,
         gpu: int | None = None,
     ) -> Footprint:
-        """Of an injected model, loaded or on the meta device.
+        """The footprint of an injected model, loaded or on the meta device.
 
         Args:
-            dtype: the number type it will be loaded with; None for the one it has.
-            on_gpu: whether it will compute on a GPU; None for where it is.
-            stored: parameter -> the quantized type that its file holds; None where it holds numbers.
-            gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
+            dtype: the dtype that it will be loaded with; None for its present one.
+            on_gpu: whether it will compute on a GPU; None for its present device.
+            stored: parameter -> the quantized type in its file; None if the file is not quantized.
+            gpu: free memory of the GPU before the model is loaded, bytes; None if unknown.
         """
         model: Any = injection.model
         config = attention_module.text_config(model)
@@ -185,17 +185,17 @@ class Footprint:
 
     @property
     def bytes_per_token(self) -> BytesPerToken:
-        """The store's, over all layers."""
+        """The store's bytes per token over all layers."""
         return sum((layer.stored for layer in self.layers), BytesPerToken())
 
-    def memory(self, tokens: int, batch: int = 1, forks: int = 0, stored: int = 0) -> Memory:
-        """What a context takes at its peak, when a prompt up to that length has prefilled its last layer.
+    def memory(self, tokens: int, batch: int = 1, forks: int = 0, stored: int = 0) -> MemoryUse:
+        """The peak memory of a context, when a prompt up to that length prefills its last layer.
 
         Args:
-            tokens: of each sequence.
+            tokens: the length of each sequence.
             batch: sequences that are processed together.
-            forks: of the cache, each grown to `tokens` with nothing shared.
-            stored: tokens of each sequence that are there already, so that the longest prompt has the others.
+            forks: forks of the cache, each grown to `tokens` without shared blocks.
+            stored: tokens of each sequence that are stored already; the longest prompt has the others.
         """
         prompt = max(1, tokens - stored)
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
@@ -212,16 +212,16 @@ class Footprint:
                 ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))
             ),
         )
-        # Layers prefill one after the other.
+        # Layers prefill one after the other, so the largest counts.
         whole = (
             MemoryShare(LAYER_KV, batch * layer.kv_bytes(tokens, demand), common=True)
             for layer in self.layers
             if layer.prefills_whole
         )
-        return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
+        return MemoryUse.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
 
     def _hidden(self, tokens: int, forward_tokens: int, batch: int) -> Iterator[MemoryShare]:
-        """Hidden states of a prompt, its rotary tables, token ids and positions."""
+        """The hidden states of a prompt, its rotary tables, token ids and positions."""
         tables = batch * forward_tokens * 2 * self.rotary_dim * self.element
         ids = batch * forward_tokens * _ID_BYTES
         walks = self.on_gpu and not any(layer.passes_in_strides for layer in self.layers)
@@ -229,13 +229,13 @@ class Footprint:
             yield MemoryShare(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
             return
         on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)
-        # Of the tables, chunks of two layers' arguments; those that the model made, and the copies that are locked.
+        # Three chunks of the tables: two layers' arguments, and the locked copies; then the tables that the model made.
         chunk_of_tables = batch * self.chunk_size * 2 * self.rotary_dim * self.element
         yield MemoryShare(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
         yield MemoryShare(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
 
     def _attention_tiles(self, tokens: int, chunk_tokens: int) -> int:
-        """Of a tile of queries and keys in float32: scores and two tensors made of them, vectors, results."""
+        """Bytes of one float32 tile: the scores and two tensors of their shape, queries, keys, values and results."""
         if not (self.on_gpu and self.tiles):
             return 0
         queries, keys = min(chunk_tokens, QUERY_TILE), min(tokens, KEY_TILE)
@@ -245,23 +245,23 @@ class Footprint:
 
 
 def _lacks_kernels(engine: EngineSettings) -> bool:
-    """Whether torch alone is to compute attention, or Triton is not there."""
+    """Whether only torch computes attention, by the setting or because Triton is missing."""
     return engine.attention_backend == "torch" or missing("triton") is not None
 
 
 def _wants_tiles(config: Any) -> bool:
-    """Whether the flash attention of torch lacks what the model's attention has."""
+    """Whether the model's attention has soft-capping or windows, which torch's flash attention lacks."""
     return bool(getattr(config, "attn_logit_softcapping", None)) or any(attention_module.own_windows(config))
 
 
 def _obstacles(injection: Planned) -> bool:
-    """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
+    """Whether a module that runs the layers cannot keep hidden states in DRAM."""
     walkers = [module for module in injection.model.modules() if decoder_layers(module)]
     return not walkers or any(obstacle(module) is not None for module in walkers)
 
 
 def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
-    """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
+    """The footprint of each layer: its operator's, or that of transformers' cache for a layer without one."""
     modules = injection.model.modules()
     attentions = {module.layer_idx: module for module in modules if attention_module.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
@@ -281,16 +281,16 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
 
 
 def _most(config: Any, name: str) -> int:
-    """A setting; the largest where each layer has its own (Gemma 3n, Hunyuan); 0 where there is none."""
+    """A setting of the model; the largest if layers have their own (Gemma 3n, Hunyuan); 0 without it."""
     value = getattr(config, name, None) or 0
     return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
-    """Bytes per token of a chunk at the peak of a layer, an estimate: attention or MLP, whichever takes more."""
+    """An estimate of a layer's peak in bytes per token of a chunk: the larger of attention and MLP."""
     heads, hidden = config.num_attention_heads, config.hidden_size
-    # The normed input, queries before and after rotation, keys and values repeated for the group, the output, and the
-    # float32 partial results that are merged.
+    # The normed input, queries before and after RoPE, keys and values repeated for the group, the output, and float32
+    # partial results before they are merged.
     attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim
     width = _most(config, "intermediate_size") or 4 * hidden
     active = _most(config, "num_experts_per_tok")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hetero_kv.errors import OutOfMemoryError, is_out_of_memory, said_briefly
+from hetero_kv.errors import OutOfMemoryError, brief_error, is_out_of_memory
 from hetero_kv.planning.plan import Plan
 
 
@@ -36,12 +36,12 @@ def ran_out_of_memory(
     except (MemoryError, RuntimeError) as another:
         if not is_out_of_memory(another):
             raise
-        room = "too little to plan what would fit: free some, or shorten the input"
+        room = "too little to plan a length that fits: free some, or shorten the input"
     else:
         room = f"{_free(plan)}; {_remedy(fitting, stored, tokens, capacity)}"
     return OutOfMemoryError(
-        f"memory ran out ({said_briefly(error)}): {tokens} tokens were to be added to the {stored} that are stored, "
-        f"and none were; free is {room}, or set chunk_size to less than {chunk_size}"
+        f"memory ran out ({brief_error(error)}): none of {tokens} tokens was added to the {stored} stored ones; free "
+        f"is {room}, or set chunk_size to less than {chunk_size}"
     )
 
 
@@ -51,11 +51,11 @@ def _free(plan: Plan) -> str:
 
 
 def _remedy(fitting: int, stored: int, tokens: int, capacity: int | None) -> str:
-    """The remedy, given that a context of `fitting` tokens fits."""
+    """The remedy if a context of `fitting` tokens fits."""
     if stored + tokens <= fitting < (capacity or 0):
-        return f"max_seq_len is {capacity}, for which there are to be blocks: set max_seq_len to {fitting}"
+        return f"blocks for max_seq_len {capacity} need more: set max_seq_len to {fitting}"
     if stored + tokens <= fitting:
-        return "as much as they take by the plan, so that something else took it meanwhile: try again"
+        return "which suffices by the plan, so another program took memory in the meantime: try again"
     if fitting > stored:
         return f"shorten the input to about {fitting - stored} tokens, or set max_seq_len to {fitting}"
     return "no more tokens fit: begin a new conversation, take a smaller model"

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
-from hetero_kv.planning.footprint import PASSING, Footprint, Memory
+from hetero_kv.planning.footprint import TRANSIENT, Footprint, MemoryUse
 from hetero_kv.planning.free_memory import free_dram, free_gpu, limits_addresses
 from hetero_kv.planning.planned import Planned
 
 __all__ = [
     "RESERVE",
     "Footprint",
-    "Memory",
+    "MemoryUse",
     "OutOfMemoryError",
     "Plan",
     "beyond_training",
@@ -76,7 +76,7 @@ class Plan:
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
         return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved)
 
-    def memory(self, tokens: int) -> Memory:
+    def memory(self, tokens: int) -> MemoryUse:
         """The memory of contexts of `tokens`, term by term."""
         return self.footprint.memory(tokens, self.batch, self.forks, self.resident.tokens)
 
@@ -90,19 +90,19 @@ class Plan:
         store = max(0, memory.store - self.resident.mapped) * (1 + self.reserved.waiting)
         return store if self.footprint.on_gpu else store + memory.compute
 
-    def kept_in_dram(self, tokens: int) -> int:
+    def resident_dram(self, tokens: int) -> int:
         """DRAM that contexts of `tokens` keep outside prefill, bytes."""
         memory, on_gpu = self.memory(tokens), self.footprint.on_gpu
         sizes = memory.sizes.items()
-        kept = sum(size for term, size in sizes if term not in PASSING and (term.in_dram or not on_gpu))
+        kept = sum(size for term, size in sizes if term not in TRANSIENT and (term.in_dram or not on_gpu))
         return max(0, kept - self.resident.mapped)
 
-    def is_crowded(self, wanted: int | str) -> bool:
-        """Whether `wanted` tokens ("auto": the model's context length) do not fit beside other caches' reservations."""
+    def is_crowded(self, requested: int | str) -> bool:
+        """Whether other caches' reservations leave too little for `requested` tokens ("auto": the context length)."""
         if self.reserved == NOTHING_RESERVED:
             return False
-        return not (self if wanted == "auto" else self._alone()).fits(
-            self.context_length if wanted == "auto" else int(wanted)
+        return not (self if requested == "auto" else self._alone()).fits(
+            self.context_length if requested == "auto" else int(requested)
         )
 
     def _alone(self) -> Plan:
@@ -150,39 +150,39 @@ def beyond_training(tokens: int, context_length: int) -> str | None:
     if tokens <= context_length:
         return None
     return (
-        f"{tokens:,} tokens are more than the {context_length:,} that the model was made for: beyond these its answers "
-        "get worse, or senseless"
+        f"{tokens:,} tokens exceed the {context_length:,} that the model was trained for; beyond these its answers "
+        "degrade"
     )
 
 
-def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
+def resolve_max_seq_len(requested: int | str, plan: Plan) -> int:
     """The capacity in tokens for the setting `max_seq_len`.
 
     Args:
-        wanted: the setting: tokens, or "auto". "auto" is the lesser of the model's context length and what fits; other
-            caches with "auto" that are still empty get an equal share of the free memory.
+        requested: the setting: tokens, or "auto". "auto" is the lesser of the model's context length and what fits;
+            other caches with "auto" that are still empty get an equal share of the free memory.
 
     Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
     """
-    if wanted == "auto" and (share := plan.largest()):
+    if requested == "auto" and (share := plan.largest()):
         return min(plan.context_length, share)
     plan = plan._alone()
-    if wanted != "auto" and plan.fits(int(wanted)):
-        return int(wanted)
+    if requested != "auto" and plan.fits(int(requested)):
+        return int(requested)
     largest = plan.largest()
-    if wanted == "auto" and largest:
+    if requested == "auto" and largest:
         return min(plan.context_length, largest)
-    tokens = 1 if wanted == "auto" else int(wanted)
+    tokens = 1 if requested == "auto" else int(requested)
     remedies = [f"max_seq_len {largest}"] if largest else []
     batches = [(replace(plan, batch=n), f"a batch of {n}") for n in range(1, plan.batch)]
     forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
     for smaller in (batches, forks):
         remedies += [text for fewer, text in smaller if fewer.fits(tokens)][-1:]
     nothing = "not even one token fits: " + (
-        "reset or drop others, or give each a max_seq_len" if plan.reserved.caches else "take a smaller model"
+        "reset or drop other caches, or give each a max_seq_len" if plan.reserved.caches else "take a smaller model"
     )
     remedy = f"{', or '.join(remedies)} would fit" if remedies else nothing
-    raise OutOfMemoryError(f"max_seq_len is {wanted}: {_lacking(plan, tokens)}; {remedy}")
+    raise OutOfMemoryError(f"max_seq_len is {requested}: {_lacking(plan, tokens)}; {remedy}")
 
 
 def _lacking(plan: Plan, tokens: int) -> str:
@@ -193,10 +193,10 @@ def _lacking(plan: Plan, tokens: int) -> str:
     sequences = plan.batch * (1 + plan.forks)
     what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
     others = plan.reserved
-    taken = ""
+    reserved_note = ""
     if others.caches and of == "DRAM":
-        taken = f"beside {others.size / 1e9:.2f} GB that {others.caches} other caches of this process are to have "
+        reserved_note = f"besides {others.size / 1e9:.2f} GB reserved by {others.caches} other caches of this process "
     return (
         f"{what} take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
-        f"{taken}({RESERVE:.0%} of what is free beside the weights is kept in reserve)"
+        f"{reserved_note}({RESERVE:.0%} of the free memory, less the weights, is kept in reserve)"
     )

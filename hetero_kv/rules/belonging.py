@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from hetero_kv.rules.injection import Injection
 
 _ANEW = "make one with HeteroCache(model)"
-_ALONG = "cache.save(path) and HeteroCache.load(path, model) take its tokens along where the new rules store them alike"
+_ALONG = (
+    "cache.save(path) and HeteroCache.load(path, model) keep its tokens if the new rules store them in the same way"
+)
 
 
 def require_own(made: Injection, now: Injection) -> None:
@@ -29,11 +31,11 @@ def stray_cache(made: Injection) -> HeteroKVError:
     name = described(made.model)
     if made.is_in_place:
         return HeteroKVError(
-            f"the HeteroCache of {name} was given to a model without its rules (another one, or a part that was called "
-            f"by itself); pass it to the injected model, or inject this one and {_ANEW}"
+            f"the HeteroCache of {name} was passed to a model without its rules (another model, or a part that was "
+            f"called alone); pass it to the injected model, or inject this one and {_ANEW}"
         )
     return HeteroKVError(
-        f"the HeteroCache was given to a model without its rules: those of {name}, which it was made under, have been "
+        f"the HeteroCache was passed to a model without its rules: those of {name}, under which it was made, have been "
         "ejected; leave past_key_values out for the untouched model, or inject the rules again and "
         f"{_ANEW}. {_ALONG[0].upper()}{_ALONG[1:]}"
     )
@@ -42,7 +44,7 @@ def stray_cache(made: Injection) -> HeteroKVError:
 def difference(made: Injection, now: Injection) -> str | None:
     """Describes the first difference in model, operators or settings between `made` and `now`; None if equal."""
     if made.model is not now.model:
-        return f"it was made for another one, {described(made.model)}, and this is {described(now.model)}"
+        return f"it was made for {described(made.model)}, and this is {described(now.model)}"
     for path in dict.fromkeys([*made.operators, *now.operators]):
         before, after = (each.operators.get(path) for each in (made, now))
         if before is None or after is None or type(before) is not type(after):

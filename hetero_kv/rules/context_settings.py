@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hetero_kv.contexts.settings import ContextSettings
-from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSource, in_force
 from hetero_kv.rules.settings_file import read_context_settings
 
 S = TypeVar("S", bound=ContextSettings)
@@ -17,5 +17,5 @@ def context_settings(cls: type[S], flags: Mapping[str, Any]) -> S:
 
     Raises ConfigError for a mistake in the flags or in the settings file.
     """
-    sources = [Given(COMMAND_LINE, flags), Given(SETTINGS_FILE, read_context_settings())]
+    sources = [SettingsSource(COMMAND_LINE, flags), SettingsSource(SETTINGS_FILE, read_context_settings())]
     return in_force(cls, sources, where="contexts").settings

@@ -44,19 +44,19 @@ def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterabl
     for name, value in settings.items():
         takers = [each for each in distinct if name in each.sources]
         sources = sorted({each.sources[name] for each in takers})
-        is_meant = any(source == COMMAND_LINE or source.startswith(f"{file}: ") for source in sources)
-        if takers and not is_meant and all(getattr(each.settings, name) != value for each in takers):
+        is_intended = any(source == COMMAND_LINE or source.startswith(f"{file}: ") for source in sources)
+        if takers and not is_intended and all(getattr(each.settings, name) != value for each in takers):
             place = located(f"{file}: long_context", settings, name)
             raise ConfigError(
-                f"{place}: {name} has no effect here: kwargs count for more, and {', '.join(sources)} gives it; give "
-                "it in kwargs of a rule of your own, or as a flag"
+                f"{place}: {name} has no effect here: kwargs win, and {', '.join(sources)} sets it; set it in the "
+                "kwargs of a rule in this file, or as a flag"
             )
 
 
 def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
     takers = [owner for owner in known if name in setting_names(owner.settings)]
     with_settings = [owner for owner in in_place if setting_names(owner.settings)]
-    instead = f"puts in {labels(with_settings, known)}" if with_settings else "puts in no operator that has settings"
+    instead = f"injects {labels(with_settings, known)}" if with_settings else "injects no operator with settings"
     meaning = f"it is a setting of {labels(takers, known)}, and" if takers else "no operator has such a setting;"
     return f"{name} has no effect here: {meaning} {rules} {instead}"
 

@@ -73,8 +73,8 @@ class PutForward:
         """Raise InjectionError if other code has replaced the forward since."""
         if self.holder.__dict__.get("forward") is not self.forward:
             raise InjectionError(
-                f"the forward of {type(self.holder).__name__} was replaced after inject; take that back first "
-                "(accelerate.hooks.remove_hook_from_module, say), then call hetero_kv.eject(model)"
+                f"the forward of {type(self.holder).__name__} was replaced after inject; undo that first "
+                "(e.g. accelerate.hooks.remove_hook_from_module), then call hetero_kv.eject(model)"
             )
 
     def take_away(self) -> None:
@@ -173,12 +173,11 @@ class Injection:
         """The capacity in tokens.
 
         Args:
-            wanted: the requested capacity; None for the setting `max_seq_len`.
+            requested: the requested capacity; None for the setting `max_seq_len`.
             batch: sequences that are processed together, each with this capacity.
             forks: forks of the cache, each with this capacity too.
-            held: the resident prefix of the sequences.
-            own: the store of the cache that is planned, beside which the other caches of this process keep their
-                reservations; None counts no reservations.
+            resident: the resident prefix of the sequences.
+            own: the store of the planned cache; reservations of other caches count as used. None ignores reservations.
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
@@ -197,7 +196,7 @@ class Injection:
                 gc.collect()
                 plan = Plan.of(self, batch, forks, resident, reserved_by_others(own))
             capacity = resolve_max_seq_len(length, plan)
-            return Store(capacity, forks, plan.kept_in_dram(capacity), is_auto=length == "auto")
+            return Store(capacity, forks, plan.resident_dram(capacity), is_auto=length == "auto")
 
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int
@@ -253,7 +252,7 @@ class Injection:
             if operator.layer_idx >= len(layers):
                 raise InjectionError(
                     f"the model's config has {len(layers)} layers (num_hidden_layers), and {operator.path} is layer "
-                    f"{operator.layer_idx}: layers were taken out since inject; call hetero_kv.eject(model) before that"
+                    f"{operator.layer_idx}: layers were removed after inject; call hetero_kv.eject(model) before that"
                 )
             layers[operator.layer_idx] = operator.new_cache_layer()
         return layers
@@ -312,8 +311,8 @@ def inject(
     for path, (rule, _) in plan.items():
         if isinstance(model.get_submodule(path), QuantizedModule):
             raise InjectionError(
-                f"{rule.title}: the weights of {path} stay packed beneath all rules; leave weights auto, or have the "
-                "model unpacked (hetero-kv eval --unpacked)"
+                f"{rule.title}: the weights of {path} stay packed under all rules; leave weights auto, or unpack the "
+                "model (hetero-kv eval --unpacked)"
             )
     backend = engine.settings.attention_backend
     if lacking := missing(backend):
@@ -441,8 +440,8 @@ def _require_in_place(model: nn.Module, injection: Injection) -> None:
             there = None
         if there is not operator:
             raise InjectionError(
-                f"{path} is {'gone' if there is None else 'a ' + type(there).__name__} since inject, which put "
-                f"{type(operator).__name__} there; take that back, then call hetero_kv.eject(model)"
+                f"{path} is {'missing' if there is None else 'a ' + type(there).__name__}, where inject put "
+                f"{type(operator).__name__}; undo that, then call hetero_kv.eject(model)"
             )
         operator.require_removable()
 

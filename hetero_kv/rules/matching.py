@@ -100,15 +100,15 @@ def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, 
         return
     for path, module in modules.items():
         if is_recurrent(module):
-            missing = "nobody would carry its state from chunk to chunk; add a rule for the layer"
+            missing = "its state is not carried from chunk to chunk; add a rule for the layer"
         elif attention_module.is_attention(module):
-            missing = "nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+            missing = "its causal mask is not built; add a rule for the layer, or replace the attention too"
         else:
             continue
         if any(path == r or path.startswith(f"{r}.") for r in replaced):
             continue
         if not any(path.startswith(f"{layer}.") for layer in chunked):
             raise InjectionError(
-                f"{path} ({type(module).__name__}) is left as it is, but its layer is no ChunkedDecoderLayer, "
-                f"so that {missing}"
+                f"{path} ({type(module).__name__}) is not replaced, but its layer is not a ChunkedDecoderLayer, so "
+                f"{missing}"
             )

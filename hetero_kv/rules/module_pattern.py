@@ -47,13 +47,13 @@ class ModulePattern:
         # Not repr, which would double the backslashes that the user wrote.
         named = f"name '{self.pattern[:MOST_CHARACTERS]}'"
         if len(self.pattern) > MOST_CHARACTERS:
-            raise ConfigError(f"{named} goes on to {len(self.pattern):,} characters; {MOST_CHARACTERS} are the most")
+            raise ConfigError(f"{named} has {len(self.pattern):,} characters; the limit is {MOST_CHARACTERS}")
         bare = _ESCAPES_AND_SETS.sub("", self.pattern)
         if _depth(bare) > MOST_GROUPS_DEEP:
-            raise ConfigError(f"{named} has groups more than {MOST_GROUPS_DEEP} deep; write it flatter")
+            raise ConfigError(f"{named} nests groups more than {MOST_GROUPS_DEEP} deep; nest fewer")
         if _repeats(bare) > MOST_REPEATS:
             raise ConfigError(
-                f"{named} repeats more than {MOST_REPEATS:,} times; write * or + for as often as there is"
+                f"{named} repeats more than {MOST_REPEATS:,} times; write * or + for any number of repeats"
             )
         try:
             with warnings.catch_warnings():
@@ -88,8 +88,8 @@ class ModulePattern:
         self.time.left -= time.thread_time() - before
         if self.time.left < 0:
             raise ConfigError(
-                f"name '{self.pattern}' takes too long to be searched, at last in {shown(path)}; write it without "
-                "repeats within repeats"
+                f"name '{self.pattern}' takes too long to search, last in {shown(path)}; write it without nested "
+                "repeats"
             )
         return found is not None
 

@@ -40,7 +40,7 @@ class NamedConfig:
         Raises:
             ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules has.
         """
-        return self.rules.with_effect(flags, where=COMMAND_LINE, beside=self.settings) | self.settings
+        return self.rules.with_effect(flags, where=COMMAND_LINE, override=self.settings) | self.settings
 
 
 def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:
@@ -62,7 +62,7 @@ def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"{where}: {assignment!r} is no setting; write FILE:setting=value")
+            raise ConfigError(f"{where}: {assignment!r} is not a setting; write FILE:setting=value")
         settings[key] = value if takes_any_text(classes, key) else scalar(value)
     name = ":".join((Path(file).stem, *assignments))
     return NamedConfig(name, rules, rules.with_effect(settings, where=where))

@@ -72,8 +72,8 @@ def _untrusted(name: str, package: str) -> str:
     near = nearest_spelling(name, [f"{operators.__name__}.{key}" for key in _known()])
     module = shown(package).strip("'\"")
     return (
-        f"class {shown(name)} is code of a module that is not trusted, and was not imported; read it, then give "
-        f"--trust_rules {module}, or name it in trust_rules of the settings file or of inject and load_rules{near}"
+        f"class {shown(name)} is in a module that is not trusted, and was not imported; read its code, then give "
+        f"--trust_rules {module}, or name it in trust_rules of the settings file, inject or load_rules{near}"
     )
 
 

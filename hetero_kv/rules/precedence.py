@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Given:
+class SettingsSource:
     """The settings from one source.
 
     Attributes:
@@ -33,7 +33,7 @@ class Given:
 
     source: str
     settings: Mapping[str, Any]
-    is_meant: bool = True
+    is_strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class InForce(Generic[S]):
     sources: dict[str, str]
 
 
-def value_of(name: str, given: Sequence[Given]) -> Any:
-    """The value of one setting in the first of `given` that sets it, highest precedence first; None if none does."""
-    return next((one.settings[name] for one in given if name in one.settings), None)
+def value_of(name: str, by_precedence: Sequence[SettingsSource]) -> Any:
+    """The value of one setting in the first of `by_precedence` that sets it; None if none does."""
+    return next((one.settings[name] for one in by_precedence if name in one.settings), None)
 
 
-def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
-    """The settings `cls`, from `given` with the highest precedence first; keys that `cls` lacks are ignored.
+def in_force(cls: type[S], by_precedence: Sequence[SettingsSource], *, where: str) -> InForce[S]:
+    """The settings `cls` from `by_precedence`, highest first; keys that `cls` lacks are ignored.
 
     Raises:
         ConfigError: an invalid value, named with its source, or values that exclude each other, named with `where` and
@@ -62,12 +62,12 @@ def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
     """
     values: dict[str, Any] = {}
     sources = dict.fromkeys(setting_names(cls), DEFAULT)
-    for one in given:
+    for one in by_precedence:
         for name in (name for name in one.settings if name in sources and name not in values):
             try:
                 values |= canonical((cls,), {name: one.settings[name]}, where=one.source)
             except ConfigError:
-                if one.is_meant:
+                if one.is_strict:
                     raise
                 continue
             sources[name] = one.source

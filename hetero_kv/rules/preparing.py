@@ -23,8 +23,8 @@ _logger = logging.getLogger(__name__)
 #: Seconds after which the log explains the wait; loading compiled kernels from the disk takes less.
 _LONG = 2.0
 _WHAT_TAKES_LONG = (
-    "kernels for this model and method are being compiled, before the first answer; they are kept on the disk for the "
-    "next time. hetero_kv.load_model(name, config=...) compiles them while it loads the model"
+    "compiling kernels for this model and method before the first answer; they are stored on disk for the next time. "
+    "hetero_kv.load_model(name, config=...) compiles them while it loads the model"
 )
 
 
@@ -66,7 +66,7 @@ class Preparation:
             try:
                 self._compile(logging.WARNING)
             except Exception as error:
-                _logger.warning("kernels are compiled as they are needed, not before the first answer: %s", error)
+                _logger.warning("kernels are compiled on first use, not before the first answer: %s", error)
                 self.is_done = True
 
     def skip(self) -> None:
@@ -123,7 +123,7 @@ class Preparation:
         began, has_logged = time.monotonic(), False
         with passing_line("preparing kernels") if progress is None else nullcontext(lambda _: None) as show:
             for number, step in enumerate(steps):
-                show(f"preparing kernels, {number} of {len(steps)} modules; the first time they are compiled")
+                show(f"preparing kernels, {number} of {len(steps)} modules; the first time they must be compiled")
                 step()
                 if progress is not None:
                     progress("preparing kernels", number + 1, len(steps))

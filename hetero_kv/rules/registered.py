@@ -14,7 +14,7 @@ from hetero_kv.engine.statistics import Statistic
 from hetero_kv.store import storage
 
 
-class Entry(NamedTuple):
+class RegisteredName(NamedTuple):
     """A registered operator, policy or storage type: its name in YAML, and one line about it."""
 
     name: str
@@ -37,13 +37,17 @@ def _is_abstract(cls: type) -> bool:
     return any(getattr(member, "__isabstractmethod__", False) for _, member in inspect.getmembers_static(cls))
 
 
-def registered() -> dict[str, list[Entry]]:
+def registered() -> dict[str, list[RegisteredName]]:
     """The registered entries by kind; each kind's title includes the YAML key that names it."""
     classes = operator_classes()
-    known = {"Operators (class)": [Entry(name, cls.meaning) for name, cls in classes.items()]}
+    known = {"Operators (class)": [RegisteredName(name, cls.meaning) for name, cls in classes.items()]}
     for cls in classes.values():
-        known |= {kind: [Entry(*entry) for entry in pieces.items()] for kind, pieces in cls.registries().items()}
-    return known | {"Storage types (kv_type)": [Entry(name, storage.get(name).meaning) for name in storage.names()]}
+        known |= {
+            kind: [RegisteredName(*entry) for entry in pieces.items()] for kind, pieces in cls.registries().items()
+        }
+    return known | {
+        "Storage types (kv_type)": [RegisteredName(name, storage.get(name).meaning) for name in storage.names()]
+    }
 
 
 def layer_statistics() -> Mapping[str, Statistic]:

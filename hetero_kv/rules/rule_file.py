@@ -102,12 +102,12 @@ def _load(path: Path, reading: _Reading) -> RuleSet:
     path, chain, loaded = path.resolve(), reading.chain, reading.loaded
     if path in chain:
         links = " -> ".join(recipes.display(link) for link in (*chain[chain.index(path) :], path))
-        raise ConfigError(f"{recipes.display(chain[-1])}: extends: circular: {links}; take one of these out")
+        raise ConfigError(f"{recipes.display(chain[-1])}: extends: circular: {links}; remove one of these")
     if path in loaded:
         return RuleSet(path, loaded[path], ())
     if len(loaded) + len(chain) >= MOST_EXTENDED:
         raise ConfigError(
-            f"{recipes.display(chain[-1])}: extends: more than {MOST_EXTENDED} files in all; leave some out"
+            f"{recipes.display(chain[-1])}: extends: more than {MOST_EXTENDED} files in total; leave some out"
         )
     found = _rule_set(read_yaml(path, reading.source), path, replace(reading, chain=(*chain, path)))
     loaded[path] = found.file
@@ -118,7 +118,7 @@ def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
     source = reading.source
     # The user chose the first file; an extended one may be any file, so the error shows none of its content.
     if len(reading.chain) > 1 and not _may_be_rules(document):
-        raise ConfigError(f"{source}: this file is extended, and holds no rules; give one with {', '.join(_TOP_LEVEL)}")
+        raise ConfigError(f"{source}: an extended file must have rules; give one with {', '.join(_TOP_LEVEL)}")
     if isinstance(document, list):
         document = {"rules": document}
     document = _mapping(document, source, _TOP_LEVEL, "the file")
@@ -127,7 +127,7 @@ def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
         raise ConfigError(f"{located(source, document, 'rules')}: rules is {shown(listed)}; it must be a list of rules")
     if len(listed) > MOST_RULES:
         raise ConfigError(
-            f"{source}: {len(listed):,} rules; a file may have {MOST_RULES:,}: have one match several modules"
+            f"{source}: {len(listed):,} rules; a file may have {MOST_RULES:,}: let one rule match several modules"
         )
     own = [_rule(each, f"{source}: rule {number}", reading) for number, each in enumerate(listed, start=1)]
     parents = [_load(each, reading.of_parent(each)) for each in _parents(document, source, path)]
@@ -165,7 +165,7 @@ def _parents(document: Mapping[str, Any], source: str, path: Path | None) -> lis
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where} is {shown(extends)}; it must be a file name or a list of file names")
     if len(names) > MOST_EXTENDED:
-        raise ConfigError(f"{where} names {len(names):,} files; {MOST_EXTENDED} are the most")
+        raise ConfigError(f"{where} names {len(names):,} files; the limit is {MOST_EXTENDED}")
     return [_parent(name, where, source, path) for name in names]
 
 
@@ -173,7 +173,7 @@ def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
     """The file `name`, relative to the rules at `path`, or packaged."""
     found = recipes.find(name, path.parent if path else Path())
     if found is None:
-        folder = f"beside {source} " if path else ""
+        folder = f"in the folder of {source} " if path else ""
         near = nearest_spelling(Path(name).stem, recipes.names())
         raise ConfigError(
             f"{where}: there is no {shown(name)} {folder}or in the package{near}; packaged: "
@@ -181,7 +181,7 @@ def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
         )
     # The suffix of a link's target counts, since the target is read.
     if found.resolve().suffix not in SUFFIXES:
-        raise ConfigError(f"{where}: {shown(name)} is no YAML file; its name must end in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"{where}: {shown(name)} is not a YAML file; its name must end in {' or '.join(SUFFIXES)}")
     return found
 
 

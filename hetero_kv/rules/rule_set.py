@@ -15,7 +15,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.rules.effect import require_effect, with_effect
 from hetero_kv.rules.module_pattern import ModulePattern
 from hetero_kv.rules.owners import Owner, owner_in_place, owners_of, registered_owners
-from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, InForce, in_force, value_of
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, InForce, SettingsSource, in_force, value_of
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
@@ -129,8 +129,8 @@ class RuleSet:
         self, *, command_line: Mapping[str, Any] | None = None, settings_file: Mapping[str, Any] | None = None
     ) -> InForce[EngineSettings]:
         """The engine's settings in force, with their sources. Raises ConfigError."""
-        given = [Given(COMMAND_LINE, command_line or {}), *self._files(settings_file)]
-        return in_force(EngineSettings, given, where=self.file.name)
+        by_precedence = [SettingsSource(COMMAND_LINE, command_line or {}), *self._files(settings_file)]
+        return in_force(EngineSettings, by_precedence, where=self.file.name)
 
     def engine_settings(
         self, *, command_line: Mapping[str, Any] | None = None, settings_file: Mapping[str, Any] | None = None
@@ -168,18 +168,20 @@ class RuleSet:
         operator = rule.operator
         if operator is None or operator.settings_class is None:
             return InForce(None, {})
-        flags, files = Given(COMMAND_LINE, command_line or {}), self._files(settings_file)
-        kwargs = [Given(each.source, each.kwargs) for each in (rule, *parents)]
+        flags, files = SettingsSource(COMMAND_LINE, command_line or {}), self._files(settings_file)
+        kwargs = [SettingsSource(each.source, each.kwargs) for each in (rule, *parents)]
         chosen_by = operator.chosen_by
         choice = value_of(chosen_by, [flags, *kwargs, *files]) if chosen_by else None
         cls = operator.settings_class_for({} if choice is None else {chosen_by: choice}) or operator.settings_class
         if chosen_by is not None:
             chosen = [value_of(chosen_by, [*kwargs[place:], *files]) for place in range(len(kwargs))]
-            kwargs = [Given(one.source, one.settings, own == choice) for one, own in zip(kwargs, chosen, strict=True)]
+            kwargs = [
+                SettingsSource(one.source, one.settings, own == choice) for one, own in zip(kwargs, chosen, strict=True)
+            ]
         owner = Owner(operator.__name__, chosen_by, choice, cls, operator.settings_class)
         known = registered_owners([operator])
         for one in kwargs:
-            if one.is_meant:
+            if one.is_strict:
                 require_effect(one.settings, [owner], known, where=f"{one.source}: kwargs", rules="the rule")
         return in_force(cls, [flags, *kwargs, *files], where=rule.title)
 
@@ -248,18 +250,18 @@ class RuleSet:
         return registered_owners(rule.operator for rule in self.rules if rule.operator)
 
     def with_effect(
-        self, settings: Mapping[Any, Any], *, where: str, beside: Mapping[str, Any] | None = None
+        self, settings: Mapping[Any, Any], *, where: str, override: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """`settings` by canonical name, checked against the rules' operators.
 
         Args:
             where: the place that errors name.
-            beside: other settings that win over the rules; they may choose another policy.
+            override: other settings that win over the rules; they may choose another policy.
 
         Raises:
             ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules has.
         """
-        in_place = self.owners({**settings, **(beside or {})})
+        in_place = self.owners({**settings, **(override or {})})
         return with_effect(settings, in_place, self.known_owners(), where=where, rules=self.file.name)
 
     def require_effect(
@@ -291,10 +293,12 @@ class RuleSet:
         known = self.known_owners()
         require_effect(self.file.long_context, in_place, known, where=where, rules=self.file.name)
 
-    def _files(self, settings_file: Mapping[str, Any] | None) -> list[Given]:
-        own = Given(f"{self.file.name}: long_context", self.file.long_context)
-        extended = [Given(f"{file.name}: long_context", file.long_context, False) for file in self.file.extends]
-        return [own, *extended, Given(SETTINGS_FILE, settings_file or {}, False)]
+    def _files(self, settings_file: Mapping[str, Any] | None) -> list[SettingsSource]:
+        own = SettingsSource(f"{self.file.name}: long_context", self.file.long_context)
+        extended = [
+            SettingsSource(f"{file.name}: long_context", file.long_context, False) for file in self.file.extends
+        ]
+        return [own, *extended, SettingsSource(SETTINGS_FILE, settings_file or {}, False)]
 
     def _reachable(self) -> Iterator[Rule]:
         seen = set()

@@ -43,10 +43,10 @@ def settings_text() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# Settings of hetero-kv for long contexts."
-    yield "# To change one, take away the # before its name. Each line shows the default."
+    yield "# To change one, remove the # before its name. Each line shows the default."
     yield "# The command line and the rules file (--config) win over this file; this file wins over the defaults."
-    yield "# Each counts for the operators that take it, whichever rules are in use, and for no others."
-    yield "# Rules name operators of modules listed here too, whose code is run then (read it first):"
+    yield "# A setting applies to all operators that have it, under any rules."
+    yield "# Rules may also name operators of modules listed here, whose code then runs (read it first):"
     yield f"#{TRUST_RULES}: [my_methods]"
     yield "long_context:"
     owners = registered_owners()
@@ -97,7 +97,7 @@ def ensure_settings_file(path: Path | None = None) -> Path | None:
         write_atomically(path, settings_text(), replaces=False)
     except (OSError, ValueError) as error:
         _logger.warning(
-            "the settings file %s cannot be written (%s); going on with the defaults, or set %s to another path",
+            "the settings file %s cannot be written (%s), and defaults apply; set %s to another path",
             path,
             getattr(error, "strerror", None) or error,
             ENVIRONMENT_VARIABLE,
@@ -118,10 +118,10 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     if not isinstance(document, Mapping):
         return canonical(every_settings_class(), document, where=source)
     if "long_context" in document:
-        beside = [key for key in document if key not in ("long_context", CONTEXTS, TRUST_RULES)]
-        if beside:
+        outside = [key for key in document if key not in ("long_context", CONTEXTS, TRUST_RULES)]
+        if outside:
             raise ConfigError(
-                f"{located(source, document, beside[0])}: {shown(beside[0])} stands beside long_context; move it in"
+                f"{located(source, document, outside[0])}: {shown(outside[0])} is outside long_context; move it inside"
             )
         return canonical(every_settings_class(), document["long_context"], where=f"{source}: long_context")
     if isinstance(document, LocatedMapping):

@@ -16,7 +16,7 @@ def add_trust_flag(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE[,MODULE…]",
-        help="run Python code of these modules where rules name operators of theirs; read it first",
+        help="let rules name operators of these modules, whose Python code then runs; read it first",
     )
 
 

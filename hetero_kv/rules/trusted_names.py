@@ -16,8 +16,8 @@ def trusted_names(value: Any, where: str) -> tuple[str, ...]:
     """
     names = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, (list, tuple, set, frozenset)):
-        raise ConfigError(f"{where}: {TRUST_RULES} is {shown(value)}; it must be a list of modules' names")
+        raise ConfigError(f"{where}: {TRUST_RULES} is {shown(value)}; it must be a list of module names")
     for name in names:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.strip().split(".")):
-            raise ConfigError(f"{where}: {TRUST_RULES} has {shown(name)}; name a module as an import does: my_methods")
+            raise ConfigError(f"{where}: {TRUST_RULES} has {shown(name)}; name a module as in an import: my_methods")
     return tuple(name.strip() for name in names)

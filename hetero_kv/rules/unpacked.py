@@ -30,9 +30,9 @@ def warn_of_unpacked(model: PreTrainedModel, left: Iterable[nn.Module]) -> None:
         return
     model.hetero_kv_unpacked = None
     _logger.warning(
-        "the weights of %s were unpacked before these rules came: they take %s instead of about %s, and every token "
-        "reads them all. To keep them packed, and to decode by kernels for packed weights, load the model with its "
-        "rules: hetero_kv.load_model(%r, config=...)",
+        "the weights of %s were unpacked before the rules were injected: they take %s instead of about %s, and every "
+        "token reads all of them. To keep them packed, and to decode with kernels for packed weights, load the model "
+        "with its rules: hetero_kv.load_model(%r, config=...)",
         path.name, _gigabytes(unpacked), _gigabytes(path.stat().st_size), str(path),
     )  # fmt: skip
 

@@ -15,45 +15,45 @@ AUTO, GPU, DRAM = "auto", "gpu", "dram"
 
 @dataclass(frozen=True)
 class EngineSettings(Settings):
-    """What the engine is given, whatever the operators are."""
+    """The engine's settings, independent of the operators."""
 
     chunk_size: int = setting(4096, "prefill chunk", unit="tokens", minimum=1)
     max_seq_len: int | Literal["auto"] = setting(
         "auto",
-        "capacity of the KV store; auto: what the model was made for, or what fits into the DRAM that is free and that "
-        "no other cache of the process is to have; several that have no tokens yet share it equally",
+        "capacity of the KV store; auto: the model's context length, or less if the free DRAM is smaller; other "
+        "caches' reservations are not free, and caches without tokens share the free DRAM equally",
         unit="tokens",
         minimum=1,
     )
     threads_num: int | Literal["auto"] = setting(
         "auto",
-        "CPU threads, as far as the process has CPUs, by its affinity and its container's quota; auto: the physical "
-        "cores, or OMP_NUM_THREADS where that is set",
+        "CPU threads, at most the process's CPUs by affinity and container quota; auto: the physical cores, or "
+        "OMP_NUM_THREADS if it is set",
         minimum=1,
         aliases=("cpu_infer",),
     )
     attention_backend: str = setting(
         AUTO,
-        "what computes dense attention on a GPU: torch's flash kernel, the package flash-attn, Triton, or torch alone; "
-        "auto: torch's flash kernel, and the next of them that computes it for soft-capping, windows and float32; "
-        "Triton for decoded tokens beside blocks in DRAM",
+        "kernels of dense attention on a GPU: torch's flash kernel, the package flash-attn, Triton, or torch alone; "
+        "auto: the first of these that supports the model's soft-capping, windows and dtype; Triton for decoded tokens "
+        "with blocks in DRAM",
         choices=(AUTO, "flash_attn", "triton", "torch"),
     )
     hidden_device: str = setting(
         AUTO,
-        "where a prompt's hidden states lie between the layers of a model on a GPU; auto: in DRAM beyond two chunks",
+        "where a prompt's hidden states are between the layers of a model on a GPU; auto: in DRAM beyond two chunks",
         choices=(AUTO, GPU, DRAM),
     )
     weights_device: str = setting(
         AUTO,
-        "where the weights of a model on a GPU lie; dram: those of its layers in DRAM, copied a layer ahead; auto: "
-        "there, where the GPU has no room for all",
+        "where the weights of a model on a GPU are; dram: the layers' weights in DRAM, copied one layer ahead; auto: "
+        "in DRAM if they do not fit into the GPU's memory",
         choices=(AUTO, GPU, DRAM),
     )
     cuda_graphs: str = setting(
         AUTO,
-        "whether what a decoded token asks of a GPU between two attentions is captured and launched as a whole; auto: "
-        "where it can be; on: refused where it cannot",
+        "whether a decoded token's kernels between two attentions are captured as CUDA graphs; auto: if possible; on: "
+        "refuse if impossible",
         choices=(AUTO, "on", "off"),
     )
     measure_recall: bool = setting(

@@ -56,7 +56,7 @@ class _LocatedLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if node not in self._expanded:
-                raise yaml.composer.ComposerError(None, None, "an alias stands for what it is part of", mark)
+                raise yaml.composer.ComposerError(None, None, "an alias refers to a value that contains it", mark)
             self._count(self._expanded[node], mark)
             return node
         self._count(1, mark)
@@ -85,7 +85,7 @@ class _LocatedLoader(yaml.SafeLoader):
         self._nodes += nodes
         if self._nodes > MOST_VALUES:
             raise yaml.composer.ComposerError(
-                None, None, f"more than {MOST_VALUES:,} values, those behind aliases counted each time", mark
+                None, None, f"more than {MOST_VALUES:,} values, counting those of aliases each time", mark
             )
 
 
@@ -114,7 +114,7 @@ def _construct_mapping(loader: _LocatedLoader, node: Any) -> Iterator[LocatedMap
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"the key {shown(key)} is given twice, first in line {mapping.key_lines[key]}; keep one of them",
+                f"the key {shown(key)} appears twice, first in line {mapping.key_lines[key]}; keep one of them",
                 key_node.start_mark,
             )
         mapping.key_lines[key] = key_node.start_mark.line + 1
@@ -151,7 +151,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _too_long(source: str) -> ConfigError:
-    return ConfigError(f"{source}: longer than {MOST_BYTES >> 10} KiB; no rules and no settings take as much")
+    return ConfigError(f"{source}: longer than {MOST_BYTES >> 10} KiB, the limit for rules and settings; shorten it")
 
 
 def read_yaml(path: Path, source: str | None = None) -> Any:

@@ -189,7 +189,7 @@ class Entry:
 
     def _hint(self, value: Any) -> str:
         if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST:
-            return f" (this list has {len(value):,}, and {LONGEST_LIST:,} is the most)"
+            return f" (this list has {len(value):,} items, and the limit is {LONGEST_LIST:,})"
         if self.constraints.maximum is None and any(
             isinstance(each, int) and each > LARGEST for each in _listed(value)
         ):

@@ -16,7 +16,7 @@ from hetero_kv.chat.display import banner, context_table, layer_ranges
 from hetero_kv.chat.documents import Document
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import LONG_PROMPT_TOKENS, PrefillBar
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession
@@ -83,15 +83,15 @@ def test_the_banner_says_which_saved_conversation_goes_on():
         return console.file.getvalue()  # type: ignore[attr-defined]
 
     assert "goes on" not in shown_of(None)
-    assert "goes on from notes: 1,012 tokens, 2 turns\n" in shown_of("notes")
+    assert "continues notes: 1,012 tokens, 2 turns\n" in shown_of("notes")
 
 
 def test_the_context_is_shown_turn_by_turn_with_what_waits():
     turns = tuple(Turn(10 * number, number) for number in range(1, 13))
     talk = SimpleNamespace(turns=turns, context_tokens=858, text_tokens=len)
     session = cast("ChatSession", SimpleNamespace(conversation=talk, capacity=1000))
-    asked = [Question(prompt=f"What is {number}?") for number in range(5, 13)]
-    waiting = Question((Document("a.txt", "word"), Document("huge.txt", "a" * 32_001)))
+    asked = [ChatQuestion(prompt=f"What is {number}?") for number in range(5, 13)]
+    waiting = ChatQuestion((Document("a.txt", "word"), Document("huge.txt", "a" * 32_001)))
     console = Console(file=io.StringIO(), width=80)
     console.print(context_table(session, asked, waiting))
     rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ def test_a_value_out_of_range_is_an_error_that_names_flag_value_and_range(argume
 
 def test_stop_texts_may_be_several_and_none_is_empty():
     assert options("--stop", "User:", "--stop", "1").stop == ("User:", "1")
-    assert "--stop is empty, so that no answer could begin" in error_of("--stop", "")
+    assert "--stop is empty, which would end every answer" in error_of("--stop", "")
 
 
 def test_a_setting_under_two_names_is_an_error():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
-from hetero_kv.chat.question import Question, question_of
+from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
 from hetero_kv.settings.flags import FlagParser
 
@@ -75,7 +75,7 @@ def test_with_a_prompt_a_pipe_is_left_alone(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_in_a_terminal_no_question_is_needed():
-    assert question_of(options(), interactive=True) == Question()
+    assert question_of(options(), interactive=True) == ChatQuestion()
 
 
 def test_without_terminal_prompt_and_pipe_the_error_says_what_to_give(monkeypatch: pytest.MonkeyPatch):
@@ -99,8 +99,8 @@ def test_a_folder_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty; give a file with text in it"),
-        (b" \n\t", "is empty; give a file with text in it"),
+        (b"", "is empty; give a file with text"),
+        (b" \n\t", "is empty; give a file with text"),
         (b"# PDF-1.7\n\xb5\xb6", "is not UTF-8 text (byte 10 is 0xb5); convert it to plain UTF-8 text"),
         (b"text\0text", "is binary (byte 4 is 0x00), not text"),
     ],
@@ -126,7 +126,7 @@ def test_a_file_that_no_context_holds_is_an_error_before_it_is_read(tmp_path: Pa
     with (tmp_path / "huge.txt").open("wb") as file:
         file.truncate(10 * 2**30)
     message = error_of(options("--prompt_file", tmp_path / "huge.txt"))
-    assert "huge.txt' has more than 268,435,456 bytes, which is more text than any model's context holds" in message
+    assert "huge.txt' has more than 268,435,456 bytes, which exceeds any model's context" in message
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ BOOKKEEPING = {
         "chat/conversation.py",
         "chat/answer.py",
         "chat/fitting.py",
-        "chat/watching.py",
+        "chat/generation_monitor.py",
         "models/turns.py",
         "models/text_encoding.py",
     )
@@ -80,7 +80,7 @@ def test_a_document_stands_before_its_question(model):
     talk.ask("hello", document="a text\n\n", **FEW)
     said = conversation(model)
     said.ask("a text\n\nhello", **FEW)
-    assert talk._said.tokens == said._said.tokens
+    assert talk._state.tokens == said._state.tokens
 
 
 def test_a_stop_while_answering_keeps_what_was_said(model):

@@ -113,9 +113,7 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(formats, "PDF", formats.Format("PDF", "no_such_module", "pypdf"))
     (tmp_path / "notes.pdf").write_bytes(SAMPLES["notes.pdf"][0])
     message = error_of(tmp_path / "notes.pdf")
-    assert (
-        "is PDF, which the package pypdf reads, and it is not installed; pip install 'hetero-kv[documents]'" in message
-    )
+    assert "is PDF, and the package pypdf that reads it is not installed; pip install 'hetero-kv[documents]'" in message
 
 
 def test_paths_are_quoted_and_patterns_matched_as_a_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +175,7 @@ def test_a_page_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str):
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 def test_wide_text_without_a_mark_is_refused_as_such(tmp_path: Path, encoding: str):
     (tmp_path / "notes.txt").write_bytes("It was cut.\n".encode(encoding))
-    assert "without a byte order mark, so that its encoding is not known; convert it to UTF-8" in error_of(
+    assert "without a byte order mark, so its encoding is unknown; convert it to UTF-8" in error_of(
         tmp_path / "notes.txt"
     )
 

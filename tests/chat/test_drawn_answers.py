@@ -20,7 +20,7 @@ def test_a_repetition_penalty_counts_in_greedy_answers_too(model):
     def repeated(penalty):
         talk = conversation(model)
         talk.ask("hello", max_new_tokens=24, repetition_penalty=penalty)
-        return 24 - len({*talk._said.tokens[-24:]})
+        return 24 - len({*talk._state.tokens[-24:]})
 
     assert repeated(1e6) == 0 < repeated(1.0)
 

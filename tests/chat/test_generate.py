@@ -54,7 +54,7 @@ def test_a_conversations_tokens_are_those_of_the_chat_template(injected):
         {"role": "assistant", "content": answers[1]},
     ]
     whole = injected.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert injected.tokenizer.decode(talk._said.tokens) == whole.removesuffix("\n")
+    assert injected.tokenizer.decode(talk._state.tokens) == whole.removesuffix("\n")
 
 
 def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):

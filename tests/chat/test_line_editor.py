@@ -130,4 +130,4 @@ def test_a_history_that_cannot_be_written_is_warned_of_once(tmp_path: Path, capl
     history.append_string("two")
     assert history.get_strings() == ["one", "two"]
     assert len(caplog.records) == 1
-    assert "questions are remembered until the chat ends" in caplog.text
+    assert "the history lasts only until the chat ends" in caplog.text

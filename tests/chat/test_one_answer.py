@@ -167,7 +167,7 @@ def test_a_question_that_does_not_fit_is_an_error_that_names_max_seq_len(chat: C
 
 def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_warned_of(chat: Chat, caplog: pytest.LogCaptureFixture):
     chat("--prompt", QUESTION, "--max_seq_len", 70_000)
-    assert "max_seq_len: 70,000 tokens are more than the 65,536 that the model was made for" in caplog.text
+    assert "max_seq_len: 70,000 tokens exceed the 65,536 that the model was trained for" in caplog.text
 
 
 def test_stop_texts_and_sampling_reach_the_answer(chat: Chat):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_kv import Conversation, HeteroKVError, inject
 from hetero_kv.chat.answer import Turn
-from hetero_kv.chat.commands import obey
+from hetero_kv.chat.commands import run_command
 from hetero_kv.cli import main
 from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.prefix_cache import PrefixCache
@@ -79,11 +79,11 @@ def test_a_conversation_that_cannot_be_loaded_is_as_it_was(loaded, store):
 
 
 def test_what_cannot_be_saved_says_why(loaded, store, tiny_model_folder):
-    with pytest.raises(ContextError, match="nothing has been asked"):
+    with pytest.raises(ContextError, match="the conversation is empty"):
         Conversation(*loaded).save_in(store, "nothing")
     untouched = Conversation(AutoModelForCausalLM.from_pretrained(tiny_model_folder), loaded[1])
     untouched.ask("word1", **FEW)
-    with pytest.raises(ContextError, match="no rules in it"):
+    with pytest.raises(ContextError, match="the model has no rules"):
         untouched.save_in(store, "untouched")
     talk = begun(loaded)
     with pytest.raises(HeteroKVError, match="save the conversation before or after"):
@@ -129,7 +129,7 @@ def test_a_stopped_or_refused_first_question_leaves_an_empty_conversation(loaded
 def test_a_store_that_fails_costs_a_warning_and_no_answer(loaded, tmp_path, caplog):
     with ContextStore(tmp_path / "full", limit=10) as store:
         begun(loaded, prefix_cache=PrefixCache(store, writes=True))
-    assert "the context is not stored: the context takes" in caplog.text
+    assert "the context cannot be stored: the context takes" in caplog.text
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
     assert re.search(r"bytes: \d+,\d{3}\n", shown)
     assert re.search(r"created: \d{4}-\d\d-\d\d \d\d:\d\d\n", shown)
     assert main(["contexts", "verify", *folder]) == 0
-    assert "notes: whole" in capsys.readouterr().out
+    assert "notes: intact" in capsys.readouterr().out
     assert main(["contexts", "remove", "notes", *folder]) == 0
     assert main(["contexts", "prune", *folder]) == 0
     assert "removed 0 contexts" in capsys.readouterr().out
@@ -187,14 +187,14 @@ def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp
         (("--save_context", "notes", "--context_folder", str(tmp_path / "file")), "cannot hold contexts"),
         (("--mode", "normal", "--context", "notes"), "--context has no effect in --mode normal"),
         (("--mode", "normal", "--context_cache", "on"), "--context_cache has no effect in --mode normal"),
-        (("--save_context", " "), "is no name for a context"),
+        (("--save_context", " "), "is not a name for a context"),
         (("--context_cache", "maybe"), "context_cache"),
     ):
         status, error = chat("--prompt", "word1", *flags)
         assert status == 2
         assert said in error
     for words, said in (
-        ([], "contexts wants an action: list, show, remove, verify, prune"),
+        ([], "contexts needs an action: list, show, remove, verify, prune"),
         (["lost"], "contexts has no action 'lost'; did you mean list?"),
         (["remove"], "contexts remove needs a name"),
         (["list", "notes"], "contexts list takes no names"),
@@ -256,7 +256,7 @@ def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat,
     load = "hetero_kv.models.loading.OpenedModel.load"
     monkeypatch.setattr(load, lambda self: pytest.fail("the weights were loaded"))
     for flags, said in (
-        (("--block_size", "8"), r"was saved under other settings: .*block_size.*; put in rules with those settings"),
+        (("--block_size", "8"), r"was saved under other settings: .*block_size.*; inject rules with those settings"),
         (("--dtype", "float16"), r"was saved with another dtype, \w+; here it is float16: load the model with dtype"),
     ):
         status, error = chat("--prompt", "word2", "--context", "notes", *flags, document_too=False)
@@ -281,13 +281,13 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     session = SimpleNamespace(conversation=talk, contexts=lambda: open_store(options.contexts))
     terminal = SimpleNamespace(session=session, note=notes.append, forget=lambda: notes.append("forgotten"))
     terminal.console = SimpleNamespace(print=lambda table: notes.append([*table.columns[1].cells]))
-    obey(terminal, "/contexts")
-    obey(terminal, "/save my notes")
+    run_command(terminal, "/contexts")
+    run_command(terminal, "/save my notes")
     saved = talk.context_tokens
     expected = replies(talk.fork(), "word3")
     talk.reset()
-    obey(terminal, "/load my notes")
-    obey(terminal, "/contexts")
+    run_command(terminal, "/load my notes")
+    run_command(terminal, "/contexts")
     assert replies(talk, "word3") == expected
     assert notes[0].startswith("there are no contexts in ")
     # One number, whoever is asked: an answer's last token counts, though it is computed with the next turn.
@@ -295,6 +295,6 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turn"]
     assert notes[4] == [f"{saved:,}"]
     with pytest.raises(HeteroKVError, match="/save needs a name"):
-        obey(terminal, "/save")
-    obey(terminal, "/save my notes")
-    assert notes[5].endswith(f" MB on the disk, in place of one of {saved:,} tokens that had this name")
+        run_command(terminal, "/save")
+    run_command(terminal, "/save my notes")
+    assert notes[5].endswith(f" MB on disk; it replaces one of {saved:,} tokens with this name")

@@ -52,7 +52,7 @@ def test_a_question_that_is_taken_back_was_never_asked(recipe):
     replies(talk, "never " * 20)
     talk.undo()
     assert talk.turns == other.turns
-    assert talk._said.tokens == other._said.tokens
+    assert talk._state.tokens == other._state.tokens
     assert replies(talk, "again " * 9, "more") == replies(other, "again " * 9, "more")
 
 
@@ -67,9 +67,9 @@ def test_as_many_questions_as_are_kept_can_be_taken_back_in_a_row():
     with pytest.raises(HeteroKVError, match="cannot be taken back: its state is not kept"):
         talk.undo()
     assert replies(talk, *questions[1:]) == answers[1:]
-    with pytest.raises(HeteroKVError, match="nothing has been asked"):
+    with pytest.raises(HeteroKVError, match="the conversation is empty"):
         conversation(model).undo()
-    with pytest.raises(HeteroKVError, match="an answer is being generated; take the question back once it is there"):
+    with pytest.raises(HeteroKVError, match="an answer is being generated; take the question back when it is complete"):
         talk.ask("hello", **FEW, on_text=lambda text: talk.undo())
 
 
@@ -85,7 +85,7 @@ def test_turns_are_the_tokens_of_the_conversation(model):
 def test_another_system_message_begins_anew(model):
     talk = conversation(model)
     talk.ask("hello", **FEW)
-    talk.begin_anew("Obey.")
+    talk.restart("Obey.")
     assert talk.context_tokens == 0
     assert replies(talk, "hello") == replies(conversation(model, system="Obey."), "hello")
 
@@ -96,6 +96,6 @@ def test_a_template_that_takes_no_system_message_leaves_the_conversation_as_it_w
     talk = Conversation(model, tokenizer)
     talk.ask("hello", **FEW)
     before = talk.context_tokens
-    with pytest.raises(HeteroKVError, match="takes no messages of system"):
-        talk.begin_anew("Obey.")
+    with pytest.raises(HeteroKVError, match="refuses messages of system"):
+        talk.restart("Obey.")
     assert (talk.context_tokens, talk.system) == (before, None)

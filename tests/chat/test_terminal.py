@@ -14,11 +14,11 @@ import pytest
 from chat_in_a_terminal import CTRL_C, CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
 from sample_documents import pdf
 
-from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.commands import COMMANDS
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.line_editor import LineEditor, Typed
-from hetero_kv.chat.question import Question
+from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.terminal import Terminal
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models import load_model
@@ -88,7 +88,7 @@ def test_ctrl_c_drops_a_text_of_several_lines(chat: ChatInATerminal):
     chat.type('"""one two\n')
     chat.until("... ")
     drop_the_line(chat)
-    assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
+    assert "leave with /quit or Ctrl-D" in chat.until(PROMPT)
     chat.type("three\n")
     stop_the_answer(chat)
     assert prompt_tokens(chat) == 6
@@ -145,7 +145,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(chat: ChatInATerminal):
 
 def test_what_begins_with_a_slash_is_a_command_and_behind_a_space_a_question(chat: ChatInATerminal):
     assert "there is no command /usr/bin/env; known: /help, " in chat.say("/usr/bin/env is what?")
-    assert "/quit takes nothing behind it, and there is 'now'" in chat.say("/quit now")
+    assert "/quit takes no argument, and the line has 'now'" in chat.say("/quit now")
     assert "0 of 65,536 tokens" in chat.say("/stats")
     chat.type(" /usr/bin/env is what?\n")
     stop_the_answer(chat)
@@ -153,8 +153,8 @@ def test_what_begins_with_a_slash_is_a_command_and_behind_a_space_a_question(cha
 
 
 def test_a_question_is_taken_back_and_asked_again(chat: ChatInATerminal):
-    assert "error: there is no question to take back: nothing has been asked" in chat.say("/undo")
-    assert "error: there is no question to ask again" in chat.say("/retry")
+    assert "error: there is no question to take back: the conversation is empty" in chat.say("/undo")
+    assert "error: there is no question to repeat" in chat.say("/retry")
     chat.type("one two\n")
     stop_the_answer(chat)
     chat.type("/retry\n")
@@ -171,7 +171,7 @@ def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: Ch
     assert "the model's own system message" in chat.say("/system")
     chat.type("one\n")
     stop_the_answer(chat)
-    assert "the system message is set; the conversation begins anew" in chat.say("/system be brief")
+    assert "the system message is set; the conversation restarts" in chat.say("/system be brief")
     assert "system message: be brief" in chat.say("/system")
     chat.type("one\n")
     stop_the_answer(chat)
@@ -189,7 +189,7 @@ def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: Ch
 def test_files_go_before_the_next_question_and_wait_again_when_it_is_taken_back(chat: ChatInATerminal, tmp_path: Path):
     (tmp_path / "first.pdf").write_bytes(pdf("one two three"))
     (tmp_path / "second.md").write_text("one two three\n")
-    assert "error: no file waits for a question; add one: /file PATH" in chat.say("/file")
+    assert "error: no document waits for a question; add one: /file PATH" in chat.say("/file")
     assert "error: '/nowhere.txt' cannot be read: No such file" in chat.say("/file /nowhere.txt")
     assert "first.pdf has 13 characters; ask about it" in chat.say(f"/file {tmp_path}/first.pdf")
     assert "first.pdf 13, second.md 13 characters; ask about them" in chat.say(f"/file {tmp_path}/*.md")
@@ -206,14 +206,14 @@ def test_files_go_before_the_next_question_and_wait_again_when_it_is_taken_back(
     stop_the_answer(chat)
     assert prompt_tokens(chat) == 5 + 2 * (2 + 3)
     chat.say("/undo")
-    assert "no file waits for the next question" in chat.say("/drop")
+    assert "no document waits for the next question" in chat.say("/drop")
 
 
 def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):
     chat.type("half a question")
     chat.until("half a question")
     drop_the_line(chat)
-    assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
+    assert "leave with /quit or Ctrl-D" in chat.until(PROMPT)
     assert "context" in chat.say("/stats")
 
 
@@ -280,7 +280,7 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
     talk = Conversation(loaded.model, loaded.tokenizer)
     asked: list[str] = []
 
-    def answer(session: object, question: Question, **_: object) -> Answer:
+    def answer(session: object, question: ChatQuestion, **_: object) -> ChatAnswer:
         asked.append(question.text)
         if question.text == "too much":
             raise OutOfMemory("no memory for the cache; shorten the question")
@@ -299,7 +299,7 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
     monkeypatch.setattr(LineEditor, "read", read)
     options = SimpleNamespace(answer=SimpleNamespace(max_new_tokens=2))
     session = cast("ChatSession", SimpleNamespace(conversation=talk, options=options, capacity=99))
-    assert Terminal(session, Question()).run() == 0
+    assert Terminal(session, ChatQuestion()).run() == 0
     assert asked == ["word1", "too much", "caf\udce9", "word2"]
     errors = capsys.readouterr().err
     assert "no memory for the cache" in errors

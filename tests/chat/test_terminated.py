@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from chat_in_a_terminal import CTRL_C, PATIENCE_S, PROMPT, ChatInATerminal
 
-from hetero_kv.chat.interrupt import Terminated, not_terminated, terminated_in_order, told_to_end
+from hetero_kv.chat.interrupt import Terminated, exit_status_of, not_terminated, terminated_in_order
 from hetero_kv.contexts.store import ContextStore
 
 
@@ -92,14 +92,14 @@ def tidied_up(error: Exception) -> Exception:
 def test_a_terminal_that_is_gone_ends_it_whoever_notices_first(monkeypatch: pytest.MonkeyPatch):
     gone = [kind(errno.EIO, "Input/output error") for kind in (OSError, termios.error)]
     monkeypatch.setattr("os.isatty", lambda _: False)
-    assert [told_to_end(each) for each in gone] == [128 + signal.SIGHUP] * 2
+    assert [exit_status_of(each) for each in gone] == [128 + signal.SIGHUP] * 2
     others = OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), SystemExit(1)
-    assert [told_to_end(each) for each in others] == [None] * 3
+    assert [exit_status_of(each) for each in others] == [None] * 3
     for error in (*gone, ValueError("whatever")):
-        assert told_to_end(tidied_up(error)) == 128 + signal.SIGTERM
+        assert exit_status_of(tidied_up(error)) == 128 + signal.SIGTERM
     # A disk that fails is another matter.
     monkeypatch.setattr("os.isatty", lambda _: True)
-    assert told_to_end(OSError(errno.EIO, "Input/output error")) is None
+    assert exit_status_of(OSError(errno.EIO, "Input/output error")) is None
 
 
 def test_what_is_being_saved_is_saved():

@@ -77,13 +77,13 @@ def test_a_template_is_told_whether_to_think_and_what_it_opens_is_part_of_the_an
         talk, pieces = Conversation(model, tokenizer, thinks=thinks), []
         answer = talk.ask("hello", on_text=pieces.append, **FEW)
         talk.ask("again", **FEW)
-        said = tokenizer.decode(talk._said.tokens)
+        said = tokenizer.decode(talk._state.tokens)
         ends[thinks] = said.count("</think>"), answer.text.startswith("<think>\n"), "".join(pieces) == answer.text
     assert ends == {None: (0, True, True), True: (0, True, True), False: (2, False, True)}
 
 
 def test_thinking_is_refused_where_the_template_knows_nothing_of_it(model):
-    with pytest.raises(HeteroKVError, match="template knows nothing of thinking; leave --thinking out"):
+    with pytest.raises(HeteroKVError, match="template cannot switch thinking on or off; leave --thinking out"):
         conversation(model, thinks=False)
 
 

@@ -181,10 +181,10 @@ def test_what_is_no_context_is_refused(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("no context " * 100)
     refused(tmp_path / "absent", model, "cannot be read")
-    refused(tmp_path, model, "is no file")
-    refused(tmp_path / "pipe", model, "is no file", kind=DamagedContextError)
-    refused(tmp_path / "empty", model, "no safetensors file", kind=DamagedContextError)
-    refused(tmp_path / "text", model, "no safetensors file", kind=DamagedContextError)
+    refused(tmp_path, model, "is not a regular file")
+    refused(tmp_path / "pipe", model, "is not a regular file", kind=DamagedContextError)
+    refused(tmp_path / "empty", model, "is not a safetensors file", kind=DamagedContextError)
+    refused(tmp_path / "text", model, "is not a safetensors file", kind=DamagedContextError)
 
 
 def test_what_cannot_be_saved_says_so_and_leaves_the_file(tmp_path, monkeypatch):
@@ -193,7 +193,7 @@ def test_what_cannot_be_saved_says_so_and_leaves_the_file(tmp_path, monkeypatch)
     before = (tmp_path / "c").read_bytes()
     with pytest.raises(ContextError, match="no tokens"):
         HeteroCache(model).save(tmp_path / "c")
-    with pytest.raises(ContextError, match=re.escape("rows of [3], and the cache holds rows of [55]")):
+    with pytest.raises(ContextError, match=re.escape("rows of [3], and the cache has rows of [55]")):
         cache.save(tmp_path / "c", [[1, 2, 3]])
     with pytest.raises(ContextError, match="cannot be written"):
         cache.save(tmp_path / "absent" / "c")
@@ -286,7 +286,7 @@ def test_what_is_damaged_is_computed_anew_from_its_tokens(tmp_path, caplog, name
     whole = load_from((tmp_path / "c").read_bytes(), tmp_path / "w", model)
     with_flipped((tmp_path / "c").read_bytes(), tmp_path / "c", name, row)
     loaded = HeteroCache.load(tmp_path / "c", model)
-    assert f"{computed} tokens from there on are computed anew" in caplog.text
+    assert f"the {computed} tokens from there on are recomputed" in caplog.text
     assert name in caplog.text
     expected = goes_on(model, whole, whole.lengths, 3)
     torch.testing.assert_close(goes_on(model, loaded, whole.lengths, 3), expected, rtol=1e-4, atol=1e-4)

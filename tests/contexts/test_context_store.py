@@ -170,7 +170,7 @@ def test_an_index_that_has_no_room_is_an_error_and_nothing_is_lost(model, store)
     # As on a disk that is full.
     database.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(
-        ContextError, match=r"index.sqlite cannot be written .*disk is full.*; what was stored is as it was"
+        ContextError, match=r"index.sqlite cannot be written .*disk is full.*; The stored contexts are unchanged"
     ):
         save_many(model, store)
     kept = store.contexts()

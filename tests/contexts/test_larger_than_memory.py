@@ -102,7 +102,7 @@ def test_what_is_damaged_is_computed_anew_only_where_there_is_room(model, told, 
     )
     content[at] ^= 1
     (tmp_path / "c").write_bytes(content)
-    with pytest.raises(ContextError, match=r"block 3 of .* is damaged.* there is no room to compute it anew"):
+    with pytest.raises(ContextError, match=r"block 3 of .* is damaged.* it does not fit into memory to be recomputed"):
         HeteroCache.load(tmp_path / "c", model, max_seq_len=ROOM)
 
 

@@ -62,7 +62,7 @@ def test_every_kind_of_it_is_one_error_and_nothing_has_changed(conversation, mon
     monkeypatch.setattr(RetrievalAttention, "end_prefill", raising(error))
     with pytest.raises(OutOfMemoryError, match=said) as refused:
         model(tokens(9, 1), past_key_values=cache)
-    assert "9 tokens were to be added to the 40 that are stored, and none were; free is " in str(refused.value)
+    assert "none of 9 tokens was added to the 40 stored ones; free is " in str(refused.value)
     assert "set chunk_size to less than 64" in str(refused.value)
     assert len(str(refused.value)) < 700
     # It would hold all that the forward had allocated.
@@ -82,10 +82,10 @@ def test_other_errors_stay_what_they_are(conversation, monkeypatch):
 @pytest.mark.parametrize(
     ("wanted", "advised"),
     [
-        (40 + 9, r"as much as they take by the plan.*: try again"),
+        (40 + 9, r"which suffices by the plan.*: try again"),
         (40 + 5, r"shorten the input to about \d tokens, or set max_seq_len to 4\d"),
         (20, "no more tokens fit: begin a new conversation"),
-        (500, r"max_seq_len is 1024, for which there are to be blocks: set max_seq_len to \d{3}"),
+        (500, r"blocks for max_seq_len 1024 need more: set max_seq_len to \d{3}"),
     ],
 )
 def test_it_says_what_fits_into_the_memory_that_is_free(conversation, monkeypatch, wanted, advised):
@@ -104,7 +104,7 @@ def test_where_planning_finds_no_memory_either_it_says_so(conversation, monkeypa
     model, cache = conversation
     monkeypatch.setattr(plan, "free_dram", raising(MemoryError()))
     monkeypatch.setattr(RetrievalAttention, "end_prefill", raising(MemoryError()))
-    with pytest.raises(OutOfMemoryError, match="free is too little to plan what would fit"):
+    with pytest.raises(OutOfMemoryError, match="free is too little to plan a length that fits"):
         model(tokens(9, 1), past_key_values=cache)
 
 
@@ -124,8 +124,8 @@ def test_under_a_limit_a_conversation_is_told_and_goes_on_bit_for_bit():
     seen = json.loads(done.stdout)
     blocks, activations = seen["said"]
     assert "Unable to allocate" in blocks
-    assert "max_seq_len is 400000, for which there are to be blocks: set max_seq_len to " in blocks
+    assert "blocks for max_seq_len 400000 need more: set max_seq_len to " in blocks
     assert "DefaultCPUAllocator: can't allocate memory" in activations
-    assert "60000 tokens were to be added to the 40 that are stored" in activations
+    assert "none of 60000 tokens was added to the 40 stored ones" in activations
     assert seen["same"] == [True, True]
     assert seen["length"] + seen["room"] == 400_000

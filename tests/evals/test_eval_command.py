@@ -112,8 +112,8 @@ def test_help_lists_the_tasks(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--task", "recite"), "out is not given; name a folder for the results: --out DIR"),
-        (("--out", "o"), "neither task nor data is given; tasks: needle"),
+        (("--task", "recite"), "out is missing; name a folder for the results: --out DIR"),
+        (("--out", "o"), "task and data are missing; give one of them. Tasks: needle"),
         (("--out", "o", "--task", "nedle"), "task 'nedle' is not known; did you mean 'needle'"),
         (("--out", "o", "--task", "recite", "--config", "qest"), "there is no rules file 'qest'; did you mean quest"),
         (("--out", "o", "--task", "recite", "--no_baseline"), "there is nothing to run: give a config"),
@@ -145,7 +145,7 @@ def test_ctrl_c_says_how_to_go_on(evaluate, tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr("hetero_kv.evals.configured_model.greedy", interrupted)
     evaluate("--task", "recite", "--lengths", "200", "--out", tmp_path / "out", status=130)
-    assert "keeps the results so far; the same command goes on from there" in caplog.text
+    assert "has the results so far; the same command continues from there" in caplog.text
 
 
 @pytest.mark.parametrize(("flag", "value"), [("stride", 4), ("prefill_tokens", 100)])

@@ -266,7 +266,7 @@ def test_a_config_with_settings_of_its_own_wins_over_the_runs(loaded):
         (["qest"], "there is no rules file 'qest'; did you mean quest?"),
         (["quest", "quest"], "two methods called 'quest'"),
         (["quest:block_siz=3"], "unknown setting 'block_siz'; did you mean block_size?"),
-        (["quest:16"], "'16' is no setting; write FILE:setting=value"),
+        (["quest:16"], "'16' is not a setting; write FILE:setting=value"),
         (["quest:block_size=0"], "block_size is 0"),
     ],
 )

@@ -19,7 +19,7 @@ from hetero_kv.rules.settings_file import read_settings_file
 
 INFINIPOT = (
     "second_block_count has no effect here: it is a setting of InfLLMStreamAttention, RetrievalAttention and "
-    "SelfExtendAttention, and injection_rules/infinipot.yaml puts in BoundedAttention (infinipot)"
+    "SelfExtendAttention, and injection_rules/infinipot.yaml injects BoundedAttention (infinipot)"
 )
 
 
@@ -97,7 +97,7 @@ def test_a_flag_that_one_of_several_methods_takes_counts_for_that_one():
     ):
         require_effect_somewhere({"rank": 3}, specs)
     with pytest.raises(
-        ConfigError, match=r"budget has no effect here: .*, and the untouched model puts in no operator"
+        ConfigError, match=r"budget has no effect here: .*, and the untouched model injects no operator"
     ):
         require_effect_somewhere({"budget": 3}, [])
 

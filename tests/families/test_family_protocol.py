@@ -20,7 +20,7 @@ from hetero_kv import operators
 from hetero_kv.adapter.footprint import BytesPerToken, FootprintTerm, LayerFootprint, MemoryShare, register
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.chat.answer import Answer, Statistics
+from hetero_kv.chat.answer import ChatAnswer, Statistics
 from hetero_kv.chat.display import statistics_table
 from hetero_kv.chat.json_report import json_report
 from hetero_kv.cli import main
@@ -210,7 +210,7 @@ def test_statistics_have_a_value_per_layer_and_none_where_a_layer_is_silent(llam
 def test_statistics_stand_in_the_json_of_an_answer_and_in_the_line_of_a_sample():
     of_layers = {"pairs_kept": [None, 9, 12]}
     taken = Statistics(1, 2, 3, 0.1, 0.1, 0.2, 1, None, 1, 0, of_layers)
-    answer = Answer("pairs", "end", taken)
+    answer = ChatAnswer("pairs", "end", taken)
     session = SimpleNamespace(
         loaded=SimpleNamespace(name="tiny"),
         options=SimpleNamespace(mode="long_context"),

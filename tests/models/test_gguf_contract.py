@@ -13,7 +13,7 @@ from campaigns.gguf_layout import ARRAY, STRING, Layout, Tensor, array, scalar
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.numbers import all_finite
+from hetero_kv.models.gguf.finite_check import all_finite
 from hetero_kv.models.weightless import weightless_model
 
 U32, F32 = 4, 6
@@ -62,28 +62,37 @@ def name_blocks(layout):
 
 
 CASES = {
-    "alignment 0": (put("general.alignment", scalar(U32, 0)), r"general\.alignment is 0; it is from 8 to 65,536"),
-    "alignment 48": (put("general.alignment", scalar(U32, 48)), r"general\.alignment is 48; a power of two is right"),
+    "alignment 0": (put("general.alignment", scalar(U32, 0)), r"general\.alignment is 0; it must be from 8 to 65,536"),
+    "alignment 48": (put("general.alignment", scalar(U32, 48)), r"general\.alignment is 48; it must be a power of two"),
     "alignment text": (
         put("general.alignment", scalar(STRING, "x")),
-        r"general\.alignment is 'x'; it is a whole number",
+        r"general\.alignment is 'x'; it must be a whole number",
     ),
-    "split text": (put("split.count", scalar(STRING, "2")), r"split\.count is '2'; it is a whole number"),
-    "split array": (put("split.count", array(U32, [1])), r"split\.count is an array of 1; it is a whole number"),
-    "many blocks": (put("qwen2.block_count", scalar(U32, 65_536)), r"block_count is 65,536; it is from 1 to 1,024"),
-    "other blocks": (name_blocks, r"block_count is 3, and there are tensors of 2 blocks, 0 to 1"),
-    "context": (put("qwen2.context_length", scalar(F32, 1.5)), r"context_length is 1\.5; it is a whole number"),
+    "split text": (put("split.count", scalar(STRING, "2")), r"split\.count is '2'; it must be a whole number"),
+    "split array": (put("split.count", array(U32, [1])), r"split\.count is an array of 1; it must be a whole number"),
+    "many blocks": (
+        put("qwen2.block_count", scalar(U32, 65_536)),
+        r"block_count is 65,536; it must be from 1 to 1,024",
+    ),
+    "other blocks": (name_blocks, r"block_count is 3, and the file has tensors of 2 blocks, 0 to 1"),
+    "context": (put("qwen2.context_length", scalar(F32, 1.5)), r"context_length is 1\.5; it must be a whole number"),
     "heads": (
         put("qwen2.attention.head_count", array(U32, [4])),
-        "head_count has 1 numbers; it is one, or one",
+        "head_count has 1 numbers; it must be one, or one",
     ),
-    "epsilon": (put("qwen2.attention.layer_norm_rms_epsilon", scalar(F32, math.nan)), "epsilon is nan; it is a number"),
+    "epsilon": (
+        put("qwen2.attention.layer_norm_rms_epsilon", scalar(F32, math.nan)),
+        "epsilon is nan; it must be a number",
+    ),
     "not finite": (
         put("qwen2.rope.scaling.factor", scalar(F32, math.inf)),
-        r"scaling\.factor is inf; it is finite",
+        r"scaling\.factor is inf; it must be finite",
     ),
-    "template": (put("tokenizer.chat_template", scalar(U32, 1)), r"tokenizer\.chat_template is 1; it is a text"),
-    "token id": (put("tokenizer.ggml.eos_token_id", scalar(U32, 9999)), r"eos_token_id is 9,999; it is from 0 to 259"),
+    "template": (put("tokenizer.chat_template", scalar(U32, 1)), r"tokenizer\.chat_template is 1; it must be text"),
+    "token id": (
+        put("tokenizer.ggml.eos_token_id", scalar(U32, 9999)),
+        r"eos_token_id is 9,999; it must be from 0 to 259",
+    ),
     "token types": (put("tokenizer.ggml.token_type", array(5, [1])), "token_type has 1 elements for 260 tokens"),
     "key twice": (lambda layout: layout.entries.append(layout.entries[3]), r"has the key '.+' twice"),
     "tensor twice": (repeat_last, r"has the tensor '.+' twice"),
@@ -93,25 +102,25 @@ CASES = {
     ),
     "long array": (
         put("x", struct.pack("<IIQ", ARRAY, 0, 1 << 40)),
-        "x has 1,099,511,627,776 elements; 1,048",
+        "x has 1,099,511,627,776 elements; the limit is 1,048",
     ),
     "truth": (put("x", struct.pack("<IB", 7, 2)), "x is neither true nor false"),
     "many tensors": (
         lambda layout: layout.counts.update(tensors=1 << 40),
-        r"1,099,511,627,776 tensors and \d+",
+        r"its header counts 1,099,511,627,776 tensors and \d+",
     ),
     "no dimension": (of_tensor(1, dims=[]), "has 0 dimensions; 1 to 4 are possible"),
     "65 dimensions": (of_tensor(1, dims=[1] * 65), "has 65 dimensions; 1 to 4 are possible"),
-    "empty": (of_tensor(0, dims=[0, 260]), "is 260 by 0; dimensions are from 1"),
-    "huge": (of_tensor(0, dims=[1 << 33, 1 << 33]), "dimensions are from 1 to 16,777,216"),
-    "odd rows": (of_tensor(0, dims=[33, 260], kind=8), "its rows are no whole blocks of 32 Q8_0 weights"),
-    "no type": (of_tensor(0, kind=128), "is of type 128, which there is not"),
-    "integers": (of_tensor(0, kind=26), "is of type I32, in which there are no weights"),
-    "misaligned": (of_tensor(1, offset=7), "begins at byte 7 of the data, where"),
-    "overlap": (overlap, r"begins at byte [\d,]+ of the data, where [\d,]+ follows from those before it"),
-    "hole": (leave_a_hole, r"begins at byte [\d,]+ of the data, where [\d,]+ follows from those before it"),
-    "left over": (append_bytes, "has 64 bytes behind the last of the tensors"),
-    "control characters": (of_tensor(0, name="\x1b[2J"), r"a tensor's name is '\\x1b\[2J', which is no name"),
+    "empty": (of_tensor(0, dims=[0, 260]), "is 260 by 0; dimensions must be from 1"),
+    "huge": (of_tensor(0, dims=[1 << 33, 1 << 33]), "dimensions must be from 1 to 16,777,216"),
+    "odd rows": (of_tensor(0, dims=[33, 260], kind=8), "its rows must be whole blocks of 32 Q8_0 weights"),
+    "no type": (of_tensor(0, kind=128), "has type 128, which does not exist"),
+    "integers": (of_tensor(0, kind=26), "has the type I32, which no weights have"),
+    "misaligned": (of_tensor(1, offset=7), "begins at byte 7 of the data; after"),
+    "overlap": (overlap, r"begins at byte [\d,]+ of the data; after the tensors before it, it must begin at [\d,]+"),
+    "hole": (leave_a_hole, r"begins at byte [\d,]+ of the data; after the tensors before it, it must begin at [\d,]+"),
+    "left over": (append_bytes, "has 64 bytes after the last of its tensors"),
+    "control characters": (of_tensor(0, name="\x1b[2J"), r"a tensor's name is '\\x1b\[2J'; a name has printable"),
 }
 
 
@@ -253,9 +262,7 @@ def test_a_file_without_tokens_is_refused(layout, tmp_path):
 def test_a_type_that_this_version_cannot_read_is_said_to_be_one(layout, tmp_path):
     layout.tensors[0].kind = 42
     layout.write(tmp_path / "new.gguf")
-    with pytest.raises(
-        ModelError, match=r"new\.gguf': tensor '.+' is of type 42, which this version cannot read; give"
-    ):
+    with pytest.raises(ModelError, match=r"new\.gguf': tensor '.+' has type 42, which this version cannot read; give"):
         GGUFFile.read(tmp_path / "new.gguf")
 
 

@@ -15,10 +15,9 @@ from transformers import AutoConfig
 
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from hetero_kv.models.gguf.architectures import rotation as rotations
-from hetero_kv.models.gguf.architectures.declaration import Said
-from hetero_kv.models.gguf.architectures.rotation import llama3_factors, rotation
-from hetero_kv.models.gguf.settings import adapt, configuration_of, settings_of
+from hetero_kv.models.gguf.architectures.declaration import MetadataReader
+from hetero_kv.models.gguf.architectures.rope import _partial_factor, llama3_factors, rope_parameters
+from hetero_kv.models.gguf.config_from_file import adapt, configuration_of, settings_of
 
 words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
 keys = st.lists(words, min_size=1, max_size=3).map(".".join)
@@ -28,7 +27,9 @@ keys = st.lists(words, min_size=1, max_size=3).map(".".join)
 def test_a_key_that_nothing_reads_is_refused_by_its_name_and_value(prefix, key):
     file = header("qwen2")
     key = f"{prefix}made_up_{key}"
-    with pytest.raises(ModelError, match=rf"tiny\.gguf' says what this version does not compute with: {key} 3; give"):
+    with pytest.raises(
+        ModelError, match=rf"tiny\.gguf' has metadata that this version does not support: {key} 3; give"
+    ):
         configuration_of(replace(file, metadata=file.metadata | {key: value(3)}))
 
 
@@ -56,12 +57,12 @@ def test_keys_that_change_nothing_are_left():
 @pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix"])
 def test_a_file_of_something_else_than_a_model_is_refused(kind):
     file = header("llama")
-    with pytest.raises(ModelError, match=f"says general.type '{kind}'; give the file of the model itself"):
+    with pytest.raises(ModelError, match=f"has general.type '{kind}'; give the file of the model itself"):
         configuration_of(replace(file, metadata=file.metadata | {"general.type": value(kind)}))
 
 
 def test_an_architecture_without_a_table_is_refused_as_such():
-    with pytest.raises(ModelError, match=r"of the GGUF architecture 'plamo2', which is not supported yet; give the"):
+    with pytest.raises(ModelError, match=r"has the GGUF architecture 'plamo2', which is not supported yet; give the"):
         configuration_of(header("plamo2"))
 
 
@@ -110,21 +111,29 @@ def test_positions_are_rotated_as_llama_cpp_rotates_them(case):
 @pytest.mark.parametrize(
     ("architecture", "metadata", "message"),
     [
-        ("llama", {"rope.scaling.attn_factor": 0.7}, r"llama\.rope\.scaling\.attn_factor 0\.7, which makes"),
-        ("llama", {"rope.scaling.type": "ntk"}, r"rope\.scaling\.type 'ntk', which is a scaling"),
+        ("llama", {"rope.scaling.attn_factor": 0.7}, r"llama\.rope\.scaling\.attn_factor 0\.7, which scales queries"),
+        ("llama", {"rope.scaling.type": "ntk"}, r"rope\.scaling\.type 'ntk', which is an unknown scaling"),
         ("llama", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5, which is a scaling"),
-        ("llama", {"rope.dimension_count": 8, "attention.key_length": 16}, "dimension_count 8, which is not the 16"),
-        ("llama", {"attention.value_length": 8}, "value_length 8, which is not the 16 of a key"),
+        (
+            "llama",
+            {"rope.dimension_count": 8, "attention.key_length": 16},
+            "dimension_count 8, which is not the head's 16",
+        ),
+        ("llama", {"attention.value_length": 8}, "value_length 8, which differs from the key's 16"),
         ("llama", {"attention.head_count_kv": [1, 2]}, r"head_count_kv \(1, 2\), which differs between layers"),
-        ("llama", {"expert_used_count": 2}, "expert_used_count 2, which chooses among experts"),
+        ("llama", {"expert_used_count": 2}, "expert_used_count 2, which chooses experts"),
         ("llama", {"vocab_size": 96}, "vocab_size 96, which is not the 97 rows of token_embd"),
         ("llama", {"attention.causal": False}, "attention.causal False, which is of a model that generates no text"),
-        ("qwen2", {"attention.key_length": 32}, "key_length 32, which is not the model's width over its heads, 16"),
+        ("qwen2", {"attention.key_length": 32}, "key_length 32, which is not the hidden size divided by the heads, 16"),
         ("qwen2", {"rope.dimension_sections": [8, 4, 4, 0]}, "dimension_sections .*, which divides a head"),
-        ("granite", {"rope.scaling.finetuned": False}, "finetuned False, which means positions that are not rotated"),
-        ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, which is not the 0.00001"),
-        ("mamba", {"ssm.dt_b_c_rms": True, "ssm.inner_size": 128}, "ssm.dt_b_c_rms True, which is of FalconMamba"),
-        ("gemma3", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "is not one for each"),
+        ("granite", {"rope.scaling.finetuned": False}, "finetuned False, which means a model without RoPE"),
+        ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, which is not the model's 0.00001"),
+        ("mamba", {"ssm.dt_b_c_rms": True, "ssm.inner_size": 128}, "ssm.dt_b_c_rms True, which belongs to FalconMamba"),
+        (
+            "gemma3",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]},
+            "has not one value for each",
+        ),
     ],
 )
 def test_what_a_model_cannot_compute_is_refused_with_the_value(architecture, metadata, message):
@@ -133,10 +142,10 @@ def test_what_a_model_cannot_compute_is_refused_with_the_value(architecture, met
 
 
 def rotated(monkeypatch, factors, base, dim):
-    monkeypatch.setattr(Said, "tensor", lambda said, name: factors if name == "rope_freqs.weight" else None)
+    monkeypatch.setattr(MetadataReader, "tensor", lambda reader, name: factors if name == "rope_freqs.weight" else None)
     file = header("llama", {"rope.freq_base": base})
-    found, spoken = rotation(Said(file, ARCHITECTURES["llama"], None), dim)
-    assert "rope_type" in spoken
+    found, stated = rope_parameters(MetadataReader(file, ARCHITECTURES["llama"], None), dim)
+    assert "rope_type" in stated
     return found
 
 
@@ -179,7 +188,7 @@ def test_other_factors_of_frequencies_are_refused(monkeypatch, factors):
 def test_factors_of_a_long_context_are_the_tensors(monkeypatch):
     long, short = [2.0] * 4, [1.0] * 4
     tensors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
-    monkeypatch.setattr(Said, "tensor", lambda said, name: tensors.get(name))
+    monkeypatch.setattr(MetadataReader, "tensor", lambda reader, name: tensors.get(name))
     metadata = {
         "rope.dimension_count": 8,
         "rope.scaling.original_context_length": 128,
@@ -192,7 +201,7 @@ def test_factors_of_a_long_context_are_the_tensors(monkeypatch):
 
 
 def test_a_rotation_that_only_one_tensor_says_is_refused(monkeypatch):
-    monkeypatch.setattr(Said, "tensor", lambda said, name: [1.0] * 8 if "long" in name else None)
+    monkeypatch.setattr(MetadataReader, "tensor", lambda reader, name: [1.0] * 8 if "long" in name else None)
     with pytest.raises(ModelError, match=r"one of rope_factors_long\.weight and"):
         configuration_of(header("phi3"))
 
@@ -200,7 +209,7 @@ def test_a_rotation_that_only_one_tensor_says_is_refused(monkeypatch):
 @given(dim=st.integers(1, 128).map(lambda half: 2 * half), data=st.data())
 def test_a_share_of_a_head_is_that_many_dimensions(dim, data):
     count = 2 * data.draw(st.integers(1, dim // 2))
-    assert int(dim * rotations._share(count, dim)) == count
+    assert int(dim * _partial_factor(count, dim)) == count
 
 
 def test_windows_are_of_the_layers_that_a_file_says():
@@ -244,7 +253,7 @@ def test_biases_are_where_a_file_has_them():
 def test_a_size_of_nothing_is_refused(architecture, key):
     metadata = {f"ssm.{name}": 4 for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")}
     epsilon = {"attention.layer_norm_epsilon": 1e-5} if architecture == "gptneox" else metadata
-    with pytest.raises(ModelError, match=rf"says 0 where a model has some \(.*{key}"):
+    with pytest.raises(ModelError, match=rf"has the size 0, which no model has \(.*{key}"):
         configuration_of(header(architecture, epsilon | {"attention.head_count_kv": 4, key: 0}))
 
 
@@ -276,13 +285,13 @@ def test_a_configuration_that_says_the_same_is_taken_as_it_is():
     [
         (
             {"intermediate_size": 128},
-            r"says intermediate_size 96 \(qwen2\.feed_forward_length\) and the configuration 128",
+            r"has intermediate_size 96 \(qwen2\.feed_forward_length\) and the configuration 128",
         ),
-        ({"rms_norm_eps": 1e-5}, r"says rms_norm_eps 1e-06 \(qwen2\.attention\.layer_norm_rms_epsilon\) and"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, r"says rope_parameters .*rope\.\*\) and"),
+        ({"rms_norm_eps": 1e-5}, r"has rms_norm_eps 1e-06 \(qwen2\.attention\.layer_norm_rms_epsilon\) and"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, r"has rope_parameters .*rope\.\*\) and"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
-            r"says rope_parameters .*'default'.*\) and the configuration",
+            r"has rope_parameters .*'default'.*\) and the configuration",
         ),
     ],
 )
@@ -328,5 +337,5 @@ def test_a_value_is_used_or_refused_by_an_error_of_ours(architecture, changed, d
         settings = settings_of(replace(file, metadata=file.metadata | {key: value(changed)}))
     except ModelError:
         return
-    says = [said for by, said in settings.said.values() if by == key or by.endswith("rope.*")]
-    assert says, f"{key} is read and nothing comes of it"
+    found = [setting for by, setting in settings.from_file.values() if by == key or by.endswith("rope.*")]
+    assert found, f"{key} is read and nothing comes of it"

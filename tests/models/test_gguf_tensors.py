@@ -24,8 +24,8 @@ from transformers import (
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
-from hetero_kv.models.gguf.architectures import changes
-from hetero_kv.models.gguf.settings import configuration_of
+from hetero_kv.models.gguf.architectures import inverse_transforms
+from hetero_kv.models.gguf.config_from_file import configuration_of
 from hetero_kv.models.gguf.weights import WeightMap
 
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8, 40, 41]])
@@ -123,18 +123,18 @@ def test_the_order_of_rows_is_what_the_converter_changed(groups, per_group, dim)
     values, net = np.arange(2 * groups * dim), np.arange(4 * groups * dim)
     behind = np.concatenate([net[: 2 * groups * dim], by_place(net[2 * groups * dim :], groups)])
     for change, written in (
-        (changes.QUERY_ROWS, by_pairs(queries, heads)),
-        (changes.KEY_ROWS, by_pairs(keys, groups)),
-        (changes.QKV_BY_HEAD, by_kind(merged, heads, (1, 1, 1))),
-        (changes.FALCON_QKV, by_kind(falcon, groups, (per_group, 1, 1))),
-        (changes.VALUE_HEADS, by_place(values, groups)),
-        (changes.VALUE_HEADS_BEHIND, behind),
+        (inverse_transforms.QUERY_ROWS, by_pairs(queries, heads)),
+        (inverse_transforms.KEY_ROWS, by_pairs(keys, groups)),
+        (inverse_transforms.QKV_BY_HEAD, by_kind(merged, heads, (1, 1, 1))),
+        (inverse_transforms.FALCON_QKV, by_kind(falcon, groups, (per_group, 1, 1))),
+        (inverse_transforms.VALUE_HEADS, by_place(values, groups)),
+        (inverse_transforms.VALUE_HEADS_BEHIND, behind),
     ):
         assert change.keeps_blocks
-        np.testing.assert_array_equal(change.undone(written, config), np.arange(len(written)))
+        np.testing.assert_array_equal(change.apply(written, config), np.arange(len(written)))
     columns = by_place(values, groups)[None]
-    assert not changes.VALUE_HEAD_COLUMNS.keeps_blocks
-    np.testing.assert_array_equal(changes.VALUE_HEAD_COLUMNS.undone(columns, config)[0], values)
+    assert not inverse_transforms.VALUE_HEAD_COLUMNS.keeps_blocks
+    np.testing.assert_array_equal(inverse_transforms.VALUE_HEAD_COLUMNS.apply(columns, config)[0], values)
 
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "rope.dimension_count": 16}
@@ -265,7 +265,7 @@ def test_types_without_kernels_are_told_in_one_line(write_llama, caplog, monkeyp
     inject(opened.model, "dense", command_line={"max_seq_len": 64})
     opened.load()
     (record,) = (record for record in caplog.records if "no kernels" in record.message)
-    assert record.message.endswith("there are no kernels for the types of some tensors: 16 of Q5_1 as Q8_0")
+    assert record.message.endswith("tensors of types without kernels are converted: 16 of Q5_1 to Q8_0")
 
 
 @pytest.fixture(scope="module")

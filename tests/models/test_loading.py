@@ -135,7 +135,7 @@ def test_weights_of_another_model_than_the_configurations_are_refused(tiny_direc
     directory = shutil.copytree(tiny_directory, tmp_path / "wider")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-    with pytest.raises(ModelError, match=r"tiny\.gguf' says intermediate_size 64 .* and the configuration 128; give"):
+    with pytest.raises(ModelError, match=r"tiny\.gguf' has intermediate_size 64 .* and the configuration 128; give"):
         load_model(directory, gguf_path=tiny_gguf, dtype="float32", device="cpu")
 
 
@@ -149,7 +149,7 @@ def test_a_rotation_that_a_file_says_is_computed_and_one_that_the_configuration_
     path = write_tiny_gguf(tmp_path / "yarn.gguf", stretch)
     rope = load_model(path, dtype="float32", device="cpu").model.config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 512)
-    with pytest.raises(ModelError, match=r"says rope_parameters .*'yarn'.* and the configuration .*'default'"):
+    with pytest.raises(ModelError, match=r"has rope_parameters .*'yarn'.* and the configuration .*'default'"):
         load_model(tiny_directory, gguf_path=path, dtype="float32", device="cpu")
 
 
@@ -161,7 +161,7 @@ def test_an_architecture_without_a_table_is_refused(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     for load in (load_model, open_model):
-        with pytest.raises(ModelError, match=r"odd\.gguf' is of the GGUF architecture 'rwkv7', which is not supported"):
+        with pytest.raises(ModelError, match=r"odd\.gguf' has the GGUF architecture 'rwkv7', which is not supported"):
             load(tmp_path / "odd.gguf", dtype="float32", device="cpu")
 
 
@@ -185,7 +185,7 @@ def test_a_models_own_code_runs_only_when_the_user_says_so(tiny_directory, tmp_p
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
     (directory / "config.json").write_text(json.dumps(config | own))
     (directory / "own.py").write_text("raise SystemExit('the model ran its own code')")
-    with pytest.raises(ModelError, match="own_code brings Python code of its own, which is run only if you say so"):
+    with pytest.raises(ModelError, match="own_code includes Python code, which runs only with your consent"):
         load_model(directory, dtype="float32", device="cpu")
     with pytest.raises(SystemExit, match="the model ran its own code"):
         load_model(directory, dtype="float32", device="cpu", trust_remote_code=True)

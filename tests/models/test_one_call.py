@@ -123,7 +123,7 @@ def test_a_conversation_takes_what_load_model_gives(q8_0_file):
     loaded = load_model(q8_0_file, config="dense", dtype="float32", max_seq_len=256, kv_type="FP32")
     answer = Conversation(loaded).ask("hello", max_new_tokens=3)
     assert answer.text == Conversation(loaded.model, loaded.tokenizer).ask("hello", max_new_tokens=3).text
-    with pytest.raises(HeteroKVError, match=r"tokenizer is not given.*load_model"):
+    with pytest.raises(HeteroKVError, match=r"tokenizer is missing.*load_model"):
         Conversation(loaded.model)
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_compiled_before_is_left_and_named(q8_0_file, caplog, mon
 
     monkeypatch.setattr(RetrievalAttention, "compile_kernels", fails)
     preparation.compile_for_first_cache()
-    assert "kernels are compiled as they are needed, not before the first answer: no such kernel" in caplog.text
+    assert "kernels are compiled on first use, not before the first answer: no such kernel" in caplog.text
     with pytest.raises(ValueError, match="no such kernel"):
         Preparation(loaded.model, loaded.model.hetero_kv_injection.operators).compile()
 

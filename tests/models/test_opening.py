@@ -16,7 +16,7 @@ from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, ope
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.reading import tensor_data
+from hetero_kv.models.gguf.tensor_reader import tensor_data
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
@@ -120,7 +120,7 @@ def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog,
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model
     assert set(quantized(model).values()) == {"Q8_0"}
-    assert "no kernels for the types of some tensors: 16 of Q5_1 as Q8_0" in caplog.text
+    assert "tensors of types without kernels are converted: 16 of Q5_1 to Q8_0" in caplog.text
     wanted = load_model(path, dtype="float32").model(IDS.repeat(1, 10)).logits
     assert (logits_of(model, IDS.repeat(1, 10)) - wanted).norm() / wanted.norm() < 0.02
 

@@ -71,7 +71,7 @@ def test_rules_that_are_suspended_leave_them(model):
 
 def test_rules_that_want_other_weights_are_refused_by_name_and_change_nothing(model):
     before = packed(model)
-    with pytest.raises(InjectionError, match=r"weights of \S+ stay packed beneath all rules.*--unpacked"):
+    with pytest.raises(InjectionError, match=r"weights of \S+ stay packed under all rules.*--unpacked"):
         inject(model, "dense", command_line={**SMALL, "weights": "q4_0"})
     assert packed(model) == before
     inject(model, "dense", command_line=SMALL)

@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 @pytest.mark.parametrize(
     ("cuda", "told"),
-    [("12.8", r"needs a driver for CUDA 12\.8; update the driver"), (None, "has no CUDA; install a build that has")],
+    [("12.8", r"needs a driver for CUDA 12\.8; update the driver"), (None, "lacks CUDA; install a build with CUDA")],
 )
 def test_a_gpu_that_torch_cannot_use_is_told_with_the_remedy(cuda, told, monkeypatch, tmp_path):
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82\nGCC version: 11\n")
@@ -69,9 +69,9 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_the_remedy(cuda, told, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.warns(RuntimeWarning, match=rf"a GPU \(NVIDIA .*470\.82\) .*{told}.*computes on the CPU"):
+    with pytest.warns(RuntimeWarning, match=rf"a GPU \(NVIDIA .*470\.82\), .*{told}.*computes on the CPU"):
         assert resolve_device("auto") == CPU
-    with pytest.raises(ModelError, match=rf"470\.82\) .*{told}.*give auto or cpu"):
+    with pytest.raises(ModelError, match=rf"470\.82\), .*{told}.*give auto or cpu"):
         resolve_device("cuda")
     # One that the user has hidden is not to be used.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -63,7 +63,7 @@ DEFECTS = (
     ),
     Mutation(
         "an answer's peak is that of the first GPU",
-        "hetero_kv/chat/watching.py",
+        "hetero_kv/chat/generation_monitor.py",
         "torch.cuda.max_memory_allocated(device)",
         "torch.cuda.max_memory_allocated()",
         ("tests/chat/test_conversation.py::test_the_peak_of_gpu_memory_is_that_of_the_models_gpu",),

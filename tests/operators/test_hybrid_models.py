@@ -248,7 +248,7 @@ def test_layers_that_cannot_be_chunked_are_refused_by_name(architecture):
 
 def test_attention_whose_layers_around_it_are_not_chunked_is_refused_by_name():
     attention_alone = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
-    with pytest.raises(InjectionError, match=r"layers\.0\.conv.*no ChunkedDecoderLayer.*carry its state"):
+    with pytest.raises(InjectionError, match=r"layers\.0\.conv.*not a ChunkedDecoderLayer.*its state is not carried"):
         inject(tiny_model("lfm2"), parse_rules({"rules": [attention_alone]}))
 
 

@@ -157,7 +157,7 @@ def test_an_untouched_model_in_another_thread_does_not_reach_the_cache_of_a_runn
         first = pool.submit(answer, model, 0, cache, streamer=pausing)
         assert pausing.reached.wait(60)
         try:
-            with pytest.raises(HeteroKVError, match="given to a model without its rules"):
+            with pytest.raises(HeteroKVError, match="passed to a model without its rules"):
                 untouched(PROMPT, past_key_values=cache)
         finally:
             pausing.go_on.set()

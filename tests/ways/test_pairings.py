@@ -67,7 +67,7 @@ def passed(held, index, rules, new, within):
             torch.testing.assert_close(logits, expected_logits(index, held.tokens, new), rtol=1e-3, atol=1e-3)
             held.tokens += new
             return
-        with pytest.raises(HeteroKVError, match=r"does not belong to this model|given to a model without its rules"):
+        with pytest.raises(HeteroKVError, match=r"does not belong to this model|passed to a model without its rules"):
             model(torch.tensor([new]), past_key_values=held.cache)
     assert held.cache.get_seq_length() == before == len(held.tokens)
 
@@ -144,9 +144,8 @@ def test_a_cache_of_another_model_is_told_of_both(llama):
     other = tiny_model("llama", 1, **{**SIZES, "num_hidden_layers": 2})
     for model in (llama, other):
         inject(model, "quest", command_line=EVERYTHING)
-    assert (
-        "made for another one, LlamaForCausalLM (2 layers, hidden size 64), and this is LlamaForCausalLM (4 layers"
-        in refusal(HeteroCache(other), llama)
+    assert "made for LlamaForCausalLM (2 layers, hidden size 64), and this is LlamaForCausalLM (4 layers" in refusal(
+        HeteroCache(other), llama
     )
 
 
@@ -157,7 +156,7 @@ def test_an_ejected_model_refuses_the_cache_and_takes_it_again_with_the_rules_it
     cache = HeteroCache(llama)
     llama(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     with suspended(llama):
-        assert "those of LlamaForCausalLM (4 layers, hidden size 64), which it was made under, have been ejected" in (
+        assert "those of LlamaForCausalLM (4 layers, hidden size 64), under which it was made, have been ejected" in (
             refusal(cache, llama)
         )
     torch.testing.assert_close(
@@ -168,7 +167,7 @@ def test_an_ejected_model_refuses_the_cache_and_takes_it_again_with_the_rules_it
 def test_keys_for_a_layer_outside_of_a_forward_are_refused(llama):
     inject(llama, "quest", command_line=EVERYTHING)
     cache, keys = HeteroCache(llama), torch.zeros(1, 2, 3, 16)
-    with pytest.raises(HeteroKVError, match="given to a model without its rules"):
+    with pytest.raises(HeteroKVError, match="passed to a model without its rules"):
         cache.update(keys, keys, 0)
     with pytest.raises(HeteroKVError, match="layer 1 of a HeteroCache received keys and values outside of a forward"):
         cache.layers[1].update(keys, keys)

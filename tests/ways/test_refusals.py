@@ -107,11 +107,11 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     ),
     "another model's cache": (
         lambda call: call.generate(past_key_values=HeteroCache(call.assistant)),
-        r"made for another one, LlamaForCausalLM \(2 layers.*and this is LlamaForCausalLM \(4 layers",
+        r"made for LlamaForCausalLM \(2 layers.*and this is LlamaForCausalLM \(4 layers",
     ),
     "an untouched model over a HeteroCache": (
         lambda call: UNTOUCHED.generate(PROMPT, past_key_values=HeteroCache(call.model), max_new_tokens=2),
-        "given to a model without its rules",
+        "passed to a model without its rules",
     ),
     "a cache that is pickled": (lambda call: pickle.dumps(ran(call)), r"cache\.save\(path\)"),
     "torch.save of a cache": (lambda call: saved_by_torch(ran(call)), r"cache\.save\(path\)"),

@@ -1,8 +1,8 @@
-"""The tensors of a mixture's experts in a GGUF file, and where they lie in a model.
+"""Loads the expert tensors of a mixture (MoE) from a GGUF file.
 
-GGUF has one tensor per projection of all experts, `blk.N.ffn_{gate,up,down}_exps`, [experts, outputs, inputs]; newer
-files may have gate and up as one. transformers has them as parameters of one module, whose attributes say whether gate
-and up lie behind each other or in turns, and whether inputs come first.
+GGUF has one tensor per projection for all experts, `blk.N.ffn_{gate,up,down}_exps`, [experts, outputs, inputs]; newer
+files may merge gate and up. In transformers the experts' parameters belong to one module. Its attributes tell whether
+gate and up are concatenated or interleaved, and whether inputs are the first dimension.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FORM = ("has_gate", "is_transposed", "is_concatenated")
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """What a tensor of experts is in a model.
+    """The parameter, or the part of it, that an expert tensor fills.
 
     Attributes:
         module: path of the experts' module.
-        leaf: the parameter.
-        part: "gate" or "up" where the parameter holds both; "" for the whole of it.
-        outputs: which outputs of the parameter the tensor has.
+        leaf: the parameter's name in the module.
+        part: "gate" or "up" if the parameter contains both; "" for a whole parameter.
+        outputs: the parameter's outputs that the tensor fills.
     """
 
     module: str
@@ -48,7 +48,7 @@ class ExpertPlace:
 
 
 def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
-    """GGUF's name -> where it lies, for the tensors of experts that the model has a place for."""
+    """GGUF tensor name -> its place, for the expert tensors that the model has a place for."""
     modules = {
         match["layer"]: (path.replace(".wrapped", ""), module)
         for path, module in model.named_modules()
@@ -70,7 +70,7 @@ def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
 
 
 def _half(module: Any, part: str) -> slice:
-    """Which outputs of a parameter with gate and up are one of them."""
+    """The outputs of a merged gate-and-up parameter that belong to `part`."""
     if not module.is_concatenated:
         return slice(0 if part == "gate" else 1, None, 2)
     width = module.down_proj.shape[1 if module.is_transposed else 2]
@@ -80,9 +80,11 @@ def _half(module: Any, part: str) -> slice:
 def load_expert_tensor(
     model: nn.Module, file: GGUFFile, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
 ) -> str | None:
-    """Put a tensor of experts into its place, blocks where the module takes them; what these are kept as otherwise.
+    """Load an expert tensor into its place: quantized blocks if the module takes them, otherwise numbers.
 
-    Raises ModelError for another shape than there is room for.
+    Returns the type to which the module converted the blocks; None if it did not convert any.
+
+    Raises ModelError if the tensor's shape is not the parameter's.
     """
     module: Any = model.get_submodule(place.module)
     take = getattr(module, "load_experts", None)

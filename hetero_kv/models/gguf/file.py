@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata and where each tensor lies, without reading the tensors.
+"""Reads the header of a GGUF file: its metadata and the positions of its tensors.
 
-What is read here holds to the contract of `docs/gguf_files.md`; a file that does not is refused, by name.
+A file that violates the requirements of `docs/gguf_files.md` is refused by name. No tensor is read here.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from hetero_kv.models.gguf.contract import (
     check_blocks,
     check_metadata,
     check_places,
-    size_in_file,
+    stored_bytes,
 )
 from hetero_kv.models.gguf.header import (
     ARRAY,
     HEADER_BYTES,
     STRING,
     HeaderCursor,
+    MalformedHeaderError,
     MetadataValue,
     UnknownTypeError,
-    UnsoundError,
 )
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Of vocabularies of 150,000 tokens; a longer header is begun anew.
+# Enough for vocabularies of 150,000 tokens; a longer header is read again in full.
 USUAL_HEADER_BYTES = 8 << 20
-_DAMAGE = (struct.error, UnicodeDecodeError, UnsoundError)
+_DAMAGE = (struct.error, UnicodeDecodeError, MalformedHeaderError)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `shape` in torch's order (slowest dimension first), `offset` from the file's start."""
+    """A tensor's position: `shape` in torch's order (slowest dimension first), `offset` from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of the GGUF file at `path`; `state` is what the file was like when it was read."""
+    """The header of the GGUF file at `path`; `state` is the file's size and modification time when it was read."""
 
     path: Path
     metadata: dict[str, MetadataValue]
@@ -63,8 +63,8 @@ class GGUFFile:
         """Read the header of `path`.
 
         Raises:
-            ModelError: no such file, not a GGUF file, a version or byte order that is not supported, one part of a
-                split model, or a file that does not hold to the contract or is shorter than its header says.
+            ModelError: the file is missing, is no GGUF file, has an unsupported version or byte order, is one part of a
+                split model, violates the requirements, or is shorter than its header says.
         """
         if not path.is_file():
             raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
@@ -88,7 +88,9 @@ class GGUFFile:
                 f"{str(path)!r}: {error}; give a file in another quantization, or install a newer version of gguf"
             ) from error
         except _DAMAGE as error:
-            what = error if isinstance(error, UnsoundError) else "it ends, or has no text, where it should not"
+            what = (
+                error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
+            )
             raise ModelError(
                 f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "
                 "download the file again, or convert it again"
@@ -105,7 +107,7 @@ class GGUFFile:
         return frozenset(tensor.name for tensor in self.tensors)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The metadata value `key`, strings decoded, or `default` where the file does not have it."""
+        """The metadata value `key` with decoded strings; `default` if the file lacks it."""
         entry = self.metadata.get(key)
         if entry is None:
             return default
@@ -116,10 +118,7 @@ class GGUFFile:
         return entry.value
 
     def open(self) -> BinaryIO:
-        """The file, to read tensors from.
-
-        Raises ModelError where it is not the one any more whose header was read.
-        """
+        """The open file, to read tensors from. Raises ModelError if it has changed since its header was read."""
         try:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
@@ -130,12 +129,12 @@ class GGUFFile:
         return file
 
     def changed(self) -> ModelError:
-        """The error for a file that becomes another one while it is read."""
+        """The error for a file that changes while it is read."""
         return ModelError(f"{str(self.path)!r} was changed while it was read; load it again when it is complete")
 
 
 def _state(file: Any) -> tuple[int, int]:
-    """Size in bytes and time of the last change."""
+    """Size in bytes, and modification time."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -167,7 +166,7 @@ def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
     if entries:
         _check_length(path, end, state[0], each)
     tensors = tuple(
-        TensorInfo(entry.name, entry.shape, entry.quantization, start + entry.offset, size_in_file(entry))
+        TensorInfo(entry.name, entry.shape, entry.quantization, start + entry.offset, stored_bytes(entry))
         for entry in entries
     )
     return GGUFFile(path, metadata, tensors, state)
@@ -178,6 +177,6 @@ def _check_length(path: Path, end: int, size: int, each: int) -> None:
         raise ModelError(
             f"{str(path)!r} is cut short: its tensors end at byte {end:,} and it has {size:,}; download the file again"
         )
-    # The last tensor may be filled up as the others are.
+    # The last tensor may be padded like the others.
     if size > -(-end // each) * each:
-        raise UnsoundError(f"it has {size - end:,} bytes behind the last of the tensors that it names")
+        raise MalformedHeaderError(f"it has {size - end:,} bytes after the last of its tensors")

@@ -1,9 +1,9 @@
-"""The parts of a GGUF header, read from bytes under limits.
+"""Parses the parts of a GGUF header from bytes, within limits.
 
 The layout (little-endian) is that of the GGUF specification, versions 2 and 3:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-Counts and lengths are compared with what is left before anything is made of them. A vocabulary is hundreds of thousands
-of strings, so they are cut out of one buffer: well under a second, where an array object per string takes many.
+Counts and lengths are compared with the remaining bytes before anything is allocated. A vocabulary has hundreds of
+thousands of strings, so they are sliced from one buffer in well under a second; an array object per string takes many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10
 INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
 FLOATS = frozenset({6, 12})
 
-# Many times what the largest models have, and little enough to be read in seconds.
+# Limits: many times the sizes of the largest models, and small enough to read in seconds.
 HEADER_BYTES = 64 << 20
 MOST_ENTRIES = 4096
 MOST_TENSORS = 1 << 16
@@ -28,20 +28,20 @@ MOST_ELEMENTS = 1 << 20
 MOST_ELEMENTS_IN_ALL = 1 << 22
 LONGEST_STRING = 1 << 20
 LONGEST_KEY = 256
-#: Of a tensor's name, by the specification.
+#: Limit on a tensor's name, by the specification.
 LONGEST_NAME = 64
 MOST_DIMENSIONS = 4
-#: GGML's tensor types are numbered through; there are some 40.
+#: Limit on the number of a tensor type; GGML has about 40.
 LARGEST_TYPE = 127
 _LENGTH = struct.Struct("<Q")
 
 
-class UnsoundError(ValueError):
-    """What a file says of itself and cannot be; the message is the part of a sentence behind the file's name."""
+class MalformedHeaderError(ValueError):
+    """A header that contradicts itself or exceeds a limit; the message continues a sentence about the file."""
 
 
-class UnknownTypeError(UnsoundError):
-    """A tensor of a type that this version cannot read, in a file that may be sound."""
+class UnknownTypeError(MalformedHeaderError):
+    """A tensor of a type that this version cannot read; the file may be sound."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class MetadataValue:
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """What the header says of one tensor: `shape` slowest dimension first, `offset` from where the data begin."""
+class GGUFTensorEntry:
+    """A tensor's entry in the header: `shape` slowest dimension first, `offset` from the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,31 +63,31 @@ class TensorEntry:
 
 
 class HeaderCursor:
-    """A position in a header that moves on as its parts are read, in the order of the methods.
+    """A read position in a header. The parts are read in the order of the methods.
 
     Args:
         content: the file's beginning, up to HEADER_BYTES.
-        position: where to begin, bytes.
+        position: the first position, bytes.
 
-    Methods raise UnsoundError for what no sound file says, and struct.error where the content ends.
+    Methods raise MalformedHeaderError for invalid content, and struct.error if the content ends early.
     """
 
     def __init__(self, content: bytes, position: int) -> None:
         self.content, self.position, self.elements = content, position, 0
 
     def unpack(self, form: str) -> tuple[Any, ...]:
-        """Values in the notation of `struct`."""
+        """The next values, in the notation of `struct`."""
         values = struct.unpack_from(form, self.content, self.position)
         self.position += struct.calcsize(form)
         return values
 
     def counts(self) -> tuple[int, int]:
-        """How many tensors and how many metadata entries follow."""
+        """The numbers of tensors and of metadata entries that follow."""
         tensors, entries = self.unpack("<QQ")
         if tensors > MOST_TENSORS or entries > MOST_ENTRIES:
-            raise UnsoundError(
-                f"it has {tensors:,} tensors and {entries:,} entries of metadata by its header; "
-                f"{MOST_TENSORS:,} and {MOST_ENTRIES:,} are the most"
+            raise MalformedHeaderError(
+                f"its header counts {tensors:,} tensors and {entries:,} metadata entries; the limits are "
+                f"{MOST_TENSORS:,} and {MOST_ENTRIES:,}"
             )
         return tensors, entries
 
@@ -97,17 +97,17 @@ class HeaderCursor:
         for _ in range(count):
             key = self.name("a key", LONGEST_KEY)
             if key in found:
-                raise UnsoundError(f"it has the key {key!r} twice")
+                raise MalformedHeaderError(f"it has the key {key!r} twice")
             found[key] = self._value(key)
         return found
 
-    def tensors(self, count: int) -> tuple[TensorEntry, ...]:
-        """What is said of the tensors, `count` of them."""
-        found: dict[str, TensorEntry] = {}
+    def tensors(self, count: int) -> tuple[GGUFTensorEntry, ...]:
+        """The entries of `count` tensors."""
+        found: dict[str, GGUFTensorEntry] = {}
         for _ in range(count):
             entry = self._tensor()
             if entry.name in found:
-                raise UnsoundError(f"it has the tensor {entry.name!r} twice")
+                raise MalformedHeaderError(f"it has the tensor {entry.name!r} twice")
             found[entry.name] = entry
         return tuple(found.values())
 
@@ -115,7 +115,7 @@ class HeaderCursor:
         """A printable string of 1 to `longest` bytes."""
         text = self._string(longest, "for a name").decode()
         if not text or not text.isprintable():
-            raise UnsoundError(f"{what} is {text!r}, which is no name")
+            raise MalformedHeaderError(f"{what} is {text!r}; a name has printable characters")
         return text
 
     def _value(self, key: str) -> MetadataValue:
@@ -127,24 +127,26 @@ class HeaderCursor:
         element, count = self.unpack("<IQ")
         self.elements += count
         if count > MOST_ELEMENTS or self.elements > MOST_ELEMENTS_IN_ALL:
-            raise UnsoundError(f"{key} has {count:,} elements; {MOST_ELEMENTS:,} are the most, and four times as many "
-                               "in all arrays together")  # fmt: skip
+            raise MalformedHeaderError(
+                f"{key} has {count:,} elements; the limit is {MOST_ELEMENTS:,}, and {MOST_ELEMENTS_IN_ALL:,} in all "
+                "arrays together"
+            )
         if element == STRING:
             return MetadataValue((kind, element), self._strings(key, count))
         return MetadataValue((kind, element), self._scalars(key, element, count))
 
     def _scalars(self, key: str, kind: int, count: int) -> tuple[Any, ...]:
         if kind not in SCALARS:
-            raise UnsoundError(f"{key} is of type {kind}; numbers, strings and arrays of these are known")
+            raise MalformedHeaderError(f"{key} is of type {kind}; numbers, strings and arrays of these are known")
         values = self.unpack(f"<{count}{SCALARS[kind]}")
         if kind != BOOL:
             return values
         if any(value > 1 for value in values):
-            raise UnsoundError(f"{key} is neither true nor false")
+            raise MalformedHeaderError(f"{key} is neither true nor false")
         return tuple(map(bool, values))
 
     def _strings(self, key: str, count: int) -> list[bytes]:
-        # Without a call for each: a vocabulary has hundreds of thousands.
+        # No function call per string: a vocabulary has hundreds of thousands.
         content, position, end, length_at = self.content, self.position, len(self.content), _LENGTH.unpack_from
         texts = []
         for _ in range(count):
@@ -154,7 +156,7 @@ class HeaderCursor:
                 raise self._too_long(length, begin, LONGEST_STRING, f"in {key}")
             texts.append(content[begin:position])
         self.position = position
-        # In one go: a zero byte ends what was begun before it.
+        # Check all at once that they are UTF-8; the zero byte ends an unfinished character.
         b"\0".join(texts).decode()
         return texts
 
@@ -165,23 +167,25 @@ class HeaderCursor:
             raise self._too_long(length, begin, longest, where)
         return self.content[begin : self.position]
 
-    def _too_long(self, length: int, begin: int, longest: int, where: str) -> UnsoundError:
-        return UnsoundError(
-            f"there is a string of {length:,} bytes {where}, at byte {begin:,}; {longest:,} are the most, and "
-            f"{len(self.content) - begin:,} are left"
+    def _too_long(self, length: int, begin: int, longest: int, where: str) -> MalformedHeaderError:
+        return MalformedHeaderError(
+            f"it has a string of {length:,} bytes {where}, at byte {begin:,}; the limit is {longest:,}, and "
+            f"{len(self.content) - begin:,} bytes are left"
         )
 
-    def _tensor(self) -> TensorEntry:
+    def _tensor(self) -> GGUFTensorEntry:
         name = self.name("a tensor's name", LONGEST_NAME)
         (dimensions,) = self.unpack("<I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
-            raise UnsoundError(f"tensor {name!r} has {dimensions:,} dimensions; 1 to {MOST_DIMENSIONS} are possible")
+            raise MalformedHeaderError(
+                f"tensor {name!r} has {dimensions:,} dimensions; 1 to {MOST_DIMENSIONS} are possible"
+            )
         fastest_first = self.unpack(f"<{dimensions}Q")
         kind, offset = self.unpack("<IQ")
         try:
             quantization = GGMLQuantizationType(kind)
         except ValueError as error:
             if kind > LARGEST_TYPE:
-                raise UnsoundError(f"tensor {name!r} is of type {kind}, which there is not") from error
-            raise UnknownTypeError(f"tensor {name!r} is of type {kind}, which this version cannot read") from error
-        return TensorEntry(name, fastest_first[::-1], quantization, offset)
+                raise MalformedHeaderError(f"tensor {name!r} has type {kind}, which does not exist") from error
+            raise UnknownTypeError(f"tensor {name!r} has type {kind}, which this version cannot read") from error
+        return GGUFTensorEntry(name, fastest_first[::-1], quantization, offset)

@@ -1,8 +1,8 @@
-"""How a byte-level BPE vocabulary splits a text before it merges, for each value of `tokenizer.ggml.pre`.
+"""The pre-tokenizers, which split a text before BPE merges it, for each value of `tokenizer.ggml.pre`.
 
-The names are llama.cpp's (`src/llama-vocab.cpp`), which says what each splits by. Its expressions are rewritten for an
-engine with fewer classes, and it does not normalise. Where it so differs from the model's own tokenizer in a way that
-the model's vocabulary shows, the model's own is followed; `docs/gguf_files.md` lists where. Sources: transformers'
+Names and regular expressions are llama.cpp's (`src/llama-vocab.cpp`). llama.cpp rewrites the models' expressions for an
+engine with fewer character classes, and does not normalise text. If a model's vocabulary shows that its own tokenizer
+differs, the model's expressions are used instead; `docs/gguf_files.md` lists these cases. Sources: transformers'
 tokenizers of these models, their `tokenizer.json`, and the originals that llama.cpp quotes.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The pieces that expressions are put together from. They are Oniguruma's, as the package `tokenizers` has it.
+# Parts of expressions, in the syntax of Oniguruma, which the package `tokenizers` uses.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -27,7 +27,7 @@ def _either(*expressions: str) -> str:
 _LLAMA3 = _either(_CONTRACTION, _WORD, _UP_TO_THREE, _SIGNS, _SPACES)
 _QWEN2 = _either(_CONTRACTION, _WORD, _DIGIT, _SIGNS, _SPACES)
 
-# Words in which a capital begins a new one, as in o200k; what a Latin letter's case is, is so for every script.
+# Words that a capital letter splits, as in o200k; letters of all scripts have a case class.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LED = r"[^\r\n\p{L}\p{N}]?"
 
@@ -48,7 +48,7 @@ _KIMI = _either(
     _SIGNS,
     _SPACES,
 )
-# Digits in threes from the right, as thousands are written.
+# Groups of three digits from the right, as thousands are written.
 _THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _THOUSANDS_AT_A_WORDS_END = r"\d{1,3}(?=(?:\d{3})*\b)"
 
@@ -100,7 +100,7 @@ _AFMOE = (
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
     _either(_ASCII_SIGN_AND_LETTERS, _WORD_WITH_MARKS, r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES),
 )
-# What stands between signs that end or part sentences, in several scripts.
+# Text between punctuation marks of several scripts.
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _PUNCTUATION = r"[\p{P}$+<=>^~|`]+"
 _CHAMELEON = (
@@ -111,7 +111,7 @@ _CHAMELEON = (
     r"[\p{P}!-/:-@\[-`{-~]",
     _GPT2,
 )
-# Spaces in ever larger powers of two.
+# Runs of spaces by powers of two.
 _SPACES_BY_HALVES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
 _JAIS2 = _either(
     _CONTRACTION, _WORD, _UP_TO_THREE, _SIGNS, r"\s*[\r\n]+", _SPACES_BY_HALVES, r"\s{1,2}(?!\S)", r"\s{1}"
@@ -120,15 +120,15 @@ _JAIS2 = _either(
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What `tokenizer.ggml.pre` stands for.
+    """A pre-tokenizer.
 
     Attributes:
-        splits: Oniguruma expressions; each cuts what the one before left into its matches and what is between them.
-        composes: whether the text is brought into Unicode's normalisation form C first.
-        ignore_merges: whether a piece that is a word of the vocabulary is that token, whatever the merges would make.
-        add_bos: whether a text begins with the token for that where the file does not say.
-        in_bytes: whether the vocabulary spells bytes by GPT-2's letters; else characters, with a space as U+2581 and
-            `<0xFF>` for bytes that are in no word.
+        splits: Oniguruma expressions; each one splits the pieces of the one before into matches and the text between.
+        composes: whether the text is first normalised to Unicode's form C (NFC).
+        ignore_merges: whether a piece that is a token of the vocabulary stays whole, without applying merges.
+        add_bos: whether a text begins with a BOS token by default.
+        in_bytes: whether the vocabulary spells bytes by GPT-2's letters. Otherwise it spells characters: U+2581 is a
+            space, and `<0xFF>` a byte that is in no word.
     """
 
     splits: tuple[str, ...]

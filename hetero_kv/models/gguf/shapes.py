@@ -1,4 +1,4 @@
-"""The shape of a tensor against that of its parameter, and the keys of the metadata that a shape follows from."""
+"""Compares a tensor's shape with its parameter's, and names the metadata keys that determine the shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 _HEADS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count")
 _FEED_FORWARD = ("feed_forward_length", "expert_feed_forward_length")
 _STATE = ("conv_kernel", "inner_size", "state_size", "group_count", "time_step_rank")
-#: Of tensors' names, as regular expressions -> keys behind the architecture's name, of which a file has some.
+#: Regular expression for tensor names -> keys, without the architecture's name, that may determine their shape.
 _SHAPED_BY = {
     r".*_exps\..*|.*ffn_gate_inp.*|.*exp_probs_b.*": ("expert_count", *_FEED_FORWARD),
     r".*_shexp\..*": ("expert_shared_feed_forward_length", "expert_shared_count", *_FEED_FORWARD),
@@ -22,17 +22,17 @@ _SHAPED_BY = {
 }
 
 
-def require_shape(file: GGUFFile, info: TensorInfo, expected: tuple[int, ...], given: tuple[int, ...]) -> None:
-    """Raise ModelError where a tensor has another shape than its parameter."""
-    if tuple(given) == expected:
+def require_shape(file: GGUFFile, info: TensorInfo, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    """Raise ModelError if a tensor's shape `found` is not its parameter's, `expected`."""
+    if tuple(found) == expected:
         return
     suffixes = ["embedding_length"]
     for pattern, more in _SHAPED_BY.items():
         if re.fullmatch(pattern, info.name):
             suffixes += more
     keys = dict.fromkeys(f"{file.architecture}.{suffix}" for suffix in suffixes)
-    said = ", ".join(f"{key} {file.get(key)}" for key in keys if key in file.metadata)
+    source = ", ".join(f"{key} {file.get(key)}" for key in keys if key in file.metadata)
     raise ModelError(
-        f"tensor {info.name!r} of {str(file.path)!r} is {list(given)} and the model has {list(expected)} there, by "
-        f"{said or 'its configuration'}; download the file again, or convert it again"
+        f"tensor {info.name!r} of {str(file.path)!r} is {list(found)} and the model's parameter {list(expected)}, by "
+        f"{source or 'its configuration'}; download the file again, or convert it again"
     )

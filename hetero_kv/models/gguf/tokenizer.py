@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, from everything that the file says of it.
+"""Builds the tokenizer that a GGUF file describes.
 
-Kinds of vocabulary are llama.cpp's (`tokenizer.ggml.model`): `gpt2` is byte-level BPE, `llama` SentencePiece's BPE,
-which merges by scores, and `gemma4` BPE over characters with merges. Others are refused: encoders have them, or, as
-RWKV's and PLaMo 2's, the package `tokenizers` has none like them.
+The kinds of vocabulary are llama.cpp's (`tokenizer.ggml.model`): `gpt2` is byte-level BPE; `llama` is SentencePiece's
+BPE, which merges by scores; `gemma4` is BPE over characters with merges. Others are refused: encoders use them, or the
+package `tokenizers` cannot express them, as those of RWKV and PLaMo 2.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hetero_kv.models.gguf.tokenizer_keys import CHAT_TEMPLATE, unknown_keys
 from hetero_kv.models.gguf.vocabulary import Vocabulary
 
 SENTENCEPIECE, BYTE_LEVEL, CHARACTERS = "llama", "gpt2", "gemma4"
-#: How SentencePiece writes a space.
+#: SentencePiece's character for a space.
 SPACE = "\u2581"
-# The letters by which GPT-2 spells the bytes that UTF-8 never has.
+# GPT-2's letters for the bytes that never occur in UTF-8.
 _LETTERS_OF_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 _OTHERWISE = (
     "give the directory or hub id of the tokenizer in Hugging Face format as the model and this file as gguf_path"
 )
 
 
-class _Given:
-    """A backend for transformers to take as it is: it copies what it gets, which takes as long as building it."""
+class _SharedBackend:
+    """A backend that transformers uses without a copy; copying takes as long as building it."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -45,20 +45,20 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     """The tokenizer that a file describes.
 
     Raises:
-        ModelError: the file has none, or says something of it that is not known or cannot be followed.
+        ModelError: the file has no tokenizer, or one with an unknown or unsupported property.
     """
     kind = file.get("tokenizer.ggml.model")
-    _refuse_what_is_not_followed(file, kind)
+    _require_supported(file, kind)
     pre = _pre_tokenizer(file, kind)
     vocabulary = Vocabulary.of(file, is_sentencepiece=kind == SENTENCEPIECE)
     written = file.get("tokenizer.huggingface.json")
     backend = _backend(file, vocabulary, pre) if written is None else _written(file, vocabulary, written)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_Given(backend),
+        tokenizer_object=_SharedBackend(backend),
         chat_template=_chat_template(file),
-        # Text that a model wrote is shown as it is.
+        # Keep the model's spaces.
         clean_up_tokenization_spaces=False,
-        # As transformers' own classes have it.
+        # As in transformers' classes.
         padding_side="right" if kind == BYTE_LEVEL else "left",
         add_bos_token=_adds(file, vocabulary, "bos", default=pre is None or pre.add_bos),
         add_eos_token=_adds(file, vocabulary, "eos", default=False),
@@ -66,7 +66,7 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     )
 
 
-def _refuse_what_is_not_followed(file: GGUFFile, kind: str | None) -> None:
+def _require_supported(file: GGUFFile, kind: str | None) -> None:
     if kind not in (SENTENCEPIECE, BYTE_LEVEL, CHARACTERS):
         raise ModelError(
             f"{str(file.path)!r} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); {BYTE_LEVEL}, "
@@ -74,7 +74,8 @@ def _refuse_what_is_not_followed(file: GGUFFile, kind: str | None) -> None:
         )
     if unknown := unknown_keys(file.metadata):
         raise ModelError(
-            f"{str(file.path)!r} says {', '.join(unknown)} of its tokenizer, which is not known here; {_OTHERWISE}"
+            f"{str(file.path)!r} has {', '.join(unknown)} for its tokenizer, which this version does not know; "
+            f"{_OTHERWISE}"
         )
     unfollowed = [
         key
@@ -87,17 +88,17 @@ def _refuse_what_is_not_followed(file: GGUFFile, kind: str | None) -> None:
         unfollowed.append("add_space_prefix")
     if unfollowed:
         raise ModelError(
-            f"{str(file.path)!r} changes texts before it splits them (tokenizer.ggml.{unfollowed[0]}), which is not "
-            f"done here for a vocabulary of the kind {kind}; {_OTHERWISE}"
+            f"{str(file.path)!r} changes texts before it splits them (tokenizer.ggml.{unfollowed[0]}), which this "
+            f"version does not support for a vocabulary of the kind {kind}; {_OTHERWISE}"
         )
 
 
 def _adds(file: GGUFFile, vocabulary: Vocabulary, end: str, *, default: bool) -> bool:
-    """Whether every text gets the token that begins it (`end` is bos) or ends it (eos)."""
+    """Whether every text gets a BOS token (`end` is "bos"), or an EOS token ("eos")."""
     named = f"{end}_token" in vocabulary.named
     if _flag(file, f"add_{end}_token", default and named) and not named:
         raise ModelError(
-            f"{str(file.path)!r} adds a token to every text (tokenizer.ggml.add_{end}_token) and does not say which "
+            f"{str(file.path)!r} adds a token to every text (tokenizer.ggml.add_{end}_token) and does not name it "
             f"(tokenizer.ggml.{end}_token_id); convert it again"
         )
     return _flag(file, f"add_{end}_token", default and named)
@@ -106,22 +107,24 @@ def _adds(file: GGUFFile, vocabulary: Vocabulary, end: str, *, default: bool) ->
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
     value = file.get(f"tokenizer.ggml.{name}", default)
     if value not in (0, 1):
-        raise ModelError(f"tokenizer.ggml.{name} of {str(file.path)!r} is {value!r}; true and false are possible")
+        raise ModelError(f"tokenizer.ggml.{name} of {str(file.path)!r} is {value!r}; it must be true or false")
     return bool(value)
 
 
 def _pre_tokenizer(file: GGUFFile, kind: str | None) -> PreTokenizer | None:
-    """How the vocabulary splits; None where it does not, as SentencePiece's."""
+    """The vocabulary's pre-tokenizer; None if it has none, as SentencePiece's."""
     if kind == SENTENCEPIECE:
         return None
     name = CHARACTERS if kind == CHARACTERS else file.get("tokenizer.ggml.pre")
     if name is None:
         raise ModelError(
-            f"{str(file.path)!r} does not say how its vocabulary splits texts (tokenizer.ggml.pre), so that words and "
-            f"numbers would be cut otherwise than the model has learned; convert it again, or {_OTHERWISE}"
+            f"{str(file.path)!r} does not name its pre-tokenizer (tokenizer.ggml.pre), so words and numbers would be "
+            f"split differently than in training; convert it again, or {_OTHERWISE}"
         )
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise ModelError(f"tokenizer.ggml.pre of {str(file.path)!r} is {name!r}, which is not known here; {_OTHERWISE}")
+        raise ModelError(
+            f"tokenizer.ggml.pre of {str(file.path)!r} is {name!r}, which this version does not know; {_OTHERWISE}"
+        )
     return PRE_TOKENIZERS[name]
 
 
@@ -132,8 +135,7 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
         merges = vocabulary.merges_by_score(_scores(file))
     else:
         raise ModelError(
-            f"{str(file.path)!r} does not say what its tokens are merged of (tokenizer.ggml.merges); convert it again, "
-            f"or {_OTHERWISE}"
+            f"{str(file.path)!r} has no merges of its tokens (tokenizer.ggml.merges); convert it again, or {_OTHERWISE}"
         )
     if pre is not None and pre.in_bytes:
         backend = Tokenizer(models.BPE(vocabulary.numbers, merges, ignore_merges=pre.ignore_merges))
@@ -169,7 +171,7 @@ def _splitting(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
 
 
 def _as_text(vocabulary: Vocabulary) -> list[decoders.Decoder]:
-    """What keeps letters that a byte-level vocabulary has added, as DeepSeek's has `À`, from being read as bytes."""
+    """Decoders for added tokens that look like bytes of a byte-level vocabulary, such as `À` in DeepSeek's."""
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [
         decoders.Replace(token, in_bytes.pre_tokenize_str(token)[0][0])
@@ -182,14 +184,14 @@ def _scores(file: GGUFFile) -> tuple[float, ...]:
     scores: tuple[float, ...] | None = file.get("tokenizer.ggml.scores")
     if scores is None:
         raise ModelError(
-            f"{str(file.path)!r} does not say in which order its tokens are merged (tokenizer.ggml.scores); convert it "
-            f"again, or {_OTHERWISE}"
+            f"{str(file.path)!r} has no scores for its tokens (tokenizer.ggml.scores), by which they are merged; "
+            f"convert it again, or {_OTHERWISE}"
         )
     return scores
 
 
 def _add(backend: Tokenizer, file: GGUFFile, vocabulary: Vocabulary) -> None:
-    # Phi-3's own tokenizer takes the white space behind its control tokens with them, which no key says.
+    # Phi-3's tokenizer strips white space after its control tokens, which no key of a file states.
     takes_space = file.architecture == "phi3" and file.get("tokenizer.ggml.model") == SENTENCEPIECE
     as_others = {"<unk>", "<s>", "<|endoftext|>"}
     backend.add_special_tokens(
@@ -206,11 +208,11 @@ def _texts(vocabulary: Vocabulary, ids: Iterable[int]) -> list[str]:
 
 
 def _written(file: GGUFFile, vocabulary: Vocabulary, written: str) -> Tokenizer:
-    """The original's own tokenizer, where the file has it, if it is that of the file's tokens."""
+    """The original tokenizer that the file contains. Raises ModelError if it has other tokens than the file."""
     try:
         json.loads(written)
         backend = Tokenizer.from_str(written)
-    except Exception as error:  # the package raises nothing else
+    except Exception as error:  # the package raises no narrower class
         raise ModelError(
             f"tokenizer.huggingface.json of {str(file.path)!r} is no tokenizer: {error}; convert the file again"
         ) from error
@@ -225,23 +227,23 @@ def _written(file: GGUFFile, vocabulary: Vocabulary, written: str) -> Tokenizer:
 
 
 def _chat_template(file: GGUFFile) -> Any:
-    """The template of a conversation, or the templates by name; None where the file has none."""
+    """The chat template, or the templates by name; None if the file has none."""
     templates = {
         match[1] or "default": file.get(key) for key in file.metadata if (match := CHAT_TEMPLATE.fullmatch(key))
     }
     for name, template in templates.items():
         if not isinstance(template, str):
-            raise ModelError(f"the chat template {name!r} of {str(file.path)!r} is no text; convert the file again")
+            raise ModelError(f"the chat template {name!r} of {str(file.path)!r} is not text; convert the file again")
     listed = file.get("tokenizer.chat_templates", [])
     missing = sorted(set(listed) - templates.keys()) if isinstance(listed, list) else [repr(listed)]
     if missing:
         raise ModelError(
-            f"{str(file.path)!r} names chat templates that it does not have (tokenizer.chat_templates: "
+            f"{str(file.path)!r} names chat templates that it lacks (tokenizer.chat_templates: "
             f"{', '.join(missing)}); convert it again"
         )
     if templates and "default" not in templates:
         raise ModelError(
-            f"{str(file.path)!r} has chat templates for {', '.join(sorted(templates))} and none for everything else "
+            f"{str(file.path)!r} has chat templates for {', '.join(sorted(templates))} and no default "
             "(tokenizer.chat_template); convert it again"
         )
     return templates if len(templates) > 1 else templates.get("default")

@@ -1,7 +1,6 @@
-"""The metadata keys of a GGUF file that begin with `tokenizer.`: those that are used, and those without effect.
+"""Lists the GGUF metadata keys that begin with `tokenizer.`: the used ones, and those without effect.
 
-The names are llama.cpp's (`src/llama-arch.cpp`). Any other key is refused: it says something of the tokenizer that
-would be left out.
+The names are llama.cpp's (`src/llama-arch.cpp`). Any other key is refused, since it may change the tokenizer.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-#: The ids of tokens, behind `tokenizer.ggml.`, that transformers has a name for, and that name.
+#: Key of a token id, after `tokenizer.ggml.` -> transformers' name of the token.
 NAMED_TOKENS = {
     "bos_token_id": "bos_token",
     "eos_token_id": "eos_token",
@@ -19,7 +18,7 @@ NAMED_TOKENS = {
     "cls_token_id": "cls_token",
     "mask_token_id": "mask_token",
 }
-#: The ids of further control tokens: ends of turn and of message, and what stands around code that is to be filled in.
+#: Keys of further control tokens: ends of turns and messages, and fill-in-the-middle (FIM) markers.
 CONTROL_TOKENS = (
     "eot_token_id",
     "eom_token_id",
@@ -33,7 +32,7 @@ CONTROL_TOKENS = (
     "suffix_token_id",
     "middle_token_id",
 )
-#: Used as they are, or refused for a value that cannot be followed.
+#: Keys that are used, or refused for an unsupported value.
 USED = frozenset(
     f"tokenizer.ggml.{name}"
     for name in (
@@ -55,17 +54,17 @@ USED = frozenset(
         *CONTROL_TOKENS,
     )
 ) | {"tokenizer.huggingface.json", "tokenizer.chat_templates"}
-#: `tokenizer.chat_template` and, behind a dot, those with a name.
+#: `tokenizer.chat_template`, and `tokenizer.chat_template.NAME`.
 CHAT_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
-#: Key -> why it changes nothing.
+#: Key -> why it has no effect.
 WITHOUT_EFFECT = {
-    "tokenizer.ggml.token_type_count": "how many kinds of segment BERT's encoders tell apart; decoders have none",
-    "tokenizer.ggml.add_sep_token": "whether a separator stands between two texts that an encoder ranks",
+    "tokenizer.ggml.token_type_count": "the number of segment types of BERT encoders; decoders have none",
+    "tokenizer.ggml.add_sep_token": "whether a separator is put between two texts that an encoder ranks",
 }
 
 
 def unknown_keys(keys: Iterable[str]) -> list[str]:
-    """Those of the keys that begin with `tokenizer.` and would be left out."""
+    """The keys that begin with `tokenizer.` and are not known here."""
     return sorted(
         key
         for key in keys

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens, what each is, and the order in which they merge."""
+"""The vocabulary of a GGUF file: its tokens, their types, and the order of their merges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_kv.models.gguf.contract import NO_TOKEN
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tokenizer_keys import CONTROL_TOKENS, NAMED_TOKENS
 
-#: Tokens that end a turn or a text, by llama.cpp's list; a converter may call them words, and no text has them as such.
+#: Tokens that end a turn or a text, by llama.cpp's list. They are control tokens, even if a converter calls them words.
 ENDS = frozenset(
     (
         "<|eot_id|>",
@@ -29,7 +29,7 @@ ENDS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
-# Of a SentencePiece vocabulary whose file names none, in llama.cpp's reading.
+# llama.cpp's defaults for a SentencePiece vocabulary: key -> (id, the type that the token must have).
 _SENTENCEPIECE_TOKENS = {
     "bos_token_id": (1, TokenType.CONTROL),
     "eos_token_id": (2, TokenType.CONTROL),
@@ -42,11 +42,11 @@ class Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        tokens: their texts by id; no two are equal.
-        types: what each is, in the file's own terms.
+        tokens: the tokens' texts by id, without duplicates.
+        types: the tokens' types in the file.
         named: transformers' names of special tokens -> ids.
-        control: ids of the tokens that are found in a text before it is split and left out of what is shown.
-        user_defined: ids of those that are found likewise, and shown.
+        control: ids of tokens that are matched before a text is split, and omitted from decoded text.
+        user_defined: ids of tokens that are matched before a text is split, and shown in decoded text.
     """
 
     tokens: list[str]
@@ -60,7 +60,7 @@ class Vocabulary:
         """Read the vocabulary of a file.
 
         Raises:
-            ModelError: it has none, or one in which two tokens are one text, or types that are not known.
+            ModelError: the file has no vocabulary, two tokens with the same text, or an unknown type.
         """
         tokens = _texts(file)
         types = _types(file, len(tokens))
@@ -70,7 +70,7 @@ class Vocabulary:
             for key, (usual, kind) in _SENTENCEPIECE_TOKENS.items():
                 if f"tokenizer.ggml.{key}" not in file.metadata and usual < len(types) and types[usual] == kind:
                     ids[key] = usual
-        # A word can be named as well: converters give `!` as what texts are filled up with. It remains a word.
+        # A named token can be a word: converters use `!` as the padding token. It remains a word.
         signs = {number for number in ids.values() if _is_sign(tokens[number], types[number])}
         control = signs | {number for number, token in enumerate(tokens) if token in ENDS}
         control |= {number for number, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
@@ -84,11 +84,11 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def merges_by_score(self, scores: tuple[float, ...]) -> list[tuple[str, str]]:
-        """The pairs that make a word of a SentencePiece vocabulary, in the order in which they are merged.
+        """The merges of a SentencePiece vocabulary, in the order in which they apply.
 
-        The word of the highest score comes first; of equal ones that of the lower id, for converters that have no
-        scores write all alike, and SentencePiece numbers words in the order of their scores. Control, user-defined and
-        unused tokens are made of nothing.
+        Merges into a word of higher score come first. At equal scores the lower id comes first: converters without
+        scores write equal ones, and SentencePiece numbers words by descending score. Control, user-defined and unused
+        tokens have no merges.
         """
         numbers = self.numbers
         usable = {
@@ -107,10 +107,10 @@ class Vocabulary:
         return merges
 
     def merges_of(self, file: GGUFFile) -> list[tuple[str, str]]:
-        """The merges that the file lists, first ones first.
+        """The merges that the file lists, in its order.
 
         Raises:
-            ModelError: one of them is not two tokens that make a third.
+            ModelError: a merge is not of two tokens into a third.
         """
         numbers = self.numbers
         merges = []
@@ -119,8 +119,8 @@ class Vocabulary:
             left, right = merge[:place], merge[place + 1 :]
             if place < 1 or left not in numbers or right not in numbers or left + right not in numbers:
                 raise ModelError(
-                    f"tokenizer.ggml.merges of {str(file.path)!r} has {merge!r}, which is not two tokens that make a "
-                    "third; convert the file again"
+                    f"tokenizer.ggml.merges of {str(file.path)!r} has {merge!r}, which does not merge two tokens into "
+                    "a third; convert the file again"
                 )
             merges.append((left, right))
         return merges
@@ -131,8 +131,8 @@ def _texts(file: GGUFFile) -> list[str]:
         tokens: list[str] = file.get("tokenizer.ggml.tokens") or []
     except UnicodeDecodeError as error:
         raise ModelError(
-            f"tokenizer.ggml.tokens of {str(file.path)!r} has {error.object!r}, which is no text in UTF-8; convert the "
-            "file again"
+            f"tokenizer.ggml.tokens of {str(file.path)!r} has {error.object!r}, which is not UTF-8; convert the file "
+            "again"
         ) from error
     if not tokens:
         raise ModelError(
@@ -151,7 +151,7 @@ def _texts(file: GGUFFile) -> list[str]:
 
 
 def _is_sign(token: str, kind: TokenType) -> bool:
-    """Whether a token that the file names is none of a text's words."""
+    """Whether a token that the file names is a special token, not a word of a text."""
     return kind not in (TokenType.NORMAL, TokenType.BYTE) or (len(token) > 2 and token[0] + token[-1] in ("<>", "[]"))
 
 
@@ -161,17 +161,17 @@ def _types(file: GGUFFile, count: int) -> list[TokenType]:
     for token, number in enumerate(numbers):
         if number not in known:
             raise ModelError(
-                f"tokenizer.ggml.token_type of {str(file.path)!r} is {number} for token {token:,}; types are "
+                f"tokenizer.ggml.token_type of {str(file.path)!r} is {number} for token {token:,}; types are from "
                 f"{min(known)} to {max(known)}: convert the file again"
             )
     return [known[number] for number in numbers]
 
 
 def token_id(file: GGUFFile, key: str) -> int | None:
-    """The id that the file gives as `tokenizer.ggml.<key>`, or None where it gives none.
+    """The token id `tokenizer.ggml.<key>`; None if the file has none.
 
     Raises:
-        ModelError: there is no such token.
+        ModelError: the vocabulary has no token with this id.
     """
     number = file.get(f"tokenizer.ggml.{key}")
     if number is None or number in NO_TOKEN:
@@ -181,10 +181,10 @@ def token_id(file: GGUFFile, key: str) -> int | None:
 
 
 def suppressed_ids(file: GGUFFile) -> list[int]:
-    """The tokens that the file says a model never answers with.
+    """The ids of tokens that the model must never generate.
 
     Raises:
-        ModelError: there are no such tokens.
+        ModelError: the vocabulary has no token with such an id.
     """
     numbers = file.get("tokenizer.ggml.suppress_tokens", ())
     for number in numbers if isinstance(numbers, tuple) else (numbers,):
@@ -196,6 +196,6 @@ def _require_token(file: GGUFFile, key: str, number: object) -> None:
     count = len(file.metadata["tokenizer.ggml.tokens"].value)
     if not isinstance(number, int) or not 0 <= number < count:
         raise ModelError(
-            f"tokenizer.ggml.{key} of {str(file.path)!r} has {number!r} and there are {count:,} tokens; convert the "
-            "file again"
+            f"tokenizer.ggml.{key} of {str(file.path)!r} has {number!r}, and the vocabulary has {count:,} tokens; "
+            "convert the file again"
         )

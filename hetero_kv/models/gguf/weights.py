@@ -1,9 +1,9 @@
-"""The tensors of a GGUF file, put into a model that stands there without its weights.
+"""Loads the tensors of a GGUF file into a model that is built without weights.
 
-Where each belongs, and what undoes the converter's change, the architecture's table says; a mixture's experts lie where
-`models/gguf/experts.py` finds them. A module that has a method `load_blocks` or `load_experts` takes the file's
-quantized blocks as they are, where the change does no more than reorder rows; everything else is unpacked to numbers.
-Every tensor has its place, and every parameter and persistent buffer its tensor, or the file is refused.
+The architecture's table gives each tensor's parameter, and the transform that undoes the converter's.
+`models/gguf/experts.py` finds the parameters of experts. A module with a method `load_blocks` or `load_experts` takes
+the file's quantized blocks unchanged, if the transform only reorders rows. All other tensors are unpacked to numbers. A
+file is refused unless each tensor has a parameter, and each parameter and persistent buffer a tensor.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import nn
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import architecture_of
-from hetero_kv.models.gguf.architectures.changes import Change
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places
-from hetero_kv.models.gguf.architectures.rotation import ROTATION_TENSORS
+from hetero_kv.models.gguf.architectures.declaration import Architecture, ParameterPlace, Places
+from hetero_kv.models.gguf.architectures.inverse_transforms import InverseTransform
+from hetero_kv.models.gguf.architectures.rope import ROPE_TENSORS
 from hetero_kv.models.gguf.contract import BLOCK
 from hetero_kv.models.gguf.experts import ExpertPlace, expert_places, load_expert_tensor
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
-from hetero_kv.models.gguf.reading import tensor_data
 from hetero_kv.models.gguf.shapes import require_shape
-from hetero_kv.models.parameters import kept_type, set_tensor, tie, tied_parameters
+from hetero_kv.models.gguf.tensor_reader import tensor_data
+from hetero_kv.models.parameters import parameter_dtype, set_tensor, tie, tied_parameters
 from hetero_kv.models.placing import decoder_layers
 from hetero_kv.models.progress import ProgressReport
 
@@ -39,24 +39,24 @@ _ROW = "{row}"
 
 @dataclass(frozen=True)
 class Target:
-    """What a tensor is in a model: the parameter or buffer, or one for each row where `path` has `{row}`."""
+    """The parameter or buffer that a tensor fills; with `{row}` in `path`, one for each of its rows."""
 
     path: str
-    change: Change | None
+    transform: InverseTransform | None
 
     def paths(self, info: TensorInfo) -> list[str]:
-        """All of them."""
+        """The paths of all parameters that the tensor fills."""
         return [self.path.replace(_ROW, str(row)) for row in range(info.shape[0])] if _ROW in self.path else [self.path]
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Which parameter or buffer of a model each tensor of a GGUF file is, and what is done to it on the way.
+    """Maps the tensors of a GGUF file to the parameters and buffers of a model.
 
     Attributes:
         config: the model's text configuration.
-        targets: GGUF's name -> what it is.
-        experts: GGUF's name -> the place of a tensor of experts in a parameter.
+        targets: GGUF tensor name -> its target.
+        experts: GGUF tensor name -> the place of an expert tensor in a parameter.
     """
 
     config: Any
@@ -67,33 +67,33 @@ class WeightMap:
     def of(cls, model: Any, file: GGUFFile) -> WeightMap:
         """For a model as transformers builds it.
 
-        Raises ModelError where a tensor has no place in the model, or the model has room that no tensor fills.
+        Raises ModelError where a tensor has no place in the model, or the model has parameters that no tensor fills.
         """
         config = model.config.get_text_config()
         experts = expert_places(model, file)
-        room = set(model.state_dict(keep_vars=True))
-        known = _Paths(model, architecture_of(file), room)
+        parameters = set(model.state_dict(keep_vars=True))
+        known = _ParameterPaths(model, architecture_of(file), parameters)
         targets: dict[str, Target] = {}
-        homeless = []
+        unplaced = []
         for info in file.tensors:
-            if info.name in ROTATION_TENSORS or info.name in experts or known.is_behind(info.name):
+            if info.name in ROPE_TENSORS or info.name in experts or known.is_predictor(info.name):
                 continue
             target = known.target(info)
             if target is None:
-                homeless.append(info.name)
+                unplaced.append(info.name)
             else:
                 targets[info.name] = target
-        if homeless:
+        if unplaced:
             raise ModelError(
-                f"{str(file.path)!r} has {len(homeless)} tensors that this version has no place for in "
-                f"{type(model).__name__} ({', '.join(homeless[:3])}); give the model in Hugging Face format, without "
+                f"{str(file.path)!r} has {len(unplaced)} tensors that this version has no place for in "
+                f"{type(model).__name__} ({', '.join(unplaced[:3])}); give the model in Hugging Face format, without "
                 "this file, or weights that belong to the configuration"
             )
         weights = cls(config, targets, experts)
-        weights._require_all_filled(model, file, room)
+        weights._require_all_filled(model, file, parameters)
         return weights
 
-    def _require_all_filled(self, model: Any, file: GGUFFile, room: set[str]) -> None:
+    def _require_all_filled(self, model: Any, file: GGUFFile, parameters: set[str]) -> None:
         known = [(info, self.targets[info.name]) for info in file.tensors if info.name in self.targets]
         filled = [path for info, target in known for path in target.paths(info)]
         parts: dict[str, list[str]] = {}
@@ -101,10 +101,10 @@ class WeightMap:
             parts.setdefault(place.parameter, []).append(place.part)
         # Gate and up of experts are one parameter, and either may be missing.
         filled += [path for path, found in parts.items() if sorted(found) in ([""], ["gate", "up"])]
-        twice = {path for path in filled if filled.count(path) > 1} if len(set(filled)) < len(filled) else set()
-        if twice:
-            raise ModelError(f"{str(file.path)!r} has two tensors for {min(twice)}; download the file again")
-        left = sorted(room - set(filled) - tied_parameters(model).keys())
+        duplicates = {path for path in filled if filled.count(path) > 1} if len(set(filled)) < len(filled) else set()
+        if duplicates:
+            raise ModelError(f"{str(file.path)!r} has two tensors for {min(duplicates)}; download the file again")
+        left = sorted(parameters - set(filled) - tied_parameters(model).keys())
         if left:
             raise ModelError(
                 f"{str(file.path)!r} has no weights for {len(left)} parameters of {type(model).__name__} "
@@ -112,16 +112,20 @@ class WeightMap:
             )
 
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
-        """The tensor's row for each row of the parameter; None where the change does something else."""
-        change = self.targets[info.name].change
-        if change is None:
+        """The tensor's row for each row of the parameter; None if the transform does more than reorder rows."""
+        transform = self.targets[info.name].transform
+        if transform is None:
             return np.arange(info.shape[0])
-        return change.rows(info.shape[0], self.config) if change.keeps_blocks and change.rows is not None else None
+        return (
+            transform.rows(info.shape[0], self.config)
+            if transform.keeps_blocks and transform.rows is not None
+            else None
+        )
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
-        """Parameter -> GGML's name of the type that a module may take its blocks in.
+        """Parameter -> GGML's type of its blocks, for the parameters whose modules may take blocks.
 
-        Where gate and up projections of experts are one parameter, it is named with ".gate" and with ".up" behind.
+        For experts, a merged gate-and-up parameter has two entries: its path with ".gate", and with ".up".
         """
         experts = {
             place.parameter + (f".{place.part}" if place.part else ""): info.quantization.name
@@ -135,47 +139,47 @@ class WeightMap:
         }
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
-        """The tensor as the parameter's numbers."""
+        """The tensor as numbers of the parameter, with the converter's transform undone."""
         numbers = gguf.dequantize(data, info.quantization)
-        change = self.targets[info.name].change
-        return numbers if change is None else change.undone(numbers, self.config)
+        transform = self.targets[info.name].transform
+        return numbers if transform is None else transform.apply(numbers, self.config)
 
 
-class _Paths:
-    """The paths of an architecture's table in a model; `room` is all that the model has."""
+class _ParameterPaths:
+    """The paths of an architecture's table in a model; `parameters` is all that the model has."""
 
-    def __init__(self, model: Any, architecture: Architecture, room: set[str]) -> None:
+    def __init__(self, model: Any, architecture: Architecture, parameters: set[str]) -> None:
         layers = decoder_layers(model)
         path = next((path for path, module in model.named_modules() if module is layers), None)
         if path is None:
             raise ModelError(f"{type(model).__name__} has no list of its layers; give the model in Hugging Face format")
-        self.architecture, self.room = architecture, room
+        self.architecture, self.parameters = architecture, parameters
         self.layers, self.base, self.count = path, path.rpartition(".")[0], len(layers or ())
 
-    def is_behind(self, name: str) -> bool:
-        """Whether a tensor is of a block behind the model's layers, which predicts further tokens."""
+    def is_predictor(self, name: str) -> bool:
+        """Whether a tensor belongs to a block after the model's layers, which predicts further tokens."""
         match = BLOCK.match(name)
         return match is not None and int(match[1]) >= self.count and self.architecture.predicts
 
     def target(self, info: TensorInfo) -> Target | None:
-        """What a tensor is, or None."""
+        """A tensor's target; None if the model has no place for it."""
         match = BLOCK.match(info.name)
         if match is None:
-            return self._found(self.architecture.model, info.name, self.base, info)
+            return self._first_existing(self.architecture.model, info.name, self.base, info)
         prefix = f"{self.layers}.{int(match[1])}"
-        return self._found(self.architecture.layer, info.name[match.end() :], prefix, info)
+        return self._first_existing(self.architecture.layer, info.name[match.end() :], prefix, info)
 
-    def _found(self, places: Places, name: str, prefix: str, info: TensorInfo) -> Target | None:
+    def _first_existing(self, places: Places, name: str, prefix: str, info: TensorInfo) -> Target | None:
         for place, suffix in _matching(places, name):
             path = place.path[1:] if place.path.startswith("/") else f"{prefix}.{place.path}"
-            target = Target(path + suffix, place.change)
-            if all(each in self.room for each in target.paths(info)):
+            target = Target(path + suffix, place.transform)
+            if all(each in self.parameters for each in target.paths(info)):
                 return target
         return None
 
 
-def _matching(places: Places, name: str) -> Iterator[tuple[Place, str]]:
-    """The places of a tensor, and what of its name is not in the table: `.weight` or `.bias`."""
+def _matching(places: Places, name: str) -> Iterator[tuple[ParameterPlace, str]]:
+    """A tensor's places in the table, each with the suffix of its name that the table omits: `.weight`, `.bias`, ""."""
     stem, dot, suffix = name.rpartition(".")
     found: list[tuple[Any, str]] = []
     if name in places:
@@ -184,17 +188,17 @@ def _matching(places: Places, name: str) -> Iterator[tuple[Place, str]]:
         found.append((places[stem], dot + suffix))
     for place, rest in found:
         for each in place if isinstance(place, tuple) else (place,):
-            yield (each if isinstance(each, Place) else Place(each)), rest
+            yield (each if isinstance(each, ParameterPlace) else ParameterPlace(each)), rest
 
 
 def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dtype, report: ProgressReport) -> None:
-    """Put the tensors of `file` into `model`, whose parameters are on the meta device.
+    """Load the tensors of `file` into `model`, whose parameters are on the meta device.
 
     Args:
-        dtype: of parameters that are numbers.
-        report: called with "reading weights", the bytes done and the bytes in all.
+        dtype: the dtype of unquantized parameters.
+        report: called with "reading weights", the bytes done and the total bytes.
 
-    Raises ModelError where a tensor has another shape than its parameter.
+    Raises ModelError if a tensor's shape is not its parameter's.
     """
     tied = tied_parameters(model)
     done, total = 0, sum(info.nbytes for info in file.tensors)
@@ -212,8 +216,8 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
     for place, source in tied.items():
         tie(model, place, source)
     if converted:
-        said = (f"{count} of {stored} as {kept}" for (stored, kept), count in sorted(converted.items()))
-        _logger.warning("%s: there are no kernels for the types of some tensors: %s", file.path, ", ".join(said))
+        counts = (f"{count} of {stored} to {kept}" for (stored, kept), count in sorted(converted.items()))
+        _logger.warning("%s: tensors of types without kernels are converted: %s", file.path, ", ".join(counts))
 
 
 def _load(
@@ -236,7 +240,7 @@ def _load(
         module, leaf = _owner(model, path)
         require_shape(file, info, _shape(module, leaf), part.shape)
         # A copy: the numbers may be a view of the file's bytes.
-        set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(kept_type(model, path, dtype)))
+        set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(parameter_dtype(model, path, dtype)))
     return None
 
 

@@ -1,7 +1,7 @@
-"""A table for each architecture of GGUF files: what its metadata and tensors are in a transformers model.
+"""The tables of GGUF architectures: each maps metadata and tensors to a transformers model.
 
-Nothing is loaded by another's table: a file whose architecture has none is refused. A new one is one more
-`Architecture` in the `TABLES` of a module of this package.
+A file of an architecture without a table is refused. To support one, add an `Architecture` to the `TABLES` of a module
+of this package.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """The table of the file's architecture. Raises ModelError where there is none."""
+    """The table of the file's architecture. Raises ModelError if there is none."""
     table = ARCHITECTURES.get(file.architecture)
     if table is None:
         raise ModelError(
-            f"{str(file.path)!r} is of the GGUF architecture {file.architecture!r}, which is not supported yet; give "
+            f"{str(file.path)!r} has the GGUF architecture {file.architecture!r}, which is not supported yet; give "
             "the model in Hugging Face format, without this file"
         )
     return table

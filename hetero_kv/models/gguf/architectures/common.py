@@ -1,11 +1,11 @@
-"""What most architectures have in common: keys, places, heads and experts."""
+"""Keys, places and settings that most architectures share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero_kv.models.gguf.architectures.declaration import Places, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.declaration import ConfigSettings, MetadataReader, Places
+from hetero_kv.models.gguf.architectures.rope import put_rope
 
 SIZES: Mapping[str, str] = {
     "block_count": "num_hidden_layers",
@@ -30,54 +30,56 @@ ATTENTION: Places = {
 }
 NORMED_HEADS: Places = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GATED: Places = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-#: The experts themselves lie where `models/gguf/experts.py` finds their module.
+#: The router; `models/gguf/experts.py` finds the places of the experts.
 ROUTER: Places = {"ffn_gate_inp": "mlp.gate"}
 
 
-def put_heads(said: Said, settings: Settings, *, head_dim: bool = True) -> None:
-    """Put `num_key_value_heads`, and `head_dim` where the model has the setting.
+def put_heads(metadata: MetadataReader, settings: ConfigSettings, *, head_dim: bool = True) -> None:
+    """Put `num_key_value_heads`, and `head_dim` if the model has the setting.
 
-    Raises ModelError where keys and values have heads of different sizes, or sizes that the model has no setting for.
+    Raises ModelError if keys and values have different head sizes, or a size that the model cannot express.
     """
     heads = settings["num_attention_heads"]
     if heads < 1:
-        raise said.refused("attention.head_count", "is no number of heads")
-    settings.put("num_key_value_heads", said.one("attention.head_count_kv", heads), "attention.head_count_kv")
-    usual = getattr(said.given, "head_dim", None) or settings["hidden_size"] // heads
-    dim = said.one("attention.key_length", usual)
-    if said.one("attention.value_length", dim if said.has("attention.key_length") else usual) != dim:
-        raise said.refused("attention.value_length", f"is not the {dim} of a key")
+        raise metadata.unsupported("attention.head_count", "is less than one head")
+    settings.put("num_key_value_heads", metadata.scalar("attention.head_count_kv", heads), "attention.head_count_kv")
+    usual = getattr(metadata.config, "head_dim", None) or settings["hidden_size"] // heads
+    dim = metadata.scalar("attention.key_length", usual)
+    if metadata.scalar("attention.value_length", dim if metadata.has("attention.key_length") else usual) != dim:
+        raise metadata.unsupported("attention.value_length", f"differs from the key's {dim}")
     if head_dim:
         settings.put("head_dim", dim, "attention.key_length")
     elif dim != usual:
-        raise said.refused("attention.key_length", f"is not the model's width over its heads, {usual}")
+        raise metadata.unsupported("attention.key_length", f"is not the hidden size divided by the heads, {usual}")
 
 
-def put_usual(said: Said, settings: Settings) -> None:
-    """Heads of any size, all of them rotated."""
-    put_heads(said, settings)
-    put_rotation(said, settings)
+def put_heads_and_rope(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put heads of any size, and RoPE over the whole head."""
+    put_heads(metadata, settings)
+    put_rope(metadata, settings)
 
 
-def put_heads_as_rotated(said: Said, settings: Settings) -> None:
-    """As `put_heads`, for files that say a head's size by how much of it is rotated."""
-    put_heads(said, settings)
-    if not said.has("attention.key_length") and said.has("rope.dimension_count"):
-        settings.put("head_dim", said.one("rope.dimension_count"), "rope.dimension_count")
+def put_heads_by_rope_dimension(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """As `put_heads`, for files that give the head size as the number of rotated dimensions."""
+    put_heads(metadata, settings)
+    if not metadata.has("attention.key_length") and metadata.has("rope.dimension_count"):
+        settings.put("head_dim", metadata.scalar("rope.dimension_count"), "rope.dimension_count")
 
 
-def put_layers_that_compute(said: Said, settings: Settings) -> None:
-    """Leave blocks that predict further tokens out: they lie behind those that compute, and the model has none."""
-    predicting = said.one("nextn_predict_layers", 0)
+def put_layers_without_predictors(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put `num_hidden_layers` without the last blocks, which predict further tokens; the model has none of these."""
+    predicting = metadata.scalar("nextn_predict_layers", 0)
     settings.put("num_hidden_layers", settings["num_hidden_layers"] - predicting, "block_count")
 
 
-def put_experts(said: Said, settings: Settings, count: str, *, width: str | None = "moe_intermediate_size") -> None:
+def put_experts(
+    metadata: MetadataReader, settings: ConfigSettings, count: str, *, width: str | None = "moe_intermediate_size"
+) -> None:
     """Put how many experts there are, by the model's own name of the setting, how many are chosen, and their width."""
     settings.copy(count, "expert_count")
     settings.copy("num_experts_per_tok", "expert_used_count")
     if width is not None:
         settings.copy(width, "expert_feed_forward_length")
     for suffix in ("expert_group_count", "expert_group_used_count"):
-        if said.one(suffix, 1) > 1:
-            raise said.refused(suffix, "divides the experts into groups, and this model's are not")
+        if metadata.scalar(suffix, 1) > 1:
+            raise metadata.unsupported(suffix, "divides the experts into groups, which this model does not have")

@@ -1,4 +1,4 @@
-"""What an architecture's table declares, and the metadata that it reads."""
+"""Declares the tables of architectures, and reads a file's metadata for them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf.architectures.changes import Change
+from hetero_kv.models.gguf.architectures.inverse_transforms import InverseTransform
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.reading import numbers_of
+from hetero_kv.models.gguf.tensor_reader import numbers_of
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in a model, and what undoes the converter's change.
+class ParameterPlace:
+    """The parameter that a tensor fills, and the transform that undoes the converter's.
 
     Attributes:
         path: as in the tables of `Architecture`; with `{row}` each of the tensor's rows is a parameter.
-        change: None where the tensor is stored as the parameter is.
+        transform: None if the file stores the parameter unchanged.
     """
 
     path: str
-    change: Change | None = None
+    transform: InverseTransform | None = None
 
 
-#: Of several places the first that the model has.
-Places = Mapping[str, str | Place | tuple[str | Place, ...]]
+#: Tensor -> its place; of several places, the first that exists in the model counts.
+Places = Mapping[str, str | ParameterPlace | tuple[str | ParameterPlace, ...]]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Architecture:
 
     Attributes:
         name: the file's `general.architecture`.
-        model_types: transformers' names of the models whose weights such a file has; the first is what the file alone
-            becomes, unless `settings` puts another `model_type`.
-        keys: key behind the architecture's name -> setting of the configuration, where the value is the same.
-        optional: of these keys, those that a file may leave out.
-        settings: puts what takes more than a name.
-        predicts: whether blocks behind the model's layers may predict further tokens; they are left out.
-        without_effect: key -> why it changes nothing that is computed.
+        model_types: transformers' names of the models that such a file may belong to. A file without a configuration
+            becomes the first one, unless `settings` puts another `model_type`.
+        keys: key, without the architecture's name -> the configuration's setting with the same value.
+        optional: the subset of `keys` that a file may omit.
+        settings: puts the settings that need more than a new name.
+        predicts: whether blocks after the model's layers may predict further tokens (MTP); they are not loaded.
+        without_effect: key -> why it does not change the computation.
         model: tensor -> place. A name without `.weight` or `.bias` stands for both. Paths are relative to the module
-            that has the layers; those that begin with "/" to the model.
-        layer: likewise, relative to a layer, of tensors `blk.N.…`.
+            that contains the layers, or to the model if they begin with "/".
+        layer: the same for the tensors `blk.N.…`; paths are relative to the layer.
     """
 
     name: str
@@ -52,25 +52,25 @@ class Architecture:
     keys: Mapping[str, str]
     model: Places
     layer: Places
-    settings: Callable[[Said, Settings], None] = lambda said, settings: None
+    settings: Callable[[MetadataReader, ConfigSettings], None] = lambda metadata, settings: None
     optional: frozenset[str] = frozenset()
     predicts: bool = False
     without_effect: Mapping[str, str] = field(default_factory=dict)
 
 
-class Said:
-    """The metadata under an architecture's name; what is read counts as used.
+class MetadataReader:
+    """Reads the metadata under an architecture's name, and records which keys are used.
 
     Args:
-        given: the text configuration that the file's weights are for; None where the file says it all.
+        config: the text configuration that belongs to the file's weights; None if the file is the only source.
     """
 
-    def __init__(self, file: GGUFFile, architecture: Architecture, given: Any | None) -> None:
-        self.file, self.architecture, self.given = file, architecture, given
+    def __init__(self, file: GGUFFile, architecture: Architecture, config: Any | None) -> None:
+        self.file, self.architecture, self.config = file, architecture, config
         self.used: set[str] = set()
 
     def key(self, suffix: str) -> str:
-        """The whole key."""
+        """The key with the architecture's name."""
         return f"{self.architecture.name}.{suffix}"
 
     def has(self, suffix: str) -> bool:
@@ -78,30 +78,24 @@ class Said:
         return self.key(suffix) in self.file.metadata
 
     def get(self, suffix: str, default: Any = None) -> Any:
-        """The value, a tuple or list where it is an array."""
+        """The value; a tuple or list for an array."""
         self.used.add(self.key(suffix))
         return self.file.get(self.key(suffix), default)
 
-    def one(self, suffix: str, default: Any = None) -> Any:
-        """The value; of an array what all its elements are.
-
-        Raises ModelError where they differ.
-        """
+    def scalar(self, suffix: str, default: Any = None) -> Any:
+        """The value, or the common value of an array's elements. Raises ModelError if they differ."""
         value = self.get(suffix, default)
         if isinstance(value, tuple | list):
             if len(set(value)) != 1:
-                raise self.refused(suffix, "differs between layers, which this version does not compute")
+                raise self.unsupported(suffix, "differs between layers, which this version does not compute")
             return value[0]
         return value
 
     def require(self, suffix: str, name: str) -> Any:
-        """The value, or that of the setting `name` of the configuration which is given.
-
-        Raises ModelError where neither has it.
-        """
+        """The value, or the configuration's value of the setting `name`. Raises ModelError if both lack it."""
         if self.has(suffix):
-            return self.one(suffix)
-        known = getattr(self.given, name, None)
+            return self.scalar(suffix)
+        known = getattr(self.config, name, None)
         if known is None:
             raise ModelError(
                 f"{str(self.file.path)!r} has no {self.key(suffix)} in its metadata; convert it again, or give the "
@@ -109,65 +103,65 @@ class Said:
             )
         return known
 
-    def only(self, suffix: str, allowed: Any, why: str) -> None:
-        """Raise ModelError where the file has the key with another value than `allowed`."""
-        value = self.one(suffix, allowed)
+    def expect(self, suffix: str, allowed: Any, why: str) -> None:
+        """Raise ModelError if the file has the key with another value than `allowed`."""
+        value = self.scalar(suffix, allowed)
         if not same(value, allowed):
-            raise self.refused(suffix, why)
+            raise self.unsupported(suffix, why)
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the file has a tensor of that name in any block; `name` is what follows `blk.N.`, or all of it."""
+        """Whether the file has the tensor `name`, or the tensor `blk.N.name` for any block N."""
         return any(each == name or each.endswith(f".{name}") for each in self.file.tensor_names)
 
     def tensor(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor, or None."""
+        """The numbers of a small tensor; None if the file lacks it."""
         return numbers_of(self.file, name)
 
-    def refused(self, suffix: str, why: str) -> ModelError:
-        """The error for a value that this version cannot compute with."""
+    def unsupported(self, suffix: str, why: str) -> ModelError:
+        """The error for a value that this version cannot use."""
         return ModelError(
-            f"{str(self.file.path)!r} says {self.key(suffix)} {shown(self.file.get(self.key(suffix)))}, which {why}; "
+            f"{str(self.file.path)!r} has {self.key(suffix)} {shown(self.file.get(self.key(suffix)))}, which {why}; "
             "give the model's directory or hub id in Hugging Face format"
         )
 
 
-class Settings:
-    """Settings of a transformers configuration, and which of them a file says.
+class ConfigSettings:
+    """Settings of a transformers configuration, and which of them come from a file.
 
     Attributes:
         values: setting -> value.
-        said: setting -> (the key that says it, the value; of `rope_parameters` the part that is said).
+        from_file: setting -> (its key in the file, its value; for `rope_parameters` only the part in the file).
     """
 
-    def __init__(self, said: Said) -> None:
-        self._said = said
+    def __init__(self, metadata: MetadataReader) -> None:
+        self._metadata = metadata
         self.values: dict[str, Any] = {}
-        self.said: dict[str, tuple[str, Any]] = {}
+        self.from_file: dict[str, tuple[str, Any]] = {}
 
     def put(self, name: str, value: Any, *suffixes: str) -> None:
-        """Set `name`; the file says it where it has one of the keys `suffixes`."""
+        """Set `name`; it counts as from the file if the file has one of the keys `suffixes`."""
         self.values[name] = value
         for suffix in suffixes:
-            if self._said.has(suffix):
-                self.said[name] = (self._said.key(suffix), value)
+            if self._metadata.has(suffix):
+                self.from_file[name] = (self._metadata.key(suffix), value)
                 break
         else:
-            self.said.pop(name, None)
+            self.from_file.pop(name, None)
 
     def copy(self, name: str, suffix: str) -> None:
-        """Set `name` to what the key says, which the file or the configuration given beside it must have."""
-        self.put(name, self._said.require(suffix, name), suffix)
+        """Set `name` to the value of a key. Raises ModelError if the file and the configuration lack it."""
+        self.put(name, self._metadata.require(suffix, name), suffix)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two settings are equal; numbers to the precision of a file's."""
+    """Whether two settings are equal; numbers are compared to the precision of float32."""
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
         return len(value) == len(other) and all(map(same, value, other))
     if isinstance(value, tuple | list) or isinstance(other, tuple | list):
-        # One for each layer, and one for all of them.
+        # A list with a value per layer, and one value for all layers.
         many, one = (value, other) if isinstance(value, tuple | list) else (other, value)
         return bool(many) and all(same(each, one) for each in many)
     if isinstance(value, bool) or isinstance(other, bool) or isinstance(value, str) or isinstance(other, str):
@@ -178,6 +172,6 @@ def same(value: Any, other: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in an error."""
+    """A value as errors show it."""
     text = f"{value:g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,18 +1,10 @@
-"""Qwen 3.5: layers with a gated delta net among those that attend.
+"""Qwen 3.5: layers with a gated delta net between attention layers.
 
-Facts: `conversion/qwen.py` and `src/models/qwen35.cpp` of https://github.com/ggml-org/llama.cpp.
+Sources: `conversion/qwen.py` and `src/models/qwen35.cpp` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import (
-    NORM_PLUS_ONE,
-    VALUE_HEAD_COLUMNS,
-    VALUE_HEADS,
-    VALUE_HEADS_BEHIND,
-    VALUE_HEADS_CONVOLUTION,
-    VALUE_HEADS_LOGARITHM,
-)
 from hetero_kv.models.gguf.architectures.common import (
     ATTENTION,
     GATED,
@@ -22,24 +14,38 @@ from hetero_kv.models.gguf.architectures.common import (
     SIZES,
     put_experts,
     put_heads,
-    put_layers_that_compute,
+    put_layers_without_predictors,
 )
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
+from hetero_kv.models.gguf.architectures.declaration import (
+    Architecture,
+    ConfigSettings,
+    MetadataReader,
+    ParameterPlace,
+    Places,
+)
+from hetero_kv.models.gguf.architectures.inverse_transforms import (
+    NORM_PLUS_ONE,
+    VALUE_HEAD_COLUMNS,
+    VALUE_HEADS,
+    VALUE_HEADS_BEHIND,
+    VALUE_HEADS_CONVOLUTION,
+    VALUE_HEADS_LOGARITHM,
+)
 from hetero_kv.models.gguf.architectures.qwen import SHARED_EXPERT
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.rope import put_rope
 
 RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
-def _qwen35(said: Said, settings: Settings) -> None:
-    put_layers_that_compute(said, settings)
-    put_heads(said, settings)
-    put_rotation(said, settings, partial=True, axes=True)
+def _qwen35(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_layers_without_predictors(metadata, settings)
+    put_heads(metadata, settings)
+    put_rope(metadata, settings, partial=True, axes=True)
     layers = settings["num_hidden_layers"]
-    interval = said.one(INTERVAL, 4)
-    recurrent = said.get(RECURRENT, tuple((layer + 1) % interval != 0 for layer in range(layers)))[:layers]
+    interval = metadata.scalar(INTERVAL, 4)
+    recurrent = metadata.get(RECURRENT, tuple((layer + 1) % interval != 0 for layer in range(layers)))[:layers]
     if len(recurrent) != layers:
-        raise said.refused(RECURRENT, f"is not one for each of {layers} layers")
+        raise metadata.unsupported(RECURRENT, f"has not one value for each of {layers} layers")
     kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
     settings.put("layer_types", kinds, RECURRENT)
     settings.copy("linear_conv_kernel_dim", "ssm.conv_kernel")
@@ -47,21 +53,21 @@ def _qwen35(said: Said, settings: Settings) -> None:
     settings.copy("linear_num_key_heads", "ssm.group_count")
     settings.copy("linear_num_value_heads", "ssm.time_step_rank")
     heads = settings["linear_num_value_heads"]
-    inner = said.one("ssm.inner_size", heads * settings["linear_key_head_dim"])
+    inner = metadata.scalar("ssm.inner_size", heads * settings["linear_key_head_dim"])
     if inner % heads or heads % settings["linear_num_key_heads"]:
-        raise said.refused("ssm.inner_size", f"is not divided by {heads} heads of values")
+        raise metadata.unsupported("ssm.inner_size", f"does not fit {heads} value heads")
     settings.put("linear_value_head_dim", inner // heads, "ssm.inner_size")
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
-def _qwen35_moe(said: Said, settings: Settings) -> None:
-    _qwen35(said, settings)
-    put_experts(said, settings, "num_experts")
+def _qwen35_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _qwen35(metadata, settings)
+    put_experts(metadata, settings, "num_experts")
     settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
 
 
-def _norm(path: str) -> Place:
-    return Place(path, NORM_PLUS_ONE)
+def _norm(path: str) -> ParameterPlace:
+    return ParameterPlace(path, NORM_PLUS_ONE)
 
 
 _KEYS = {**SIZES, **RMS_NORM}
@@ -72,15 +78,15 @@ _LAYER: Places = {
     "attn_q_norm": _norm("self_attn.q_norm"),
     "attn_k_norm": _norm("self_attn.k_norm"),
     "post_attention_norm": _norm("post_attention_layernorm"),
-    "attn_qkv": Place("linear_attn.in_proj_qkv", VALUE_HEADS_BEHIND),
-    "attn_gate": Place("linear_attn.in_proj_z", VALUE_HEADS),
-    "ssm_alpha": Place("linear_attn.in_proj_a", VALUE_HEADS),
-    "ssm_beta": Place("linear_attn.in_proj_b", VALUE_HEADS),
-    "ssm_a": Place("linear_attn.A_log", VALUE_HEADS_LOGARITHM),
-    "ssm_dt.bias": Place("linear_attn.dt_bias", VALUE_HEADS),
-    "ssm_conv1d.weight": Place("linear_attn.conv1d.weight", VALUE_HEADS_CONVOLUTION),
+    "attn_qkv": ParameterPlace("linear_attn.in_proj_qkv", VALUE_HEADS_BEHIND),
+    "attn_gate": ParameterPlace("linear_attn.in_proj_z", VALUE_HEADS),
+    "ssm_alpha": ParameterPlace("linear_attn.in_proj_a", VALUE_HEADS),
+    "ssm_beta": ParameterPlace("linear_attn.in_proj_b", VALUE_HEADS),
+    "ssm_a": ParameterPlace("linear_attn.A_log", VALUE_HEADS_LOGARITHM),
+    "ssm_dt.bias": ParameterPlace("linear_attn.dt_bias", VALUE_HEADS),
+    "ssm_conv1d.weight": ParameterPlace("linear_attn.conv1d.weight", VALUE_HEADS_CONVOLUTION),
     "ssm_norm": "linear_attn.norm",
-    "ssm_out": Place("linear_attn.out_proj", VALUE_HEAD_COLUMNS),
+    "ssm_out": ParameterPlace("linear_attn.out_proj", VALUE_HEAD_COLUMNS),
 }
 
 TABLES = (

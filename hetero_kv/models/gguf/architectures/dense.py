@@ -1,6 +1,6 @@
 """Dense models of recent years: OLMo 2 and 3, Command R, GLM 4, Seed-OSS, EXAONE 4, ERNIE 4.5, Hunyuan.
 
-Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
+Sources: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -13,86 +13,86 @@ from hetero_kv.models.gguf.architectures.common import (
     RMS_NORM,
     SIZES,
     put_heads,
-    put_usual,
+    put_heads_and_rope,
 )
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Places, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
-from hetero_kv.models.gguf.architectures.windows import PATTERN, WINDOW, put_windows
+from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader, Places
+from hetero_kv.models.gguf.architectures.rope import put_rope
+from hetero_kv.models.gguf.architectures.sliding_windows import PATTERN, WINDOW, put_windows
 
-#: Of the only EXAONE 4 with windows where its file does not say which layers have them.
+#: The number of layers of EXAONE 4 32B, the only EXAONE 4 with windows in files that do not name their layers.
 LAYERS_OF_EXAONE_32B = 64
 
 
-def _olmo2(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
-    if not said.one(WINDOW, 0):
+def _olmo2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    if not metadata.scalar(WINDOW, 0):
         return
     settings.values["model_type"] = "olmo3"
-    put_windows(said, settings, usual=4)
-    full, spoken = settings["rope_parameters"], settings.said["rope_parameters"][1]
-    base = float(said.one("rope.freq_base_swa", full["rope_theta"]))
+    put_windows(metadata, settings, usual=4)
+    full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
+    base = float(metadata.scalar("rope.freq_base_swa", full["rope_theta"]))
     settings.values["rope_parameters"] = {
         "full_attention": full,
         "sliding_attention": {"rope_type": "default", "rope_theta": base},
     }
-    settings.said["rope_parameters"] = (said.key("rope.*"), {"full_attention": spoken})
+    settings.from_file["rope_parameters"] = (metadata.key("rope.*"), {"full_attention": stated})
 
 
-def _cohere(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    settings.put("logit_scale", said.one("logit_scale", 0.0) or 1.0, "logit_scale")
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
-    # The length that the tokenizer says, where it does.
-    settings.said.pop("max_position_embeddings", None)
+def _cohere(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("logit_scale", metadata.scalar("logit_scale", 0.0) or 1.0, "logit_scale")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    # Files give the tokenizer's limit, if it has one.
+    settings.from_file.pop("max_position_embeddings", None)
 
 
-def _command_r(said: Said, settings: Settings) -> None:
-    _cohere(said, settings)
-    settings.put("use_qk_norm", said.has_tensor("attn_q_norm.weight"))
+def _command_r(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _cohere(metadata, settings)
+    settings.put("use_qk_norm", metadata.has_tensor("attn_q_norm.weight"))
 
 
-def _cohere2(said: Said, settings: Settings) -> None:
-    _cohere(said, settings)
-    said.require("logit_scale", "logit_scale")
-    put_windows(said, settings, usual=4)
-    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+def _cohere2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _cohere(metadata, settings)
+    metadata.require("logit_scale", "logit_scale")
+    put_windows(metadata, settings, usual=4)
+    metadata.expect("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
 
-def _glm(said: Said, settings: Settings) -> None:
-    put_heads(said, settings)
-    put_rotation(said, settings, partial=True)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+def _glm(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    put_rope(metadata, settings, partial=True)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
-def _seed_oss(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
-    settings.put("attention_out_bias", said.has_tensor("attn_output.bias"))
-    settings.put("mlp_bias", said.has_tensor("ffn_down.bias"))
+def _seed_oss(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    settings.put("attention_out_bias", metadata.has_tensor("attn_output.bias"))
+    settings.put("mlp_bias", metadata.has_tensor("ffn_down.bias"))
 
 
-def _exaone4(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
+def _exaone4(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
     if settings["num_hidden_layers"] == LAYERS_OF_EXAONE_32B:
-        put_windows(said, settings, usual=4, default=4096)
+        put_windows(metadata, settings, usual=4, default=4096)
     else:
-        put_windows(said, settings, usual=1, may_be_none=True)
-        if not said.has(PATTERN):
-            # Layers without a window are not rotated where there is one at all.
+        put_windows(metadata, settings, usual=1, may_be_none=True)
+        if not metadata.has(PATTERN):
+            # Without windows all layers apply RoPE; with windows, only the windowed layers do.
             settings.values["sliding_window"] = None
-    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+    metadata.expect("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
 
-def _ernie(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    settings.put("use_bias", said.has_tensor("attn_q.bias"))
+def _ernie(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("use_bias", metadata.has_tensor("attn_q.bias"))
 
 
-def _hunyuan(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+def _hunyuan(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
 _KEYS = {**SIZES, **RMS_NORM}
@@ -105,7 +105,7 @@ _NORMED_AFTER: Places = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: Attention and the feed-forward part read the same norm.
+#: Attention and MLP read the same norm.
 _PARALLEL: Places = {**_WITHOUT_NORMS, **NORMED_HEADS, **GATED, "attn_norm": "input_layernorm"}
 _MERGED: Places = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 

@@ -1,56 +1,56 @@
-"""Models with layers that do not attend: LFM2's short convolutions, Mamba.
+"""Models with layers other than attention: LFM2's short convolutions, Mamba.
 
-Facts: `conversion/lfm2.py` and `mamba.py` of https://github.com/ggml-org/llama.cpp.
+Sources: `conversion/lfm2.py` and `mamba.py` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import CONVOLUTION, LOGARITHM
 from hetero_kv.models.gguf.architectures.common import MODEL, SIGMOID, SIZES, put_experts
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader, ParameterPlace
+from hetero_kv.models.gguf.architectures.inverse_transforms import CONVOLUTION, LOGARITHM
+from hetero_kv.models.gguf.architectures.rope import put_rope
 
 _RMS = "attention.layer_norm_rms_epsilon"
 
 
-def _lfm2(said: Said, settings: Settings) -> None:
-    groups = said.get("attention.head_count_kv", ())
+def _lfm2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    groups = metadata.get("attention.head_count_kv", ())
     layers = settings["num_hidden_layers"]
     per_layer = tuple(groups) if isinstance(groups, tuple | list) else (groups,) * layers
     attending = {count for count in per_layer if count}
     if len(attending) != 1:
-        raise said.refused("attention.head_count_kv", "is not one number for all layers that attend")
+        raise metadata.unsupported("attention.head_count_kv", "differs between attention layers")
     settings.put("num_key_value_heads", attending.pop(), "attention.head_count_kv")
     kinds = ["full_attention" if count else "conv" for count in per_layer]
     settings.put("layer_types", kinds, "attention.head_count_kv")
     settings.copy("conv_L_cache", "shortconv.l_cache")
-    settings.put("conv_bias", said.has_tensor("shortconv.conv.bias"))
+    settings.put("conv_bias", metadata.has_tensor("shortconv.conv.bias"))
     settings.put("block_auto_adjust_ff_dim", False)
-    said.only("attention.sliding_window", 0, "is a window that the model does not have")
-    put_rotation(said, settings)
+    metadata.expect("attention.sliding_window", 0, "is a window, which the model does not have")
+    put_rope(metadata, settings)
 
 
-def _lfm2_moe(said: Said, settings: Settings) -> None:
-    _lfm2(said, settings)
-    put_experts(said, settings, "num_experts")
-    settings.put("num_dense_layers", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
-    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
-    settings.put("use_expert_bias", said.has_tensor("exp_probs_b.bias"))
+def _lfm2_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _lfm2(metadata, settings)
+    put_experts(metadata, settings, "num_experts")
+    settings.put("num_dense_layers", metadata.scalar("leading_dense_block_count", 0), "leading_dense_block_count")
+    metadata.expect("expert_gating_func", SIGMOID, "is not the model's choice of experts, sigmoid")
+    settings.put("use_expert_bias", metadata.has_tensor("exp_probs_b.bias"))
     settings.put("norm_topk_prob", True)
     settings.put("routed_scaling_factor", 1.0)
 
 
-def _mamba(said: Said, settings: Settings) -> None:
-    said.only("ssm.dt_b_c_rms", False, "is of FalconMamba, which this version does not compute")
+def _mamba(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    metadata.expect("ssm.dt_b_c_rms", False, "belongs to FalconMamba, which this version does not compute")
     settings.copy("conv_kernel", "ssm.conv_kernel")
     settings.copy("state_size", "ssm.state_size")
     settings.copy("time_step_rank", "ssm.time_step_rank")
-    inner = said.require("ssm.inner_size", "intermediate_size")
+    inner = metadata.require("ssm.inner_size", "intermediate_size")
     if inner % settings["hidden_size"]:
-        raise said.refused("ssm.inner_size", "is no multiple of the model's width")
+        raise metadata.unsupported("ssm.inner_size", "is not a multiple of the hidden size")
     settings.put("expand", inner // settings["hidden_size"], "ssm.inner_size")
-    settings.put("use_conv_bias", said.has_tensor("ssm_conv1d.bias"))
-    settings.put("use_bias", said.has_tensor("ssm_in.bias"))
+    settings.put("use_conv_bias", metadata.has_tensor("ssm_conv1d.bias"))
+    settings.put("use_bias", metadata.has_tensor("ssm_in.bias"))
 
 
 LFM2 = Architecture(
@@ -66,7 +66,7 @@ LFM2 = Architecture(
         "attn_output": "self_attn.out_proj",
         "attn_q_norm": "self_attn.q_layernorm",
         "attn_k_norm": "self_attn.k_layernorm",
-        "shortconv.conv.weight": Place("conv.conv.weight", CONVOLUTION),
+        "shortconv.conv.weight": ParameterPlace("conv.conv.weight", CONVOLUTION),
         "shortconv.conv.bias": "conv.conv.bias",
         "shortconv.in_proj": "conv.in_proj",
         "shortconv.out_proj": "conv.out_proj",
@@ -97,19 +97,19 @@ MAMBA = Architecture(
     {
         "attn_norm": "norm",
         "ssm_in": "mixer.in_proj",
-        "ssm_conv1d.weight": Place("mixer.conv1d.weight", CONVOLUTION),
+        "ssm_conv1d.weight": ParameterPlace("mixer.conv1d.weight", CONVOLUTION),
         "ssm_conv1d.bias": "mixer.conv1d.bias",
         "ssm_x": "mixer.x_proj",
         "ssm_dt": "mixer.dt_proj",
-        "ssm_a": Place("mixer.A_log", LOGARITHM),
+        "ssm_a": ParameterPlace("mixer.A_log", LOGARITHM),
         "ssm_d": "mixer.D",
         "ssm_out": "mixer.out_proj",
     },
     _mamba,
     without_effect={
-        "context_length": "the model is of no length; llama.cpp gives all of them the same",
-        "feed_forward_length": "there is no such part",
-        "attention.head_count": "there are no heads",
+        "context_length": "the model has no limit; llama.cpp writes a constant",
+        "feed_forward_length": "the model has no MLP",
+        "attention.head_count": "the model has no heads",
     },
 )
 

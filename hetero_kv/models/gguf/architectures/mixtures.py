@@ -1,11 +1,10 @@
 """Mixtures of experts: gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE, OLMoE, ERNIE 4.5, Hunyuan.
 
-Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
+Sources: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import ONE_ROW
 from hetero_kv.models.gguf.architectures.common import (
     ATTENTION,
     GATED,
@@ -17,122 +16,131 @@ from hetero_kv.models.gguf.architectures.common import (
     SIZES,
     put_experts,
     put_heads,
-    put_layers_that_compute,
-    put_usual,
+    put_heads_and_rope,
+    put_layers_without_predictors,
 )
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
-from hetero_kv.models.gguf.architectures.windows import put_windows
+from hetero_kv.models.gguf.architectures.declaration import (
+    Architecture,
+    ConfigSettings,
+    MetadataReader,
+    ParameterPlace,
+    Places,
+)
+from hetero_kv.models.gguf.architectures.inverse_transforms import ONE_ROW
+from hetero_kv.models.gguf.architectures.rope import put_rope
+from hetero_kv.models.gguf.architectures.sliding_windows import put_windows
 
-#: What says, in `tokenizer.ggml.pre`, that a file of the architecture `glm4moe` is of Solar Open.
+#: The value of `tokenizer.ggml.pre` by which a file of the architecture `glm4moe` is of Solar Open.
 SOLAR_OPEN = "solar-open"
 WIDTH = "expert_feed_forward_length"
 
 
-def _gpt_oss(said: Said, settings: Settings) -> None:
-    put_heads(said, settings)
-    put_experts(said, settings, "num_local_experts", width=None)
+def _gpt_oss(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    put_experts(metadata, settings, "num_local_experts", width=None)
     settings.copy("intermediate_size", WIDTH)
-    put_windows(said, settings, usual=2)
-    put_rotation(said, settings)
-    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+    put_windows(metadata, settings, usual=2)
+    put_rope(metadata, settings)
+    metadata.expect("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
     if settings["rope_parameters"]["rope_type"] == "yarn":
-        # In no file: the original's correction is not rounded to whole dimensions.
+        # No key states it: the original does not round YaRN's correction range to whole dimensions.
         settings["rope_parameters"]["truncate"] = False
 
 
-def _minimax_m2(said: Said, settings: Settings) -> None:
-    put_heads(said, settings)
-    put_rotation(said, settings, partial=True)
-    put_experts(said, settings, "num_local_experts", width=None)
+def _minimax_m2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    put_rope(metadata, settings, partial=True)
+    put_experts(metadata, settings, "num_local_experts", width=None)
     settings.copy("intermediate_size", WIDTH)
-    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+    metadata.expect("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
 
 
-def _routing(said: Said, settings: Settings, shared: str) -> None:
-    """Settings that GLM, dots and EXAONE have in common."""
-    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+def _routing(metadata: MetadataReader, settings: ConfigSettings, shared: str) -> None:
+    """Put the router's settings of GLM, dots and EXAONE."""
+    metadata.expect("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
     settings.copy(shared, "expert_shared_count")
-    settings.put("first_k_dense_replace", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
-    settings.put("routed_scaling_factor", said.one("expert_weights_scale", 0.0) or 1.0, "expert_weights_scale")
-    settings.put("norm_topk_prob", said.one("expert_weights_norm", False), "expert_weights_norm")
+    settings.put("first_k_dense_replace", metadata.scalar("leading_dense_block_count", 0), "leading_dense_block_count")
+    settings.put("routed_scaling_factor", metadata.scalar("expert_weights_scale", 0.0) or 1.0, "expert_weights_scale")
+    settings.put("norm_topk_prob", metadata.scalar("expert_weights_norm", False), "expert_weights_norm")
     settings.put("n_group", 1)
     settings.put("topk_group", 1)
 
 
-def _glm4_moe(said: Said, settings: Settings) -> None:
-    put_layers_that_compute(said, settings)
-    put_heads(said, settings)
-    put_rotation(said, settings, partial=True)
-    is_solar = said.file.get("tokenizer.ggml.pre") == SOLAR_OPEN
-    if is_solar and said.given is None and settings["rope_parameters"]["partial_rotary_factor"] != 1:
-        raise said.refused("rope.dimension_count", "converters write for Solar Open, which rotates all of a head")
-    put_experts(said, settings, "n_routed_experts")
-    _routing(said, settings, "n_shared_experts")
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
-    settings.put("use_qk_norm", said.has_tensor("attn_q_norm.weight"))
+def _glm4_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_layers_without_predictors(metadata, settings)
+    put_heads(metadata, settings)
+    put_rope(metadata, settings, partial=True)
+    is_solar = metadata.file.get("tokenizer.ggml.pre") == SOLAR_OPEN
+    if is_solar and metadata.config is None and settings["rope_parameters"]["partial_rotary_factor"] != 1:
+        raise metadata.unsupported("rope.dimension_count", "is wrong for Solar Open, which rotates whole heads")
+    put_experts(metadata, settings, "n_routed_experts")
+    _routing(metadata, settings, "n_shared_experts")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    settings.put("use_qk_norm", metadata.has_tensor("attn_q_norm.weight"))
 
 
-def _dots1(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    put_experts(said, settings, "n_routed_experts")
-    _routing(said, settings, "n_shared_experts")
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+def _dots1(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    put_experts(metadata, settings, "n_routed_experts")
+    _routing(metadata, settings, "n_shared_experts")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("sliding_window", None)
     settings.put("layer_types", ["full_attention"] * settings["num_hidden_layers"])
 
 
-def _exaone_moe(said: Said, settings: Settings) -> None:
-    put_layers_that_compute(said, settings)
-    put_heads(said, settings)
-    put_experts(said, settings, "num_experts")
-    _routing(said, settings, "num_shared_experts")
+def _exaone_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_layers_without_predictors(metadata, settings)
+    put_heads(metadata, settings)
+    put_experts(metadata, settings, "num_experts")
+    _routing(metadata, settings, "num_shared_experts")
     dense = settings.values.pop("first_k_dense_replace")
-    settings.said.pop("first_k_dense_replace", None)
+    settings.from_file.pop("first_k_dense_replace", None)
     layers = settings["num_hidden_layers"]
     kinds = ["dense" if layer < dense else "sparse" for layer in range(layers)]
     settings.put("mlp_layer_types", kinds, "leading_dense_block_count")
     shared = settings["num_shared_experts"] * settings["moe_intermediate_size"]
-    said.only("expert_shared_feed_forward_length", shared, f"is not the {shared} of so many shared experts")
-    put_windows(said, settings, usual=4)
-    put_rotation(said, settings)
-    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+    metadata.expect("expert_shared_feed_forward_length", shared, f"is not the {shared} of all shared experts")
+    put_windows(metadata, settings, usual=4)
+    put_rope(metadata, settings)
+    metadata.expect("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
 
-def _olmoe(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings)
-    put_experts(said, settings, "num_experts", width=None)
-    # In llama.cpp chosen experts' weights are not made to sum to one.
+def _olmoe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
+    put_experts(metadata, settings, "num_experts", width=None)
+    # llama.cpp does not normalise the weights of chosen experts.
     settings.put("norm_topk_prob", False)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
-    settings.put("clip_qkv", said.one("attention.clamp_kqv", 0.0) or None, "attention.clamp_kqv")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    settings.put("clip_qkv", metadata.scalar("attention.clamp_kqv", 0.0) or None, "attention.clamp_kqv")
 
 
-def _ernie_moe(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
+def _ernie_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
     settings.copy("moe_num_experts", "expert_count")
     settings.copy("moe_k", "expert_used_count")
     settings.copy("moe_intermediate_size", WIDTH)
     settings.copy("moe_num_shared_experts", "expert_shared_count")
     settings.copy("moe_layer_interval", "interleave_moe_layer_step")
-    settings.put("moe_layer_start_index", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
+    settings.put("moe_layer_start_index", metadata.scalar("leading_dense_block_count", 0), "leading_dense_block_count")
     settings.put("moe_layer_end_index", settings["num_hidden_layers"] - 1)
-    settings.put("use_bias", said.has_tensor("attn_q.bias"))
+    settings.put("use_bias", metadata.has_tensor("attn_q.bias"))
 
 
-def _hunyuan_moe(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
+def _hunyuan_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
     settings.copy("num_experts", "expert_count")
     settings.copy("moe_topk", "expert_used_count")
     for width in (WIDTH, "expert_shared_feed_forward_length"):
-        said.only(width, settings["intermediate_size"], "is not feed_forward_length, and the model has one width")
-    said.only("expert_shared_count", 1, "is not the one shared expert of the model")
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+        metadata.expect(
+            width, settings["intermediate_size"], "is not feed_forward_length, and the model has one width only"
+        )
+    metadata.expect("expert_shared_count", 1, "is not 1, the model's number of shared experts")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
 _KEYS = {**SIZES, **RMS_NORM}
-_SAME_WIDTH = {"feed_forward_length": f"{WIDTH} is the width, and there are no layers without experts"}
+_SAME_WIDTH = {"feed_forward_length": f"{WIDTH} is the width, and every layer has experts"}
 _SHARED: Places = {
     **ROUTER,
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -200,10 +208,10 @@ ERNIE_MOE = Architecture(
         **ATTENTION,
         **GATED,
         **_SHARED,
-        "exp_probs_b.bias": Place("mlp.gate.moe_statics.e_score_correction_bias", ONE_ROW),
+        "exp_probs_b.bias": ParameterPlace("mlp.gate.moe_statics.e_score_correction_bias", ONE_ROW),
     },
     _ernie_moe,
-    without_effect={"expert_shared_feed_forward_length": "shared experts are as wide as the others, for each of them"},
+    without_effect={"expert_shared_feed_forward_length": "each shared expert is as wide as the others"},
 )
 HUNYUAN_MOE = Architecture(
     "hunyuan-moe",

@@ -1,104 +1,112 @@
-"""Models of the first years: Bloom, Falcon, GPT-2, GPT-NeoX, Nemotron, Phi 2 and 3, StableLM, StarCoder 2.
+"""Older models: Bloom, Falcon, GPT-2, GPT-NeoX, Nemotron, Phi 2 and 3, StableLM, StarCoder 2.
 
-Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
+Sources: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import FALCON_QKV, NORM_PLUS_ONE, QKV_BY_HEAD, TRANSPOSED
 from hetero_kv.models.gguf.architectures.common import ATTENTION, GATED, MODEL, RMS_NORM, SIZES, put_heads
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
-from hetero_kv.models.gguf.architectures.windows import WINDOW
+from hetero_kv.models.gguf.architectures.declaration import (
+    Architecture,
+    ConfigSettings,
+    MetadataReader,
+    ParameterPlace,
+    Places,
+)
+from hetero_kv.models.gguf.architectures.inverse_transforms import FALCON_QKV, NORM_PLUS_ONE, QKV_BY_HEAD, TRANSPOSED
+from hetero_kv.models.gguf.architectures.rope import put_rope
+from hetero_kv.models.gguf.architectures.sliding_windows import WINDOW
 
-_FOUR_TIMES = "is not four times the model's width"
-
-
-def _four_times_as_wide(said: Said, settings: Settings, width: str) -> None:
-    said.only("feed_forward_length", 4 * settings[width], _FOUR_TIMES)
-
-
-def _bloom(said: Said, settings: Settings) -> None:
-    _four_times_as_wide(said, settings, "hidden_size")
-    said.only("attention.head_count_kv", settings["n_head"], "is not the number of heads")
+_FOUR_TIMES = "is not four times the hidden size"
 
 
-def _falcon(said: Said, settings: Settings) -> None:
+def _four_times_as_wide(metadata: MetadataReader, settings: ConfigSettings, width: str) -> None:
+    metadata.expect("feed_forward_length", 4 * settings[width], _FOUR_TIMES)
+
+
+def _bloom(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _four_times_as_wide(metadata, settings, "hidden_size")
+    metadata.expect("attention.head_count_kv", settings["n_head"], "is not the number of heads")
+
+
+def _falcon(metadata: MetadataReader, settings: ConfigSettings) -> None:
     heads = settings["num_attention_heads"]
-    groups = said.one("attention.head_count_kv", heads)
-    two_norms = said.has_tensor("attn_norm_2.weight")
+    groups = metadata.scalar("attention.head_count_kv", heads)
+    two_norms = metadata.has_tensor("attn_norm_2.weight")
     settings.put("new_decoder_architecture", two_norms or 1 < groups < heads)
     settings.put("multi_query", groups == 1)
     settings.put("num_kv_heads", groups, "attention.head_count_kv")
     settings.put("num_ln_in_parallel_attn", 2 if two_norms else 1)
     settings.put("parallel_attn", True)
     settings.put("alibi", False)
-    settings.put("bias", said.has_tensor("attn_qkv.bias"))
-    settings.put("ffn_hidden_size", said.one("feed_forward_length", 4 * settings["hidden_size"]), "feed_forward_length")
-    said.only("tensor_data_layout", "jploski", "is an order of queries, keys and values that is not known")
-    put_rotation(said, settings)
+    settings.put("bias", metadata.has_tensor("attn_qkv.bias"))
+    settings.put(
+        "ffn_hidden_size", metadata.scalar("feed_forward_length", 4 * settings["hidden_size"]), "feed_forward_length"
+    )
+    metadata.expect("tensor_data_layout", "jploski", "is an unknown order of queries, keys and values")
+    put_rope(metadata, settings)
 
 
-def _gpt2(said: Said, settings: Settings) -> None:
-    width = said.one("feed_forward_length", 4 * settings["n_embd"])
+def _gpt2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    width = metadata.scalar("feed_forward_length", 4 * settings["n_embd"])
     if width != 4 * settings["n_embd"]:
         settings.put("n_inner", width, "feed_forward_length")
-    said.only("attention.head_count_kv", settings["n_head"], "is not the number of heads")
+    metadata.expect("attention.head_count_kv", settings["n_head"], "is not the number of heads")
 
 
-def _nemotron(said: Said, settings: Settings) -> None:
-    put_heads(said, settings)
-    put_rotation(said, settings, partial=True)
-    said.only("attention.layer_norm_rms_epsilon", settings["norm_eps"], "is not that of the model's norms")
+def _nemotron(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    put_rope(metadata, settings, partial=True)
+    metadata.expect("attention.layer_norm_rms_epsilon", settings["norm_eps"], "differs from layer_norm_epsilon")
 
 
-def _phi3(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings, partial=True)
+def _phi3(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings, partial=True)
     rope = settings["rope_parameters"]
     settings.put("original_max_position_embeddings", rope.get("original_max_position_embeddings", 4096))
-    # llama.cpp reads the window and computes without it; the model has it.
-    settings.put("sliding_window", said.one(WINDOW, 0) or None, WINDOW)
+    # llama.cpp reads the window and ignores it; the model uses it.
+    settings.put("sliding_window", metadata.scalar(WINDOW, 0) or None, WINDOW)
 
 
-def _phi2(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings, partial=True)
+def _phi2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings, partial=True)
     settings.put("qk_layernorm", False)
 
 
-def _gpt_neox(said: Said, settings: Settings) -> None:
-    put_rotation(said, settings, partial=True)
-    said.only("attention.head_count_kv", settings["num_attention_heads"], "is not the number of heads")
+def _gpt_neox(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_rope(metadata, settings, partial=True)
+    metadata.expect("attention.head_count_kv", settings["num_attention_heads"], "is not the number of heads")
     settings.copy("use_parallel_residual", "use_parallel_residual")
-    settings.put("attention_bias", said.has_tensor("attn_qkv.bias"))
+    settings.put("attention_bias", metadata.has_tensor("attn_qkv.bias"))
 
 
-def _stablelm(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings, partial=True)
-    parallel = not said.has_tensor("ffn_norm.weight")
+def _stablelm(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings, partial=True)
+    parallel = not metadata.has_tensor("ffn_norm.weight")
     settings.put("use_parallel_residual", parallel)
-    said.only("use_parallel_residual", parallel, "is not what its norms say")
-    settings.put("use_qkv_bias", said.has_tensor("attn_q.bias"))
-    settings.put("qk_layernorm", said.has_tensor("attn_q_norm.weight"))
+    metadata.expect("use_parallel_residual", parallel, "contradicts the file's norms")
+    settings.put("use_qkv_bias", metadata.has_tensor("attn_q.bias"))
+    settings.put("qk_layernorm", metadata.has_tensor("attn_q_norm.weight"))
 
 
-def _starcoder2(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings)
-    settings.put("use_bias", said.has_tensor("attn_q.bias"))
+def _starcoder2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
+    settings.put("use_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("sliding_window", None)
 
 
 _EPSILON = "attention.layer_norm_epsilon"
 _FALCON: Places = {
-    "attn_qkv": Place("self_attention.query_key_value", FALCON_QKV),
+    "attn_qkv": ParameterPlace("self_attention.query_key_value", FALCON_QKV),
     "attn_output": "self_attention.dense",
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_NO_CONTEXT = {"context_length": "the model is of no length; llama.cpp gives all of them the same"}
+_NO_CONTEXT = {"context_length": "the model has no limit; llama.cpp writes a constant"}
 
 BLOOM = Architecture(
     "bloom",
@@ -117,12 +125,12 @@ BLOOM = Architecture(
     },
     {
         **_FALCON,
-        "attn_qkv": Place("self_attention.query_key_value", QKV_BY_HEAD),
+        "attn_qkv": ParameterPlace("self_attention.query_key_value", QKV_BY_HEAD),
         "attn_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
     },
     _bloom,
-    without_effect={"context_length": "the model is of no length"},
+    without_effect={"context_length": "the model has no limit"},
 )
 FALCON = Architecture(
     "falcon",
@@ -134,7 +142,7 @@ FALCON = Architecture(
         _EPSILON: "layer_norm_epsilon",
     },
     {"token_embd": "word_embeddings", "output_norm": "ln_f", "output": "/lm_head"},
-    # The model of 40 billion parameters has a norm of its own for the feed-forward part.
+    # The 40B model has a separate norm for the MLP.
     {**_FALCON, "attn_norm": ("input_layernorm", "ln_mlp"), "attn_norm_2": "ln_attn"},
     _falcon,
     without_effect=_NO_CONTEXT,
@@ -152,14 +160,14 @@ GPT2 = Architecture(
     {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "/lm_head"},
     {
         "attn_norm": "ln_1",
-        "attn_qkv.weight": Place("attn.c_attn.weight", TRANSPOSED),
+        "attn_qkv.weight": ParameterPlace("attn.c_attn.weight", TRANSPOSED),
         "attn_qkv.bias": "attn.c_attn.bias",
-        "attn_output.weight": Place("attn.c_proj.weight", TRANSPOSED),
+        "attn_output.weight": ParameterPlace("attn.c_proj.weight", TRANSPOSED),
         "attn_output.bias": "attn.c_proj.bias",
         "ffn_norm": "ln_2",
-        "ffn_up.weight": Place("mlp.c_fc.weight", TRANSPOSED),
+        "ffn_up.weight": ParameterPlace("mlp.c_fc.weight", TRANSPOSED),
         "ffn_up.bias": "mlp.c_fc.bias",
-        "ffn_down.weight": Place("mlp.c_proj.weight", TRANSPOSED),
+        "ffn_down.weight": ParameterPlace("mlp.c_proj.weight", TRANSPOSED),
         "ffn_down.bias": "mlp.c_proj.bias",
     },
     _gpt2,
@@ -169,12 +177,12 @@ NEMOTRON = Architecture(
     "nemotron",
     ("nemotron",),
     {**SIZES, _EPSILON: "norm_eps"},
-    {**MODEL, "output_norm.weight": Place("norm.weight", NORM_PLUS_ONE)},
+    {**MODEL, "output_norm.weight": ParameterPlace("norm.weight", NORM_PLUS_ONE)},
     {
         **ATTENTION,
         **_MLP,
-        "attn_norm.weight": Place("input_layernorm.weight", NORM_PLUS_ONE),
-        "ffn_norm.weight": Place("post_attention_layernorm.weight", NORM_PLUS_ONE),
+        "attn_norm.weight": ParameterPlace("input_layernorm.weight", NORM_PLUS_ONE),
+        "ffn_norm.weight": ParameterPlace("post_attention_layernorm.weight", NORM_PLUS_ONE),
     },
     _nemotron,
 )
@@ -198,7 +206,7 @@ GPT_NEOX = Architecture(
     {"token_embd": "embed_in", "output_norm": "final_layer_norm", "output": "/lm_head"},
     {
         "attn_norm": "input_layernorm",
-        "attn_qkv": Place("attention.query_key_value", QKV_BY_HEAD),
+        "attn_qkv": ParameterPlace("attention.query_key_value", QKV_BY_HEAD),
         "attn_output": "attention.dense",
         "ffn_norm": "post_attention_layernorm",
         "ffn_up": "mlp.dense_h_to_4h",

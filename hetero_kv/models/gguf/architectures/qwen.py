@@ -1,8 +1,7 @@
-"""Qwen 2 and 3, and their mixtures of experts. Facts: `conversion/qwen.py` of https://github.com/ggml-org/llama.cpp."""
+"""Qwen 2 and 3, and their mixtures of experts. Source: `conversion/qwen.py` of https://github.com/ggml-org/llama.cpp."""
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import ONE_ROW
 from hetero_kv.models.gguf.architectures.common import (
     ATTENTION,
     GATED,
@@ -13,44 +12,51 @@ from hetero_kv.models.gguf.architectures.common import (
     SIZES,
     put_experts,
     put_heads,
-    put_usual,
+    put_heads_and_rope,
 )
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
-from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.declaration import (
+    Architecture,
+    ConfigSettings,
+    MetadataReader,
+    ParameterPlace,
+    Places,
+)
+from hetero_kv.models.gguf.architectures.inverse_transforms import ONE_ROW
+from hetero_kv.models.gguf.architectures.rope import put_rope
 
 
-def _qwen2(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings)
+def _qwen2(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
     settings.put("use_sliding_window", False)
 
 
-def _qwen3(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+def _qwen3(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("use_sliding_window", False)
 
 
-def _mixture(said: Said, settings: Settings) -> None:
-    put_experts(said, settings, "num_experts")
+def _mixture(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_experts(metadata, settings, "num_experts")
     settings.put("decoder_sparse_step", 1)
     settings.put("mlp_only_layers", [])
     settings.put("use_sliding_window", False)
 
 
-def _qwen2_moe(said: Said, settings: Settings) -> None:
-    put_heads(said, settings, head_dim=False)
-    put_rotation(said, settings)
-    _mixture(said, settings)
+def _qwen2_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
+    _mixture(metadata, settings)
     settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
-    # In llama.cpp chosen experts' weights are not made to sum to one.
+    # llama.cpp does not normalise the weights of chosen experts.
     settings.put("norm_topk_prob", False)
 
 
-def _qwen3_moe(said: Said, settings: Settings) -> None:
-    put_usual(said, settings)
-    _mixture(said, settings)
-    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+def _qwen3_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    _mixture(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("norm_topk_prob", True)
 
 
@@ -59,7 +65,7 @@ SHARED_EXPERT: Places = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", ONE_ROW),
+    "ffn_gate_inp_shexp": ParameterPlace("mlp.shared_expert_gate", ONE_ROW),
 }
 
 TABLES = (

@@ -20,14 +20,14 @@ from hetero_kv.engine.prefill_progress import Progress
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 # Extra tokens to decode with an answer's last ones, which may contribute nothing to a stop text.
-_TOKENS_BESIDE = 8
+_EXTRA_TOKENS = 8
 
 
 class StoppedInPrefill(Exception):
     """Raised between chunks of a prefill that the user stops."""
 
 
-class Watch(StoppingCriteria):
+class GenerationMonitor(StoppingCriteria):
     """Times the tokens as they come, and stops generation when `should_stop` says so."""
 
     def __init__(
@@ -76,12 +76,12 @@ class StopTexts(StoppingCriteria):
         self.found = False
         self._tokenizer, self._texts, self._prompt_tokens = tokenizer, tuple(texts), prompt_tokens
         # Each token has at least one byte, except the last one's unfinished character and skipped tokens.
-        self._tail = max((len(text.encode()) for text in texts), default=0) + _TOKENS_BESIDE
+        self._tail = max((len(text.encode()) for text in texts), default=0) + _EXTRA_TOKENS
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         tail = input_ids[0, max(self._prompt_tokens, input_ids.shape[1] - self._tail) :]
-        said = self._tokenizer.decode(tail, skip_special_tokens=True)
-        self.found = any(text in said for text in self._texts)
+        text_so_far = self._tokenizer.decode(tail, skip_special_tokens=True)
+        self.found = any(text in text_so_far for text in self._texts)
         return torch.full((input_ids.shape[0],), self.found, dtype=torch.bool, device=input_ids.device)
 
 
@@ -99,8 +99,8 @@ class Streamer(TextStreamer):
             self._opening = ""
 
 
-def measured(
-    cache: Cache, device: torch.device, watch: Watch, prompt_tokens: int, generated: int, context: int
+def turn_statistics(
+    cache: Cache, device: torch.device, watch: GenerationMonitor, prompt_tokens: int, generated: int, context: int
 ) -> Statistics:
     """The statistics of a turn that ends now; see Statistics for the token counts. The model computes on `device`."""
     now = time.perf_counter()

@@ -20,7 +20,7 @@ _OF_TOKENS = ("keys", "values")
 
 
 @dataclass(frozen=True)
-class HeldBlocks:
+class SavedBlocks:
     """The blocks of one layout.
 
     Attributes:
@@ -37,7 +37,7 @@ class HeldBlocks:
     finalized: np.ndarray
 
     @classmethod
-    def of(cls, groups: Sequence[EqualLengthGroup], layout: Layout) -> HeldBlocks:
+    def of(cls, groups: Sequence[EqualLengthGroup], layout: Layout) -> SavedBlocks:
         """All blocks of `layout` in the block tables of these groups."""
         numbers: dict[tuple[int, int], int] = {}
         order: list[tuple[BlockAllocator, int]] = []

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, read one by one."""
+"""Reads the tensors of a GGUF file one by one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
-from hetero_kv.models.gguf.numbers import all_finite
+from hetero_kv.models.gguf.finite_check import all_finite
 
-# numpy has no name for the element types that quantized blocks are made of: those stay bytes.
+# numpy has no types for quantized blocks, which stay bytes.
 _PLAIN = {gguf.GGMLQuantizationType.F16: np.float16, gguf.GGMLQuantizationType.F32: np.float32}
 
 
 def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:
-    """A tensor as `gguf.dequantize` takes it, read and not mapped: a mapped file that is cut short ends the process.
+    """A tensor in the form that `gguf.dequantize` takes.
 
-    Raises ModelError where the file has become shorter, or the tensor has numbers that are not finite.
+    It is read instead of mapped, because truncating a mapped file would kill the process.
+
+    Raises ModelError if the file has become shorter, or the tensor has numbers that are not finite.
     """
     raw = np.empty(info.nbytes, np.uint8)
     content.seek(info.offset)
@@ -40,9 +42,9 @@ def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:
 
 
 def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
-    """Each tensor with its data as `gguf.dequantize` takes it, in the file's order.
+    """Each tensor with its data in the form that `gguf.dequantize` takes, in the file's order.
 
-    Raises ModelError where the file has changed since its header was read, or numbers are not finite.
+    Raises ModelError if the file has changed since its header was read, or numbers are not finite.
     """
     with file.open() as content:
         for info in sorted(file.tensors, key=lambda info: info.offset):
@@ -50,7 +52,7 @@ def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
 
 
 def numbers_of(file: GGUFFile, name: str) -> list[float] | None:
-    """The numbers of one small tensor, or None where the file has none of that name."""
+    """The numbers of a small tensor; None if the file lacks it."""
     for info in file.tensors:
         if info.name == name:
             with file.open() as content:

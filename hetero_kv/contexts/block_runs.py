@@ -14,7 +14,7 @@ BLOCKS = "blocks/"
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Consecutive blocks in a file.
 
     Attributes:
@@ -46,7 +46,7 @@ def contents_of(sums: Mapping[str, Sequence[int]]) -> list[str]:
     return [" ".join(map(str, block)) for block in zip(*(sums[name] for name in names), strict=True)]
 
 
-def damage_of(file: TensorFile, number: int, run: Run) -> list[DamagedContextError]:
+def damage_of(file: TensorFile, number: int, run: BlockRun) -> list[DamagedContextError]:
     """The first damaged block of each array, in a run of a layout's blocks in `file`."""
     rows = {
         name: file.damaged_rows(name, run.first, run.first + run.count)

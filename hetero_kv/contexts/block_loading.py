@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from hetero_kv.contexts.block_runs import BLOCKS, BlockRun
 from hetero_kv.contexts.context_file import OpenContext
-from hetero_kv.contexts.runs import BLOCKS, Run
 from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
@@ -24,7 +24,7 @@ from hetero_kv.store.pool_arrays import SCORED, WRITTEN
 _READERS = 4
 
 
-class Filling:
+class BlockLoader:
     """Loads the blocks of files into the first blocks of pools.
 
     Args:
@@ -66,7 +66,7 @@ class Filling:
             self._note(file, mapped, pools, slice(start, stop))
             start = stop
         if start != count:
-            raise DamagedContextError(f"{self._context.file.where} does not say where {count} blocks are")
+            raise DamagedContextError(f"{self._context.file.where} lacks the positions of its {count} blocks")
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """The files that are mapped into the pools; it also chains the layers' read-ahead."""
@@ -77,14 +77,14 @@ class Filling:
         return tuple(file.watched() for file in self._mapped.values())
 
     def _check(
-        self, file: TensorFile, arrays: Mapping[str, torch.Tensor], run: Run, start: int, layout: Layout
+        self, file: TensorFile, arrays: Mapping[str, torch.Tensor], run: BlockRun, start: int, layout: Layout
     ) -> None:
         for name, damaged in _damaged(file, arrays, run).items():
             if damaged:
                 first = min(_places(start + block - run.first, layout, self._groups) for block in damaged)
                 tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
-                said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
-                self.damaged.append(DamagedContextError(said, first * layout.block_size))
+                message = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
+                self.damaged.append(DamagedContextError(message, first * layout.block_size))
 
     def _note(
         self, file: TensorFile, mapped: Mapping[str, torch.Tensor], pools: Mapping[int, BlockPool], blocks: slice
@@ -100,7 +100,7 @@ class Filling:
             self._mapped[id(file)] = file
 
 
-def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list[int]]:
+def _damaged(file: TensorFile, names: Iterable[str], run: BlockRun) -> dict[str, list[int]]:
     """Array name -> the damaged blocks of a run."""
     listed = list(names)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -108,16 +108,18 @@ def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list
         return dict(zip(listed, rows, strict=True))
 
 
-def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tensor], run: Run) -> None:
+def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tensor], run: BlockRun) -> None:
     """Raise DamagedContextError unless the file has the run with the layers' arrays, in their dtypes and shapes."""
     there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
     if there.keys() != arrays.keys():
-        raise DamagedContextError(f"{file.where} has not the blocks of these layers")
+        raise DamagedContextError(f"{file.where} lacks the blocks of these layers")
     for name, array in arrays.items():
         entry = there[name]
         fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]
         if not fits or entry.shape[0] < run.first + run.count:
-            raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
+            raise DamagedContextError(
+                f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, which is not its layer's"
+            )
 
 
 def _places(block: int, layout: Layout, groups: Sequence[EqualLengthGroup]) -> int:

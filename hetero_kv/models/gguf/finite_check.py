@@ -1,4 +1,4 @@
-"""Whether the numbers of a tensor are finite, told from its bytes without unpacking it."""
+"""Checks from a tensor's bytes, without unpacking them, that all its numbers are finite."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 _HALF, _SINGLE, _BRAIN = 0x7C00, 0x7F800000, 0x7F80
-#: Types that are numbers: as whole numbers of their size, the bits of the exponent, all set where one is not finite.
+#: Number types -> (an integer type of their size, the exponent's bits, which are all set if a number is not finite).
 _EXPONENTS = {"F16": (np.uint16, _HALF), "F32": (np.uint32, _SINGLE), "BF16": (np.uint16, _BRAIN)}
-#: Types in blocks: where each block has its scales in half precision, bytes from its beginning. What else is in a block
-#: are whole numbers that these are multiplied with. See the blocks' layouts in GGML, ggml-common.h.
+#: Block types -> the offsets of a block's float16 scales, bytes. All other content of a block is integers, which the
+#: scales multiply. The layouts are in GGML's ggml-common.h.
 _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,), "IQ4_NL": (0,),
     "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
-# At a time, so that no copy is as large as a tensor.
+# Numbers that are checked at once, so that copies stay smaller than a tensor.
 _PIECE = 1 << 22
 
 
@@ -25,7 +25,7 @@ def all_finite(data: np.ndarray, quantization: GGMLQuantizationType) -> bool:
     """Whether a tensor has neither infinities nor NaN.
 
     Args:
-        data: the tensor's bytes [n] uint8, whole blocks of its type.
+        data: the tensor's bytes, [n] uint8; n is a multiple of its type's block size.
     """
     name = quantization.name
     if name in _EXPONENTS:
