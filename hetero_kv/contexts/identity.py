@@ -1,4 +1,7 @@
-"""The identity of a saved context: the model, and the settings that decide what is stored per token."""
+"""The identity of a saved context: the model, and the settings that decide what is stored per token.
+
+A setting that was renamed is recorded under its oldest name, so that contexts of before and their addresses stay valid.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from hetero_kv.contexts.active_tensors import active_tensors
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.errors import shown
+from hetero_kv.settings.description import oldest_names
 
 #: The version of the file format: raised with every incompatible change.
 FORMAT = 3
@@ -49,6 +53,7 @@ class Identity:
             that are neither torch's, transformers' nor this package's.
         dtype: the model's dtype.
         layers: layer index -> its operator's class and the settings that decide what is stored.
+        renamed: layer index -> recorded name -> today's name, of its renamed settings; for messages, and not recorded.
     """
 
     model: str
@@ -57,6 +62,7 @@ class Identity:
     dtype: str
     active: dict[str, str]
     layers: dict[str, dict[str, Any]]
+    renamed: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, model: Any, operators: Iterable[AttentionOperator], digests: TensorDigests | None = None) -> Identity:
@@ -69,19 +75,25 @@ class Identity:
         """
         config = attention_module.text_config(model)
         sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}"
+        by_layer = {str(each.layer_idx): each for each in operators}
+        oldest = {
+            index: oldest_names(type(each.settings)) if each.settings is not None else {}
+            for index, each in by_layer.items()
+        }
         return cls(
             f"{config.model_type}, {sizes}",
             _fingerprint(_plain({key: value for key, value in config.to_dict().items() if key not in _IDLE})),
             "" if digests is None else _weights(model, digests),
             str(model.dtype).removeprefix("torch."),
             {} if digests is None else _active(model),
-            {str(each.layer_idx): _operator(each) for each in operators},
+            {index: _operator(each, oldest[index]) for index, each in by_layer.items()},
+            {index: {was: name for name, was in names.items()} for index, names in oldest.items()},
         )
 
     @classmethod
     def read(cls, metadata: object, where: str) -> Identity:
         """The identity in a file's metadata. Raises DamagedContextError if it is invalid."""
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls) if field.compare]
         if not isinstance(metadata, dict):
             raise DamagedContextError(f"{where} does not name its model and settings")
         is_sound = (
@@ -97,9 +109,14 @@ class Identity:
         return cls(**metadata)
 
     @property
+    def recorded(self) -> dict[str, Any]:
+        """The fields that a file records."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+
+    @property
     def digest(self) -> str:
-        """A fingerprint of all fields."""
-        return _fingerprint(dataclasses.asdict(self))
+        """A fingerprint of what is recorded."""
+        return _fingerprint(self.recorded)
 
     def require(self, here: Identity, where: str, *, weights: bool = True) -> None:
         """Raise ContextError, naming the difference and the remedy, unless `here` is equal.
@@ -125,23 +142,32 @@ class Identity:
                 "same way (weights, gguf_path), and change or merge no weights"
             )
         if self.layers != here.layers:
-            raise ContextError(f"{where} was saved under other settings: {_difference(self.layers, here.layers)}")
+            differing = _difference(self.layers, here.layers, here.renamed)
+            raise ContextError(f"{where} was saved under other settings: {differing}")
 
 
-def _difference(saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> str:
+def _difference(
+    saved: Mapping[str, Mapping[str, Any]],
+    here: Mapping[str, Mapping[str, Any]],
+    renamed: Mapping[str, Mapping[str, str]],
+) -> str:
     differing = [index for index in dict.fromkeys([*saved, *here]) if saved.get(index) != here.get(index)]
     first = differing[0]
     was, now = saved.get(first, {}), here.get(first, {})
     names = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
-    metadata = ", ".join(f"{name} {shown(was.get(name), 60)} (here {shown(now.get(name), 60)})" for name in names[:4])
+    today = renamed.get(first, {})
+    metadata = ", ".join(
+        f"{today.get(name, name)} {shown(was.get(name), 60)} (here {shown(now.get(name), 60)})" for name in names[:4]
+    )
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     layers = f"layer {first}" if len(differing) == 1 else f"{len(differing)} layers, as in layer {first}"
     return f"in {layers}, {metadata}{more}; inject rules with those settings"
 
 
-def _operator(operator: AttentionOperator) -> dict[str, Any]:
+def _operator(operator: AttentionOperator, oldest: Mapping[str, str]) -> dict[str, Any]:
+    stored = {oldest.get(name, name): value for name, value in operator.stored_by().items()}
     # A round trip through JSON, which turns tuples into lists as the file does.
-    return json.loads(json.dumps({"operator": type(operator).__name__, **_plain(operator.stored_by())}))
+    return json.loads(json.dumps({"operator": type(operator).__name__, **_plain(stored)}))
 
 
 def _plain(value: Any) -> Any:

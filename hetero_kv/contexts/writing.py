@@ -76,7 +76,7 @@ def write_context(
             {"block_size": layout.block_size, "runs": [[run.file, run.first, run.count, run.digest] for run in runs]}
         )
     metadata = pieces.metadata | {
-        "format": FORMAT, "version": version(), "identity": identity.__dict__, "layouts": layouts, "notes": notes or {},
+        "format": FORMAT, "version": version(), "identity": identity.recorded, "layouts": layouts, "notes": notes or {},
     }  # fmt: skip
     try:
         write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(metadata, separators=(",", ":"))})

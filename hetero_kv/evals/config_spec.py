@@ -12,7 +12,7 @@ from hetero_kv.rules.effect import require_effect, taken_by
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import NamedConfig, named_config
 from hetero_kv.rules.owners import registered_owners
-from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.recipes import display
 
 BASELINE = "full"
@@ -71,7 +71,7 @@ def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[Config
 
 def settings_for(spec: ConfigSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that override a method's rules: those of the run that it takes, overridden by the method's own."""
-    return taken_by(settings, spec.rules.owners({**settings, **spec.settings})) | spec.settings
+    return before(spec.settings, taken_by(settings, spec.rules.owners({**settings, **spec.settings})))
 
 
 def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, InForce
 from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.located_yaml import located
 from hetero_kv.settings.mapping import canonical
+from hetero_kv.settings.setting import entry_of
 
 
 def require_effect(
@@ -19,41 +20,46 @@ def require_effect(
     """Raise ConfigError for the first of `settings` that neither the engine nor an injected operator has.
 
     Args:
-        settings: by canonical name; for settings from YAML the error names the line.
+        settings: by canonical key; for settings from YAML the error names the line.
         in_place: the owners of the settings of injected operators.
         known: all owners; the error lists those that have the setting.
         where: the place that the error names.
         rules: the rules as messages call them.
     """
-    taken = {name for cls in flat_classes(in_place) for name in setting_names(cls)}
-    for name in settings:
-        if name not in taken:
-            place = located(where, settings, name)
-            raise ConfigError(f"{place}: {_without_effect(name, in_place, known, rules)}")
+    taken = taken_by(settings, in_place)
+    for key in settings:
+        if key not in taken:
+            place = located(where, settings, key)
+            raise ConfigError(f"{place}: {_without_effect(key, in_place, known, rules)}")
 
 
 def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterable[InForce[Any]]) -> None:
     """Raise ConfigError for a `long_context:` setting of a file that other files' kwargs override in every operator.
 
     Args:
-        settings: the file's `long_context:` settings by canonical name.
+        settings: the file's `long_context:` settings by canonical key.
         file: the file's name. Overrides by its own rules are allowed, since its author sees them.
         in_force: the settings in force of every injected operator.
     """
     distinct = {id(each): each for each in in_force}.values()
-    for name, value in settings.items():
-        takers = [each for each in distinct if name in each.sources]
-        sources = sorted({each.sources[name] for each in takers})
+    for key, value in settings.items():
+        takers = [
+            (each, entry.name)
+            for each in distinct
+            if each.settings is not None and (entry := entry_of(type(each.settings), key))
+        ]
+        sources = sorted({each.sources[name] for each, name in takers})
         is_intended = any(source == COMMAND_LINE or source.startswith(f"{file}: ") for source in sources)
-        if takers and not is_intended and all(getattr(each.settings, name) != value for each in takers):
-            place = located(f"{file}: long_context", settings, name)
+        if takers and not is_intended and all(getattr(each.settings, name) != value for each, name in takers):
+            place, name = located(f"{file}: long_context", settings, key), takers[0][1]
             raise ConfigError(
                 f"{place}: {name} has no effect here: kwargs win, and {', '.join(sources)} sets it; set it in the "
                 "kwargs of a rule in this file, or as a flag"
             )
 
 
-def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
+def _without_effect(key: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
+    name = next((entry.name for cls in flat_classes(known) if (entry := entry_of(cls, key))), key)
     takers = [owner for owner in known if name in setting_names(owner.settings)]
     with_settings = [owner for owner in in_place if setting_names(owner.settings)]
     instead = f"injects {labels(with_settings, known)}" if with_settings else "injects no operator with settings"
@@ -64,7 +70,7 @@ def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner]
 def with_effect(
     mapping: Mapping[Any, Any] | None, in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
 ) -> dict[str, Any]:
-    """The settings in `mapping` by canonical name, validated by the injected operators' dataclasses.
+    """The settings in `mapping` by canonical key, validated by the injected operators' dataclasses.
 
     Raises:
         ConfigError: what `canonical` refuses, and a setting that no injected operator has (see `require_effect`).
@@ -77,5 +83,5 @@ def with_effect(
 
 def taken_by(settings: Mapping[str, Any], owners: Sequence[Owner]) -> dict[str, Any]:
     """The subset of `settings` that the engine or one of the owners has."""
-    names = {name for cls in flat_classes(owners) for name in setting_names(cls)}
-    return {name: value for name, value in settings.items() if name in names}
+    classes = flat_classes(owners)
+    return {key: value for key, value in settings.items() if any(entry_of(cls, key) for cls in classes)}

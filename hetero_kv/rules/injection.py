@@ -43,10 +43,13 @@ from hetero_kv.rules.belonging import require_own, stray_cache
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
 from hetero_kv.rules.named_config import NamedConfig, config_in
+from hetero_kv.rules.owners import flat_classes
+from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.preparing import Preparation
 from hetero_kv.rules.rule_set import Rule, RuleSet
 from hetero_kv.rules.unpacked import warn_of_unpacked
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import SettingError, Settings
 
 
@@ -271,7 +274,7 @@ def inject(
     Args:
         model: a loaded transformers model, in eval mode.
         rules: a rule set, or the path or name of a rules file, optionally with settings ("quest:block_size=32").
-        command_line: settings that win over the rules file, by canonical name.
+        command_line: settings that win over the rules file.
         settings_file: settings that the rules file wins over.
         trust_rules: user modules whose operators a rules file may name (`load_rules`).
 
@@ -289,7 +292,9 @@ def inject(
         )
     require_own_weights(model)
     config = config_in(rules, trust_rules)
-    rule_set, command_line = config.rules, {**(command_line or {}), **config.settings}
+    rule_set = config.rules
+    flags = canonical(flat_classes(rule_set.known_owners()), command_line, where=COMMAND_LINE)
+    command_line = before(config.settings, flags)
     sources = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**sources)
     plan = matched_rules(model, rule_set)

@@ -11,7 +11,7 @@ from typing import Any
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules import recipes
 from hetero_kv.rules.owners import flat_classes
-from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.rule_file import load_rules
 from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.settings.description import takes_any_text
@@ -40,7 +40,7 @@ class NamedConfig:
         Raises:
             ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules has.
         """
-        return self.rules.with_effect(flags, where=COMMAND_LINE, override=self.settings) | self.settings
+        return before(self.settings, self.rules.with_effect(flags, where=COMMAND_LINE, override=self.settings))
 
 
 def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:

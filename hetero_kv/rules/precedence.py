@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from hetero_kv.errors import ConfigError
 from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.mapping import canonical, settings_from_mapping
+from hetero_kv.settings.setting import entry_of
 
 COMMAND_LINE = "command line"
 SETTINGS_FILE = "settings file"
@@ -27,7 +28,7 @@ class SettingsSource:
 
     Attributes:
         source: the source as messages call it: "command line", "mine.yaml: rule 2", "quest.yaml: long_context".
-        settings: by canonical name.
+        settings: by canonical key (`mapping.canonical`).
         is_meant: whether the source sets them for this operator. If not, values that are invalid for it are skipped.
     """
 
@@ -48,6 +49,11 @@ class InForce(Generic[S]):
     sources: dict[str, str]
 
 
+def before(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both, by canonical key; `first` wins where both set the same one, under whichever key."""
+    return {**first, **{key: value for key, value in then.items() if key not in first}}
+
+
 def value_of(name: str, by_precedence: Sequence[SettingsSource]) -> Any:
     """The value of one setting in the first of `by_precedence` that sets it; None if none does."""
     return next((one.settings[name] for one in by_precedence if name in one.settings), None)
@@ -63,14 +69,17 @@ def in_force(cls: type[S], by_precedence: Sequence[SettingsSource], *, where: st
     values: dict[str, Any] = {}
     sources = dict.fromkeys(setting_names(cls), DEFAULT)
     for one in by_precedence:
-        for name in (name for name in one.settings if name in sources and name not in values):
+        for key, value in one.settings.items():
+            entry = entry_of(cls, key)
+            if entry is None or entry.name in values:
+                continue
             try:
-                values |= canonical((cls,), {name: one.settings[name]}, where=one.source)
+                values |= canonical((cls,), {key: value}, where=one.source)
             except ConfigError:
                 if one.is_strict:
                     raise
                 continue
-            sources[name] = one.source
+            sources[entry.name] = one.source
     # The file alone may be valid, so the error names the flags too.
     flags = [f"{name} {values[name]}" for name, source in sources.items() if source == COMMAND_LINE]
     if flags:

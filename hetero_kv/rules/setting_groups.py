@@ -23,7 +23,7 @@ class GroupedSetting(NamedTuple):
     """A setting's name with all its meanings.
 
     Attributes:
-        row: the description by the setting's first owner.
+        row: the description by the setting's first owner, with the former names that it has under any of them.
         senses: its meanings; several if the name differs in meaning between operators or policies.
         elsewhere: the operators that have it, if they differ from the group's; else "".
     """
@@ -86,17 +86,19 @@ def _engine_setting(row: SettingRow) -> GroupedSetting:
 def _grouped(name: str, theirs: Sequence[Owner], owners: Sequence[Owner]) -> GroupedSetting:
     takers = [owner for owner in owners if name in setting_names(owner.settings)]
     senses: dict[tuple[str, str, str | None], Sense] = {}
+    formerly: dict[str, None] = {}
     for owner in takers:
         # The choosing setting has another default in each choice's dataclass; the base has the default choice.
         cls = owner.base if name == owner.chosen_by else owner.settings
         own = next(each for each in describe(cls) if each.name == name)
         sense = senses.setdefault((own.doc, own.type, own.unit), Sense(own, [], {}))
+        formerly |= dict.fromkeys(own.formerly)
         sense.owners.append(owner)
         sense.defaults.setdefault(str(own.default), []).append(owner)
     elsewhere = labels(takers, owners) if {*takers} != {*theirs} else ""
     # A dataclass that redefines an inherited setting does not describe it for the others.
     first = next(sense for sense in senses.values() if not _says_anew(sense, senses.values()))
-    return GroupedSetting(first.row, list(senses.values()), elsewhere)
+    return GroupedSetting(first.row._replace(formerly=tuple(formerly)), list(senses.values()), elsewhere)
 
 
 def _says_anew(sense: Sense, senses: Iterable[Sense]) -> bool:

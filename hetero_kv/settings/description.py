@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from hetero_kv.settings.setting import entries_of
+from hetero_kv.settings.setting import entries_of, entry_of
 
 
 class SettingRow(NamedTuple):
@@ -16,6 +16,7 @@ class SettingRow(NamedTuple):
     default: Any
     unit: str | None
     aliases: tuple[str, ...]
+    formerly: tuple[str, ...]
     doc: str
 
 
@@ -23,12 +24,19 @@ def describe(cls: type) -> Iterator[SettingRow]:
     """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
     for entry in entries_of(cls).values():
         limits = entry.constraints
-        yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)
+        yield SettingRow(
+            entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.formerly, limits.doc
+        )
 
 
 def setting_names(cls: type) -> frozenset[str]:
     """The canonical names of the settings of `cls`."""
     return frozenset(entries_of(cls))
+
+
+def oldest_names(cls: type) -> dict[str, str]:
+    """The oldest name of every setting of `cls` that was renamed, by today's name."""
+    return {row.name: row.formerly[0] for row in describe(cls) if row.formerly}
 
 
 def choices_of(cls: type, name: str) -> tuple[str, ...]:
@@ -38,8 +46,7 @@ def choices_of(cls: type, name: str) -> tuple[str, ...]:
 
 def takes_any_text(classes: Iterable[type], spelling: str) -> bool:
     """Whether the setting of this name or alias is free text in every class that has it."""
-    entries = [entry for cls in classes for entry in entries_of(cls).values()]
-    known = [entry for entry in entries if spelling.replace("-", "_") in (entry.name, *entry.constraints.aliases)]
+    known = [entry for cls in classes if (entry := entry_of(cls, spelling.replace("-", "_")))]
     return bool(known) and all(entry.annotation is str and entry.constraints.choices is None for entry in known)
 
 

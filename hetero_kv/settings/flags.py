@@ -54,7 +54,8 @@ class FlagParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{word!r} belongs to no flag; put a text of several words into quotes"
         flag = word.partition("=")[0]
-        return f"unknown flag {flag!r}{nearest_spelling(flag, self._option_string_actions)}"
+        known = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        return f"unknown flag {flag!r}{nearest_spelling(flag, known)}"
 
     def error(self, message: str) -> Any:
         """Raise ConfigError with `message`; argparse would print its usage and exit."""
@@ -62,6 +63,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def add_settings(self, title: str, dest: str, cls: type) -> argparse._ArgumentGroup:
         """A group with a flag for every setting of `cls` and its aliases; `dest` collects those on the command line.
+
+        Former names are flags too, which the help does not list.
 
         `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans, lists or texts.
         They are unchecked; `mapping.canonical` checks them.
@@ -83,19 +86,23 @@ class FlagParser(argparse.ArgumentParser):
         if dest not in self._defaults:
             self.set_defaults(**{dest: _NO_SETTINGS})
         switch = isinstance(row.default, bool)
-        names = [f"--{name}" for name in (row.name, *row.aliases) if not self.has(f"--{name}")]
-        if names:
-            group.add_argument(
-                *names,
-                dest=dest,
-                action=_CollectSetting,
-                type=str if is_text else scalar,
-                nargs="?" if switch else None,
-                const=True if switch else None,
-                default=argparse.SUPPRESS,
-                metavar=(row.unit or row.name.rpartition("_")[2]).upper(),
-                help=meaning.replace("%", "%%"),
-            )
+        for spellings, text in (
+            ((row.name, *row.aliases), meaning.replace("%", "%%")),
+            (row.formerly, argparse.SUPPRESS),
+        ):
+            names = [f"--{name}" for name in spellings if not self.has(f"--{name}")]
+            if names:
+                group.add_argument(
+                    *names,
+                    dest=dest,
+                    action=_CollectSetting,
+                    type=str if is_text else scalar,
+                    nargs="?" if switch else None,
+                    const=True if switch else None,
+                    default=argparse.SUPPRESS,
+                    metavar=(row.unit or row.name.rpartition("_")[2]).upper(),
+                    help=text,
+                )
 
     def has(self, flag: str) -> bool:
         """Whether `flag` is one of the parser's."""

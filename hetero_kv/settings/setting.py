@@ -48,6 +48,7 @@ class Constraints:
     maximum: float | None
     multiple_of: int | None
     aliases: tuple[str, ...]
+    formerly: tuple[str, ...]
     value_aliases: Mapping[str, str]
     names_method: str | None
 
@@ -66,6 +67,7 @@ def setting(
     maximum: float | None = None,
     multiple_of: int | None = None,
     aliases: Sequence[str] = (),
+    formerly: Sequence[str] = (),
     value_aliases: Mapping[str, str] | None = None,
     names_method: str | None = None,
 ) -> Any:
@@ -79,12 +81,23 @@ def setting(
             registry may grow and is imported only when it is needed.
         minimum, maximum: inclusive, of a number.
         multiple_of: of a whole number.
-        aliases: other names for the key.
+        aliases: names that other programs use for the key.
+        formerly: names that the key had, the oldest first. They still work (`former_names`); saved contexts record the
+            setting under the oldest.
         value_aliases: other names for values, as written -> as meant.
         names_method: for a value that distinguishes methods: its form in the method's name ("rank {}").
     """
     constraints = Constraints(
-        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {}), names_method
+        doc,
+        unit,
+        choices,
+        minimum,
+        maximum,
+        multiple_of,
+        tuple(aliases),
+        tuple(formerly),
+        dict(value_aliases or {}),
+        names_method,
     )
     return dataclasses.field(default=default, metadata={"constraints": constraints})
 
@@ -243,6 +256,18 @@ def entries_of(cls: Any) -> dict[str, Entry]:
         for field in dataclasses.fields(cls)
         if "constraints" in field.metadata
     }
+
+
+def entry_of(cls: type, key: str) -> Entry | None:
+    """The setting of the dataclass `cls` whose name, alias or former name is `key`; None if there is none."""
+    return _entries_by_key(cls).get(key)
+
+
+@functools.cache
+def _entries_by_key(cls: Any) -> dict[str, Entry]:
+    entries = entries_of(cls).values()
+    others = {key: each for each in entries for key in (*each.constraints.aliases, *each.constraints.formerly)}
+    return others | entries_of(cls)
 
 
 def nearest_spelling(word: object, spellings: Iterable[str], prefix: str = "; did you mean ") -> str:

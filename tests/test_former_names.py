@@ -1,0 +1,136 @@
+"""Former names of settings: they work, are told once, and mean what they meant."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.owners import every_settings_class
+from hetero_kv.rules.precedence import SettingsSource, before, in_force
+from hetero_kv.settings import former_names
+from hetero_kv.settings.description import describe, oldest_names
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.mapping import canonical, settings_from_mapping
+from hetero_kv.settings.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class Retrieves(Settings):
+    top_k: int = setting(96, "blocks attended", minimum=0, aliases=("k",), formerly=("block_count", "blocks"))
+    sinks: int = setting(128, "first tokens, always attended", formerly=("initial_len",))
+
+
+@dataclass(frozen=True)
+class Evicts(Settings):
+    sinks: int = setting(4, "first tokens, always kept", formerly=("first",))
+
+
+@dataclass(frozen=True)
+class OfUser(Settings):
+    initial_len: int = setting(64, "first tokens, under the name that the package had once")
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(former_names, "_told", set())
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("former", ["block_count", "blocks", "block-count"])
+def test_a_former_name_sets_the_setting(former: str) -> None:
+    assert settings_from_mapping(Retrieves, {former: 7}, where="here").top_k == 7
+
+
+def test_a_former_name_is_told_once_with_todays_name_and_its_place(told: pytest.LogCaptureFixture) -> None:
+    for where in ("a.yaml", "b.yaml"):
+        canonical((Retrieves,), {"block_count": 7}, where=where)
+    assert told.messages == ["a.yaml: the setting block_count is called top_k now; the former name still works"]
+    canonical((Retrieves,), {"blocks": 7}, where="c.yaml")
+    assert len(told.messages) == 2
+
+
+def test_todays_names_and_aliases_are_not_told(told: pytest.LogCaptureFixture) -> None:
+    canonical((Retrieves,), {"k": 7, "sinks": 1}, where="here")
+    assert told.messages == []
+
+
+@pytest.mark.parametrize("other", ["top_k", "k", "blocks"])
+def test_two_names_of_one_setting_are_refused(other: str) -> None:
+    text = refusal(lambda: canonical((Retrieves, Evicts), {"block_count": 7, other: 8}, where="here"))
+    assert text == f"here: 'block_count' and {other!r} are the same setting, top_k; keep one of them"
+
+
+def test_a_wrong_value_is_refused_under_todays_name() -> None:
+    text = refusal(lambda: canonical((Retrieves,), {"block_count": -1}, where="here"))
+    assert text == "here: top_k is -1; it must be a whole number of at least 0"
+
+
+def test_an_unknown_key_is_answered_with_todays_names_alone() -> None:
+    text = refusal(lambda: canonical((Retrieves,), {"initial_line": 1}, where="here"))
+    assert text == "here: unknown setting 'initial_line'; known: top_k, k, sinks"
+
+
+def in_both(mapping: dict[str, int]) -> tuple[int, int]:
+    """The sinks of the two classes under settings for both."""
+    given = [SettingsSource("here", canonical((Retrieves, Evicts), mapping, where="here"))]
+    return in_force(Retrieves, given, where="x").settings.sinks, in_force(Evicts, given, where="x").settings.sinks
+
+
+def test_a_former_name_counts_for_the_classes_that_had_it() -> None:
+    assert in_both({"sinks": 8}) == (8, 8)
+    assert in_both({"initial_len": 8}) == (8, 4)
+    assert in_both({"first": 8}) == (128, 8)
+    assert in_both({"initial_len": 8, "first": 9}) == (8, 9)
+
+
+def test_a_former_name_beside_todays_is_refused_where_a_class_knows_both() -> None:
+    text = refusal(lambda: in_both({"sinks": 8, "initial_len": 9}))
+    assert text == "here: 'sinks' and 'initial_len' are the same setting, sinks; keep one of them"
+
+
+def test_a_setting_of_the_user_keeps_the_name_that_another_had(told: pytest.LogCaptureFixture) -> None:
+    given = [SettingsSource("here", canonical((Retrieves, OfUser), {"initial_len": 8}, where="here"))]
+    assert in_force(OfUser, given, where="x").settings.initial_len == 8
+    assert told.messages == []
+    assert in_force(Retrieves, given, where="x").settings.sinks == 8
+
+
+def test_what_wins_does_so_under_either_name() -> None:
+    for first, then in (("sinks", "initial_len"), ("initial_len", "sinks")):
+        given = [SettingsSource("one", {first: 1}), SettingsSource("other", {then: 2})]
+        assert in_force(Retrieves, given, where="x").settings.sinks == 1
+        assert (
+            in_force(Retrieves, [SettingsSource("both", before({first: 1}, {then: 2}))], where="x").settings.sinks == 1
+        )
+
+
+def test_former_names_are_flags_that_the_help_leaves_out() -> None:
+    parser = FlagParser("program", "a program")
+    parser.add_settings("settings", "chosen", Retrieves)
+    assert parser.parse(["--block_count", "7"]).chosen == {"block_count": 7}
+    assert parser.parse(["--initial-len=3"]).chosen == {"initial_len": 3}
+    text = parser.format_help()
+    assert "--top_k" in text
+    assert not any(former in text for former in ("block_count", "blocks,", "initial_len"))
+    assert "did you mean" not in refusal(lambda: parser.parse(["--initial_lan", "1"]))
+
+
+def test_contexts_record_a_setting_under_its_oldest_name() -> None:
+    assert oldest_names(Retrieves) == {"top_k": "block_count", "sinks": "initial_len"}
+
+
+@pytest.mark.parametrize("cls", every_settings_class(), ids=lambda cls: cls.__name__)
+def test_no_two_settings_of_a_class_share_a_name(cls: type) -> None:
+    names = [name for row in describe(cls) for name in (row.name, *row.aliases, *row.formerly)]
+    assert len(names) == len(set(names))
