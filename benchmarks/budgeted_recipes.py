@@ -17,17 +17,17 @@ FRACTIONS = (32, 16, 8)
 
 # Blocks of at most 32 tokens: with the recipes' 128, a sixteenth of 4,096 tokens would leave one block to choose.
 _PAGED: dict[str, dict[str, Any]] = {
-    "adaptive": {"block_size": 16, "initial_len": 16},
-    "adaptive_lean": {"block_size": 32, "initial_len": 0},
-    "quest": {"block_size": 16, "initial_len": 16},
-    "ktransformers": {"block_size": 32, "initial_len": 32},
-    "infllm": {"block_size": 32, "initial_len": 32},
-    "snapkv": {"block_size": 1, "initial_len": 0},
-    "streaming": {"block_size": 4, "initial_len": 4, "second_block_count": 0},
+    "adaptive": {"block_size": 16, "sink_tokens": 16},
+    "adaptive_lean": {"block_size": 32, "sink_tokens": 0},
+    "quest": {"block_size": 16, "sink_tokens": 16},
+    "ktransformers": {"block_size": 32, "sink_tokens": 32},
+    "infllm": {"block_size": 32, "sink_tokens": 32},
+    "snapkv": {"block_size": 1, "sink_tokens": 0},
+    "streaming": {"block_size": 4, "sink_tokens": 4, "top_k_blocks": 0},
 }
 _ESTIMATING = ("adaptive", "adaptive_lean")
 # Recipes that choose single tokens have small blocks, so that the window has its nominal length.
-_TOKENS = {"block_size": 16, "initial_len": 16}
+_TOKENS = {"block_size": 16, "sink_tokens": 16}
 _CLUSTER = 16
 # MagicPIG's hash bits and maximum number of tables (its paper has 8 to 11 bits, and 75 to 200 tables).
 _BITS, _MOST_TABLES = (10, 9, 8, 7), 200
@@ -66,7 +66,7 @@ def cells(
 
 def _as_shipped(recipe: str) -> str:
     """A recipe with its own settings; this project's choose from the first block on, instead of being exact there."""
-    return _spec(recipe, {"whole_block_count": 0}) if recipe in _ESTIMATING else recipe
+    return _spec(recipe, {"max_dense_blocks": 0}) if recipe in _ESTIMATING else recipe
 
 
 def at_budget(recipe: str, budget: int, length: int) -> str:
@@ -95,7 +95,7 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     if recipe == "quest":
         settings["dense_layer_num"] = 0
     if recipe in _ESTIMATING:
-        settings |= {"target_mass": "none", "least_block_count": 1, "group_blocks": 1}
+        settings |= {"target_mass": "none", "min_blocks": 1, "group_blocks": 1}
     return _spec(recipe, settings)
 
 
@@ -103,8 +103,8 @@ def _token_settings(recipe: str, budget: int, length: int) -> dict[str, Any]:
     # Local is longer by up to a block less a token, by half of it on average.
     excess = _TOKENS["block_size"] // 2
     local = max(1, budget // 4 - excess)
-    initial = settings_for_budget(RetrievalSettings(**_TOKENS), budget)["initial_len"]
-    settings = {**_TOKENS, "initial_len": initial, "local_windows_len": local}
+    initial = settings_for_budget(RetrievalSettings(**_TOKENS), budget)["sink_tokens"]
+    settings = {**_TOKENS, "sink_tokens": initial, "local_windows_len": local}
     chosen = max(1, budget - initial - local - excess)
     if recipe == "magicpig":
         return settings | {"dense_layer_num": 0, **_hashes(chosen / (length - initial - local - excess))}

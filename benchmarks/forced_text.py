@@ -28,7 +28,7 @@ from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.evals.prompt import Prompt
 from hetero_kv.models import DEFAULT_MODEL
 
-DENSE = "dense:second_block_count=all"
+DENSE = "dense:top_k_blocks=all"
 
 
 class Figures(NamedTuple):

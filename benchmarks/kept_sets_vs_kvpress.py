@@ -65,7 +65,7 @@ def _same_pyramid(budget: int, tokens: int) -> dict[str, float]:
     The recipe shares out what the windows leave, the press shares out all of it.
     """
     top = budget / _gentle(budget)["beta"]
-    return {"window": WINDOW, "beta": (budget - WINDOW) / (top - WINDOW)}
+    return {"recent_tokens": WINDOW, "beta": (budget - WINDOW) / (top - WINDOW)}
 
 
 def _gentle(budget: int) -> dict[str, int]:
@@ -74,14 +74,18 @@ def _gentle(budget: int) -> dict[str, int]:
 
 
 METHODS = {
-    "StreamingLLM": Method("streaming_llm", "StreamingLLMPress", lambda budget, tokens: {"sinks": 4, "stride": tokens}),
+    "StreamingLLM": Method(
+        "streaming_llm", "StreamingLLMPress", lambda budget, tokens: {"sink_tokens": 4, "stride": tokens}
+    ),
     "StreamingLLM strided": Method("streaming_llm", "StreamingLLMPress"),
     "TOVA": Method("tova", "TOVAPress", lambda budget, tokens: {"stride": tokens}),
     "TOVA strided": Method("tova", "TOVAPress"),
-    "SnapKV": Method("snapkv_evict", "SnapKVPress", lambda budget, tokens: {"window": WINDOW, "kernel": 5}),
+    "SnapKV": Method("snapkv_evict", "SnapKVPress", lambda budget, tokens: {"recent_tokens": WINDOW, "kernel_size": 5}),
     "PyramidKV": Method("pyramidkv", "PyramidKVPress", _same_pyramid, _gentle),
     "PyramidKV same beta": Method(
-        "pyramidkv", "PyramidKVPress", lambda budget, tokens: {"window": WINDOW, **PRESSES["PyramidKVPress"](budget)}
+        "pyramidkv",
+        "PyramidKVPress",
+        lambda budget, tokens: {"recent_tokens": WINDOW, **PRESSES["PyramidKVPress"](budget)},
     ),
 }
 

@@ -26,8 +26,8 @@ DECODED = 16
 #: name -> settings on top of injection_rules/ktransformers.yaml; None is the untouched model.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "untouched": None,
-    "hetero-kv, everything attended": {"second_block_count": "all"},
-    "hetero-kv, 8 blocks of 128 + 512": {"second_block_count": 8, "local_windows_len": 512},
+    "hetero-kv, everything attended": {"top_k_blocks": "all"},
+    "hetero-kv, 8 blocks of 128 + 512": {"top_k_blocks": 8, "local_windows_len": 512},
 }
 
 

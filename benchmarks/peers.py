@@ -46,7 +46,7 @@ _OURS = {
     # Sink 32, recent window 512, and 47 pages of 32 chosen by Quest's scores in every layer: 2,048 tokens.
     "sparse": (
         "quest",
-        {"block_size": 32, "initial_len": 32, "local_windows_len": 512, "second_block_count": 47, "dense_layer_num": 0},
+        {"block_size": 32, "sink_tokens": 32, "local_windows_len": 512, "top_k_blocks": 47, "dense_layer_num": 0},
     ),
 }
 _COMMON = {"kv_type": "FP16", "chunk_size": 2048}

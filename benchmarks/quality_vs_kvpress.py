@@ -64,27 +64,27 @@ PRESS_NAMES = {press.removesuffix("Press"): press for press in PRESSES}
 #: hetero-kv at a budget: recipe -> settings with which a step attends to that many tokens. The first four evict like
 #: the presses, PyramidKV with the press's beta.
 RECIPES: dict[str, Callable[[int], dict[str, int | str]]] = {
-    "snapkv_evict": lambda budget: {"budget": budget, "window": WINDOW},
-    "pyramidkv": lambda budget: {"budget": budget, "window": WINDOW, **PRESSES["PyramidKVPress"](budget)},
+    "snapkv_evict": lambda budget: {"budget": budget, "recent_tokens": WINDOW},
+    "pyramidkv": lambda budget: {"budget": budget, "recent_tokens": WINDOW, **PRESSES["PyramidKVPress"](budget)},
     "tova": lambda budget: {"budget": budget},
     "streaming_llm": lambda budget: {"budget": budget},
     "snapkv": lambda budget: {
         "local_windows_len": WINDOW,
         "preselect_block_count": budget - WINDOW,
-        "second_block_count": budget - WINDOW,
+        "top_k_blocks": budget - WINDOW,
     },
-    "quest": lambda budget: {"second_block_count": (budget - WINDOW - 16) // 16, "dense_layer_num": 0},
+    "quest": lambda budget: {"top_k_blocks": (budget - WINDOW - 16) // 16, "dense_layer_num": 0},
     "ktransformers": lambda budget: {
         "block_size": 32,
-        "initial_len": 32,
+        "sink_tokens": 32,
         "local_windows_len": WINDOW,
-        "second_block_count": (budget - WINDOW - 32) // 32,
+        "top_k_blocks": (budget - WINDOW - 32) // 32,
     },
     "streaming": lambda budget: {"local_windows_len": budget - 4},
     "adaptive": lambda budget: {
-        "second_block_count": (budget - WINDOW - 16) // 16,
+        "top_k_blocks": (budget - WINDOW - 16) // 16,
         "target_mass": "none",
-        "least_block_count": 1,
+        "min_blocks": 1,
     },
 }
 

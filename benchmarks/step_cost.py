@@ -61,8 +61,8 @@ RATIO_GOAL = 0.5
 FRAMES_GOAL = 25
 BEFORE, NOW = "before", "now"
 
-_PAGED = {"block_size": BLOCK, "initial_len": BLOCK, "local_windows_len": 64}
-_BUDGET = {"second_block_count": 8}
+_PAGED = {"block_size": BLOCK, "sink_tokens": BLOCK, "local_windows_len": 64}
+_BUDGET = {"top_k_blocks": 8}
 _SHADOWKV = {"rank": 16, "outlier_chunks": 8, "sparse_budget": 64}
 _BOUNDED = {"budget": 128, "stride": 64}
 #: Recipe -> its family, and settings that fit the prompt.

@@ -39,7 +39,7 @@ def load_model(
         name_or_path, gguf_path, dtype, device, trust_remote_code, progress: see `hetero_kv.models.load_model`;
             `progress` also reports kernels, as modules done and modules in total.
         config: a recipe's name, the path of a rules file, either with its own settings
-            (`"quest:second_block_count=64"`), or rules that were read. None leaves the model as transformers has it,
+            (`"quest:top_k_blocks=64"`), or rules that were read. None leaves the model as transformers has it,
             with unpacked weights.
         trust_rules: the user's modules whose operators the rules may name (`load_rules`).
         settings_file: settings that the rules override.

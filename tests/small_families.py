@@ -10,9 +10,9 @@ from hetero_kv.rules.rule_file import parse_rules
 FEW = {
     "chunk_size": 16,
     "block_size": 4,
-    "initial_len": 4,
+    "sink_tokens": 4,
     "local_windows_len": 8,
-    "second_block_count": 3,
+    "top_k_blocks": 3,
     "preselect_block_count": 5,
     "observation_len": 12,
     "max_seq_len": 256,
@@ -66,7 +66,7 @@ FAMILIES = {
     ),
     "whole prompts at once": (
         "gemma3_text",
-        mixed(operator_in("self_attn$", "BoundedAttention", policy="snapkv", budget=24, window=8)),
+        mixed(operator_in("self_attn$", "BoundedAttention", policy="snapkv", budget=24, recent_tokens=8)),
     ),
 }
 #: What one of the others has too, for tests that take each family apart: `make test-slow` has these.

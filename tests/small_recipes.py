@@ -18,11 +18,11 @@ RECIPES = sorted(path.stem for path in Path(str(resources.files("injection_rules
 #: At most this much of a setting that a recipe gives; what it gives in words ("all") stays.
 SMALL = {
     "block_size": 8,
-    "initial_len": 8,
+    "sink_tokens": 4,
     "local_windows_len": 16,
-    "second_block_count": 3,
-    "least_block_count": 3,
-    "whole_block_count": 0,
+    "top_k_blocks": 3,
+    "min_blocks": 3,
+    "max_dense_blocks": 0,
     "preselect_block_count": 6,
     "observation_len": 12,
     "dense_layer_num": 1,
@@ -39,18 +39,16 @@ SMALL = {
     "segment_tokens": 40,
     "skew_queries": 6,
     "stride": 16,
-    "sinks": 4,
-    "window": 8,
+    "recent_tokens": 8,
     "position_group": 3,
     "neighbour_window": 12,
     "stream_chunk": 8,
-    "recent": 4,
     "gamma": 0.9,
 }
 #: Whatever a recipe gives: numbers are stored as they are computed, and prompts have several chunks.
 ENGINE = {"chunk_size": 64, "max_seq_len": 1024, "threads_num": 1, "kv_type": "FP32"}
 #: Settings that a recipe may leave to their defaults, which are for long contexts.
-_ASSUMED = ("observation_len",)
+_ASSUMED = ("observation_len", "sink_tokens")
 
 
 class Letters:

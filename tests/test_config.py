@@ -46,9 +46,9 @@ def test_defaults_are_those_of_the_specification() -> None:
     assert EngineSettings() == EngineSettings(chunk_size=4096, max_seq_len="auto", threads_num="auto")
     assert RetrievalSettings() == RetrievalSettings(
         block_size=128,
-        initial_len=128,
+        sink_tokens=128,
         local_windows_len=4096,
-        second_block_count=96,
+        top_k_blocks=96,
         preselect_block=False,
         preselect_block_count=96,
         kernel_size=5,
@@ -70,15 +70,15 @@ def test_an_empty_mapping_and_an_empty_yaml_block_give_the_defaults() -> None:
 
 
 def test_values_not_in_the_mapping_come_from_the_given_defaults() -> None:
-    base = RetrievalSettings(block_size=16, initial_len=0)
+    base = RetrievalSettings(block_size=16, sink_tokens=0)
     assert settings_from_mapping(
-        RetrievalSettings, {"initial_len": 4}, where="here", defaults=base
-    ) == RetrievalSettings(block_size=16, initial_len=4)
+        RetrievalSettings, {"sink_tokens": 4}, where="here", defaults=base
+    ) == RetrievalSettings(block_size=16, sink_tokens=4)
 
 
 def test_ktransformers_names_are_aliases() -> None:
     settings = retrieval(second_select_num=7, anchor_type="BLOCK_MEAN", anchor_num=1)
-    assert (settings.second_block_count, settings.representative_type, settings.representative_num) == (7, "MEAN", 1)
+    assert (settings.top_k_blocks, settings.representative_type, settings.representative_num) == (7, "MEAN", 1)
     assert settings_from_mapping(EngineSettings, {"cpu_infer": 3}, where="here").threads_num == 3
 
 
@@ -87,11 +87,9 @@ def test_dashes_and_underscores_in_keys_are_the_same() -> None:
 
 
 def test_texts_of_a_choice_may_be_written_in_any_case() -> None:
-    settings = retrieval(
-        kv_type="fp32", head_select_mode="separate", anchor_type="block_mean", second_block_count="ALL"
-    )
+    settings = retrieval(kv_type="fp32", head_select_mode="separate", anchor_type="block_mean", top_k_blocks="ALL")
     assert (settings.kv_type, settings.head_select_mode) == ("FP32", "SEPARATE")
-    assert (settings.representative_type, settings.second_block_count) == ("MEAN", "all")
+    assert (settings.representative_type, settings.top_k_blocks) == ("MEAN", "all")
 
 
 def test_python_users_get_the_same_checks_as_yaml() -> None:
@@ -117,8 +115,8 @@ def test_a_class_without_settings_says_so() -> None:
 
 
 def test_a_setting_given_under_two_names_is_an_error() -> None:
-    assert message(lambda: retrieval(second_block_count=1, second_select_num=1)) == (
-        "here: 'second_block_count' and 'second_select_num' are the same setting, second_block_count; keep one of them"
+    assert message(lambda: retrieval(top_k_blocks=1, second_select_num=1)) == (
+        "here: 'top_k_blocks' and 'second_select_num' are the same setting, top_k_blocks; keep one of them"
     )
 
 
@@ -139,11 +137,11 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"block_size": 12.5}, "block_size is 12.5; it must be a whole number"),
         ({"block_size": None}, "block_size is None; it must be a whole number"),
         ({"block_size": 0}, "block_size is 0; it must be a whole number from 1 to 65536"),
-        ({"initial_len": -1}, "initial_len is -1; it must be a whole number of at least 0"),
+        ({"sink_tokens": -1}, "sink_tokens is -1; it must be a whole number of at least 0"),
         ({"local_windows_len": 0}, "local_windows_len is 0; it must be a whole number of at least 1"),
         ({"second_select_num": -1}, "second_select_num is -1; it must be a whole number of at least 0, or all"),
         (
-            {"second_block_count": "al"},
+            {"top_k_blocks": "al"},
             "or all, or a list of them, one per layer, or pyramid(low, high); did you mean all?",
         ),
         ({"kv_type": "FP61"}, "kv_type is 'FP61'; it must be FP16 or FP32 or BF16 or Q8_0 or Q4_0; did you mean FP16?"),
@@ -159,9 +157,9 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ),
         ({"representative_type": "QUEST"}, "representative_num is 1; representative_type QUEST takes 2"),
         (
-            {"representative_type": "DYNAMIC", "rest": "estimate"},
-            "rest is 'estimate'; representative_type DYNAMIC has no mean to estimate a block by; use MEAN "
-            "or MEANSTD, or set rest to drop",
+            {"representative_type": "DYNAMIC", "residual_attention": "estimate"},
+            "residual_attention is 'estimate'; representative_type DYNAMIC has no mean to estimate a block by; "
+            "use MEAN or MEANSTD, or set residual_attention to drop",
         ),
         (
             {"representative_type": "QUEST", "representative_num": 2, "rerank": 2},
@@ -175,9 +173,9 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
             "target_mass is 0.0; a share of 0 has no effect; set a share above 0, such as 0.9, or none",
         ),
         (
-            {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 5, "second_block_count": 4},
-            "least_block_count is 5; with target_mass second_block_count, which is 4, limits the attended blocks; "
-            "set 4 or fewer, or a larger second_block_count",
+            {"representative_type": "MEAN", "target_mass": 0.9, "min_blocks": 5, "top_k_blocks": 4},
+            "min_blocks is 5; with target_mass top_k_blocks, which is 4, limits the attended blocks; "
+            "set 4 or fewer, or a larger top_k_blocks",
         ),
         (
             {"representative_type": "FIXED", "group_blocks": 4},
@@ -268,7 +266,7 @@ def test_of_the_flat_block_each_class_has_its_own() -> None:
     assert in_force(EngineSettings, by_precedence, where="here").settings == EngineSettings(
         chunk_size=512, threads_num=10
     )
-    assert in_force(RetrievalSettings, by_precedence, where="here").settings == RetrievalSettings(second_block_count=8)
+    assert in_force(RetrievalSettings, by_precedence, where="here").settings == RetrievalSettings(top_k_blocks=8)
 
 
 def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operator_has_one_of_the_engines() -> None:
@@ -286,20 +284,20 @@ def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_fi
     by_precedence = [
         SettingsSource(COMMAND_LINE, {"block_size": 1}),
         SettingsSource("a.yaml: rule 1", {"block_size": 2, "token_step": 2}),
-        SettingsSource(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "initial_len": 3}),
+        SettingsSource(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "sink_tokens": 3}),
     ]
     found = in_force(RetrievalSettings, by_precedence, where="here")
-    assert found.settings == RetrievalSettings(block_size=1, token_step=2, initial_len=3)
+    assert found.settings == RetrievalSettings(block_size=1, token_step=2, sink_tokens=3)
     sources = {name: source for name, source in found.sources.items() if source != DEFAULT}
-    assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "initial_len": SETTINGS_FILE}
+    assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "sink_tokens": SETTINGS_FILE}
 
 
 def test_what_the_command_line_adds_to_a_file_that_may_be_sound_is_named() -> None:
-    file = SettingsSource("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 4})
-    flags = SettingsSource(COMMAND_LINE, {"second_block_count": 3, "chunk_size": 512})
-    with pytest.raises(ConfigError, match=r"^here, with second_block_count 3 from the command line: least_block_count"):
+    file = SettingsSource("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "min_blocks": 4})
+    flags = SettingsSource(COMMAND_LINE, {"top_k_blocks": 3, "chunk_size": 512})
+    with pytest.raises(ConfigError, match=r"^here, with top_k_blocks 3 from the command line: min_blocks"):
         in_force(RetrievalSettings, [flags, file], where="here")
-    with pytest.raises(ConfigError, match=r"^here: least_block_count"):
+    with pytest.raises(ConfigError, match=r"^here: min_blocks"):
         in_force(RetrievalSettings, [SettingsSource("mine.yaml", flags.settings), file], where="here")
 
 
@@ -343,9 +341,9 @@ def test_every_setting_describes_itself(cls: type[Settings]) -> None:
 
 
 def test_a_description_holds_type_range_unit_and_aliases() -> None:
-    row = next(row for row in describe(RetrievalSettings) if row.name == "second_block_count")
+    row = next(row for row in describe(RetrievalSettings) if row.name == "top_k_blocks")
     assert row[:5] == (
-        "second_block_count",
+        "top_k_blocks",
         "a whole number of at least 0, or all, or a list of them, one per layer, or pyramid(low, high)",
         96,
         "blocks",

@@ -20,25 +20,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROUNDING = 1e-5
 
 _LAYERS = {"dense_layer_num": 0}
-_BLOCKS = {**_LAYERS, "second_block_count": 500}
+_BLOCKS = {**_LAYERS, "top_k_blocks": 500}
 _PRESELECTED = {**_BLOCKS, "preselect_block_count": 500}
 _TOKENS = {**_LAYERS, "token_budget": 1.0}
 _ENTRIES = {"budget": 500}
 _FACTORS = {"rank": 32, "sparse_budget": "all"}
 # From a prompt's first chunk on, and to its last query.
 _SPARSE = {"prefill_from": 64, "prefill_last": 0}
-_PATTERNS = {**_SPARSE, "prefill_budget": 8192, "prefill_price": 0.0}
+_PATTERNS = {**_SPARSE, "prefill_budget": 8192, "error_budget": 0.0}
 
 #: Settings under which a method leaves nothing out, and computes what it does otherwise.
 COVERING = {
-    "adaptive": {"second_block_count": 500, "least_block_count": 500},
-    "adaptive_lean": {"second_block_count": 500, "least_block_count": 500},
+    "adaptive": {"top_k_blocks": 500, "min_blocks": 500},
+    "adaptive_lean": {"top_k_blocks": 500, "min_blocks": 500},
     "bigbird": _ENTRIES,
     "cam": _ENTRIES,
     "cascade": _ENTRIES,
     "d2o": _ENTRIES,
     "dense": {},
-    "flexprefill": {**_SPARSE, "prefill_mass": 1.0, "prefill_least": 64},
+    "flexprefill": {**_SPARSE, "prefill_mass": 1.0, "prefill_min_budget": 64},
     "h2o": _ENTRIES,
     "infinigen": {**_TOKENS, "alpha": 1e9},
     "infinipot": _ENTRIES,
@@ -70,8 +70,8 @@ COVERING = {
 }
 #: Where the small recipe leaves nothing out of as few tokens as here: settings under which it does.
 LEAVING_OUT = {
-    "flexprefill": {**_SPARSE, "prefill_mass": 0.1, "prefill_least": 64},
-    "minference": {**_SPARSE, "prefill_budget": 128, "prefill_price": 1.0},
+    "flexprefill": {**_SPARSE, "prefill_mass": 0.1, "prefill_min_budget": 64},
+    "minference": {**_SPARSE, "prefill_budget": 128, "error_budget": 1.0},
 }
 #: Of the recipes in one such model: what others are between them too.
 SELDOM_BETWEEN = (

@@ -15,10 +15,10 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 DEPTHS = (10, 30, 50, 70, 90)
 SPARSE = {
     "representative_type": "MEAN",
-    "second_block_count": 8,
+    "top_k_blocks": 8,
     "block_size": 128,
     "local_windows_len": 512,
-    "initial_len": 128,
+    "sink_tokens": 128,
     "chunk_size": 1024,
 }
 
@@ -55,7 +55,7 @@ def test_the_passkey_is_found_wherever_the_untouched_model_finds_it(default_mode
     keys = [str(rng.randint(10_000, 99_999)) for _ in DEPTHS]
     prompts = [passkey_prompt(default_model.tokenizer, d, k) for d, k in zip(DEPTHS, keys, strict=True)]
     untouched = answers(default_model, prompts)
-    covering = answers(default_model, prompts, chunk_size=1024, second_block_count="all")
+    covering = answers(default_model, prompts, chunk_size=1024, top_k_blocks="all")
     sparse = answers(default_model, prompts, **SPARSE)
     found = [key in text for key, text in zip(keys, untouched, strict=True)]
     assert all(found)

@@ -42,7 +42,7 @@ def test_a_rule_that_sets_one_thing_keeps_the_method_of_the_file_that_it_extends
 extends: quest.yaml
 rules:
   - match: {name: '\.layers\.[01]\.self_attn$'}
-    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {second_block_count: all}}
+    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {top_k_blocks: all}}
 """
     )
     injection = inject(llama, tmp_path / "mine.yaml")
@@ -50,13 +50,13 @@ rules:
         settings = settings_in(injection, layer)
         assert (settings.representative_type, settings.representative_num) == ("QUEST", 2)
         assert (settings.head_select_mode, settings.dense_layer_num) == ("SEPARATE", 2)
-        assert settings.second_block_count == ("all" if layer < 2 else 256)
+        assert settings.top_k_blocks == ("all" if layer < 2 else 256)
     mine = str(tmp_path / "mine.yaml")
-    assert sources_in(injection, 0)["second_block_count"] == f"{mine}: rule 1"
+    assert sources_in(injection, 0)["top_k_blocks"] == f"{mine}: rule 1"
     assert sources_in(injection, 0)["representative_type"] == "injection_rules/quest.yaml: rule 1"
     assert sources_in(injection, 0)["block_size"] == "injection_rules/quest.yaml: long_context"
     assert sources_in(injection, 0)["token_step"] == "default"
-    assert sources_in(injection, 2)["second_block_count"] == "injection_rules/quest.yaml: long_context"
+    assert sources_in(injection, 2)["top_k_blocks"] == "injection_rules/quest.yaml: long_context"
 
 
 def test_the_rules_in_the_readme_do_as_it_says():
@@ -67,7 +67,7 @@ def test_the_rules_in_the_readme_do_as_it_says():
     assert {(each.representative_type, each.head_select_mode, each.block_size) for each in found} == {
         ("QUEST", "SEPARATE", 16)
     }
-    assert [each.second_block_count for each in found] == [*[256] * 4, *["all"] * 4, 256]
+    assert [each.top_k_blocks for each in found] == [*[256] * 4, *["all"] * 4, 256]
     assert {each.local_windows_len for each in found} == {2048}
 
 
@@ -112,7 +112,7 @@ def test_a_rule_without_a_policy_has_that_of_the_extended_file(llama):
     child = {"extends": "cascade.yaml", "rules": [rule(r"layers\.1\.self_attn$", "BoundedAttention", budget=300)]}
     injection = inject(llama, parse_rules(child))
     settings = settings_in(injection, 1)
-    assert (settings.policy, settings.budget, settings.sinks) == ("cascade", 300, 64)
+    assert (settings.policy, settings.budget, settings.sink_tokens) == ("cascade", 300, 64)
     assert sources_in(injection, 1)["policy"] == "injection_rules/cascade.yaml: rule 1"
     assert settings_in(injection, 0).budget == 2048
 
@@ -133,13 +133,13 @@ def test_a_setting_that_the_inherited_policy_lacks_is_an_error_of_the_rule(llama
 extends: cascade.yaml
 rules:
   - match: {name: self_attn$}
-    replace: {class: BoundedAttention, kwargs: {window: 3}}
+    replace: {class: BoundedAttention, kwargs: {recent_tokens: 3}}
 """
     with pytest.raises(ConfigError) as raised:
         inject(llama, parse_rules(child, "mine.yaml"))
     assert str(raised.value) == (
-        "mine.yaml: rule 1: kwargs, line 5: window has no effect here: it is a setting of BoundedAttention "
-        "(pyramidkv and snapkv), and the rule injects BoundedAttention (cascade)"
+        "mine.yaml: rule 1: kwargs, line 5: recent_tokens has no effect here: it is a setting of BoundedAttention "
+        "(pyramidkv, roco and snapkv), and the rule injects BoundedAttention (cascade)"
     )
 
 

@@ -63,10 +63,10 @@ def test_settings_come_from_the_command_line_before_the_rules_before_the_setting
         llama,
         rules(),
         command_line={"block_size": 2},
-        settings_file={"block_size": 32, "local_windows_len": 99, "initial_len": 12},
+        settings_file={"block_size": 32, "local_windows_len": 99, "top_k_blocks": 12},
     )
     settings = injection.operators["model.layers.0.self_attn"].settings
-    assert (settings.block_size, settings.local_windows_len, settings.initial_len) == (2, 8, 128)
+    assert (settings.block_size, settings.local_windows_len, settings.top_k_blocks) == (2, 8, 96)
 
 
 def test_a_models_own_sliding_layers_get_the_window_operator():
@@ -289,8 +289,8 @@ def test_a_full_store_is_noticed_before_a_window_layer_takes_the_tokens():
 
 def test_an_injection_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
     before = snapshot(llama)
-    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers, but the model has 3 layers"):
-        inject(llama, rules(second_block_count=[1, 2]))
+    with pytest.raises(HeteroKVError, match="top_k_blocks lists 2 numbers, but the model has 3 layers"):
+        inject(llama, rules(top_k_blocks=[1, 2]))
     assert snapshot(llama) == before
     build, built = RetrievalAttention.__init__, []
 
@@ -332,7 +332,7 @@ def test_prompt_lookup_decoding_goes_back_and_gives_the_same_tokens(llama):
     prompt = PROMPT[:, :8].repeat(1, 4)
     greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     expected = llama.generate(prompt, **greedy)
-    inject(llama, rules(kv_type="FP32", second_block_count="all"))
+    inject(llama, rules(kv_type="FP32", top_k_blocks="all"))
     actual = llama.generate(prompt, past_key_values=HeteroCache(llama), prompt_lookup_num_tokens=3, **greedy)
     assert actual.tolist() == expected.tolist()
 
@@ -341,7 +341,7 @@ def test_sampling_with_several_returned_sequences_equals_the_untouched_models(ll
     sampled = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": True, "top_k": 20}
     torch.manual_seed(3)
     expected = llama.generate(PROMPT, num_return_sequences=3, **sampled)
-    inject(llama, rules(kv_type="FP32", second_block_count="all"))
+    inject(llama, rules(kv_type="FP32", top_k_blocks="all"))
     torch.manual_seed(3)
     actual = llama.generate(PROMPT, num_return_sequences=3, past_key_values=HeteroCache(llama), **sampled)
     assert actual.tolist() == expected.tolist()
@@ -371,5 +371,5 @@ def test_what_an_operator_cannot_be_is_refused_with_the_rule(operator, name, sai
 
 
 def test_a_list_of_another_length_is_refused_with_the_rule():
-    with pytest.raises(ConfigError, match=r"rule 2 \(RetrievalAttention\): second_block_count lists 2 numbers, but"):
-        inject(tiny_model("llama"), rules(second_block_count=[1, 2]))
+    with pytest.raises(ConfigError, match=r"rule 2 \(RetrievalAttention\): top_k_blocks lists 2 numbers, but"):
+        inject(tiny_model("llama"), rules(top_k_blocks=[1, 2]))

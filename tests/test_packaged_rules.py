@@ -33,7 +33,7 @@ def test_the_ktransformers_recipe_is_the_base_configuration_of_the_article() -> 
     rules = load_rules("ktransformers")
     assert rules.engine_settings().chunk_size == 4096
     assert rules.operator_settings(rules.rules[1]) == RetrievalSettings(
-        block_size=128, local_windows_len=4096, second_block_count=96, representative_type="DYNAMIC", kv_type="FP16"
+        block_size=128, local_windows_len=4096, top_k_blocks=96, representative_type="DYNAMIC", kv_type="FP16"
     )
 
 
@@ -61,8 +61,8 @@ def test_the_ktransformers_recipe_matches_decoder_layers_and_their_attention(pat
 def test_the_dense_recipe_is_the_ktransformers_recipe_that_attends_to_every_block() -> None:
     dense, base = load_rules("dense"), load_rules("ktransformers")
     assert dense.rules == base.rules
-    assert dense.long_context == {**base.long_context, "second_block_count": "all"}
-    assert dense.operator_settings(dense.rules[1]).second_block_count == "all"
+    assert dense.long_context == {**base.long_context, "top_k_blocks": "all"}
+    assert dense.operator_settings(dense.rules[1]).top_k_blocks == "all"
 
 
 @pytest.mark.parametrize("name", ["laptop-16gb", "workstation-128gb", "gpu-24gb", "gpu-24gb-1m"])

@@ -145,11 +145,11 @@ def test_memory_grows_by_what_is_planned_for_the_store():
 
 
 def test_the_window_on_a_gpu_is_what_is_planned():
-    plan = llama_plan(on_gpu=True, initial_len=100, local_windows_len=300)
+    plan = llama_plan(on_gpu=True, sink_tokens=100, local_windows_len=300)
     like = torch.empty(1, 8, 0, 128, dtype=torch.bfloat16)
     window = DeviceWindow(128, 300, 128, like, like)
     assert plan.footprint.memory(10_000).windows == 32 * window.nbytes
-    assert llama_plan(initial_len=100, local_windows_len=300).footprint.memory(10_000).windows == 0
+    assert llama_plan(sink_tokens=100, local_windows_len=300).footprint.memory(10_000).windows == 0
 
 
 @pytest.mark.parametrize("length", [5, 16, 17, 100])

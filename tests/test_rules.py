@@ -46,7 +46,7 @@ def test_a_rule_holds_its_place_pattern_operator_and_checked_kwargs() -> None:
     assert rule.match_name is not None
     assert (rule.match_name.pattern, rule.match_class) == ("self_attn$", None)
     assert rule.operator is RetrievalAttention
-    assert rule.kwargs == {"second_block_count": 8, "representative_type": "MEAN"}
+    assert rule.kwargs == {"top_k_blocks": 8, "representative_type": "MEAN"}
     assert rule.recursive
 
 
@@ -112,18 +112,16 @@ def test_name_and_class_must_both_match() -> None:
 
 
 def test_kwargs_win_over_long_context_and_that_over_the_settings_file() -> None:
-    rules = parse_rules(
-        f"long_context: {{block_size: 64, second_block_count: 4, chunk_size: 9}}\nrules: {ATTENTION_RULE}"
-    )
-    settings = rules.operator_settings(rules.rules[0], settings_file={"block_size": 1, "initial_len": 3})
-    assert settings == RetrievalSettings(block_size=64, second_block_count=8, initial_len=3, representative_type="MEAN")
+    rules = parse_rules(f"long_context: {{block_size: 64, top_k_blocks: 4, chunk_size: 9}}\nrules: {ATTENTION_RULE}")
+    settings = rules.operator_settings(rules.rules[0], settings_file={"block_size": 1, "sink_tokens": 3})
+    assert settings == RetrievalSettings(block_size=64, top_k_blocks=8, sink_tokens=3, representative_type="MEAN")
     assert rules.engine_settings(settings_file={"chunk_size": 1, "threads_num": 1}) == EngineSettings(9, threads_num=1)
 
 
 def test_the_command_line_wins_over_all() -> None:
     rules = parse_rules(f"long_context: {{chunk_size: 9}}\nrules: {ATTENTION_RULE}")
-    command_line = {"second_block_count": 1, "chunk_size": 5}
-    assert rules.operator_settings(rules.rules[0], command_line=command_line).second_block_count == 1
+    command_line = {"top_k_blocks": 1, "chunk_size": 5}
+    assert rules.operator_settings(rules.rules[0], command_line=command_line).top_k_blocks == 1
     assert rules.engine_settings(command_line=command_line).chunk_size == 5
 
 

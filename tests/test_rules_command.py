@@ -36,7 +36,7 @@ def layered(tmp_path):
 extends: ktransformers.yaml
 rules:
   - match: {name: '\.layers\.[01]\.self_attn$'}
-    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {second_block_count: all}}
+    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {top_k_blocks: all}}
   - match: {name: '\.layers\.5\.self_attn$'}
     replace: {class: default}
 """
@@ -78,8 +78,8 @@ def test_layers_with_other_settings_or_none_are_rows_of_their_own(rules, layered
         (6, 11, "RetrievalAttention"),
     ]
     dense, sparse, untouched, _ = (row for row in report["modules"] if row["module"].endswith("self_attn"))
-    assert dense["settings"]["second_block_count"] == "all"
-    assert sparse["settings"]["second_block_count"] == 96
+    assert dense["settings"]["top_k_blocks"] == "all"
+    assert sparse["settings"]["top_k_blocks"] == 96
     assert untouched["settings"] == {}
 
 
@@ -91,8 +91,8 @@ def test_the_rule_of_every_row_is_named(rules, layered):
 
 
 def test_a_pyramid_is_shown_as_each_layer_has_it(rules):
-    report = rules("ktransformers", "--second_block_count", "pyramid(1, 12)", "--json")
-    budgets = [row["settings"]["second_block_count"] for row in report["modules"] if row["settings"]]
+    report = rules("ktransformers", "--top_k_blocks", "pyramid(1, 12)", "--json")
+    budgets = [row["settings"]["top_k_blocks"] for row in report["modules"] if row["settings"]]
     assert budgets == list(range(12, 0, -1))
 
 
@@ -100,8 +100,8 @@ def test_only_what_is_not_the_default_is_shown_unless_all_is_asked_for(rules):
     shown = rules("ktransformers", "--local_windows_len", 77, "--chunk_size", 55)
     assert "local_windows_len 77" in shown
     assert "engine: chunk_size 55" in shown
-    assert "initial_len" not in shown
-    assert "initial_len 128" in rules("ktransformers", "--all")
+    assert "sink_tokens" not in shown
+    assert "sink_tokens 128" in rules("ktransformers", "--all")
 
 
 def test_weights_that_stay_numbers_have_no_rows(rules):
@@ -168,16 +168,16 @@ extends: quest.yaml
 long_context: {max_seq_len: 640}
 rules:
   - match: {name: '\.layers\.[4-7]\.self_attn$'}
-    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {second_block_count: 5}}
+    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {top_k_blocks: 5}}
 """
     )
     mine = tmp_path / "mine.yaml"
     report = rules(mine, "--kv_type", "FP32", "--json")
     dense, first, own, last = (row for row in report["modules"] if row["module"].endswith("self_attn"))
     assert [(row["first"], row["last"]) for row in (dense, first, own, last)] == [(0, 1), (2, 3), (4, 7), (8, 11)]
-    assert dense["sources"]["second_block_count"] == "overruled in this layer"
+    assert dense["sources"]["top_k_blocks"] == "overruled in this layer"
     expected = {
-        "second_block_count": f"{mine}: rule 1",
+        "top_k_blocks": f"{mine}: rule 1",
         "representative_type": "injection_rules/quest.yaml: rule 1",
         "block_size": "injection_rules/quest.yaml: long_context",
         "kv_type": "command line",
@@ -197,7 +197,7 @@ rules:
         "measure_recall": "default",
     }
     line = next(line for line in rules(mine, "--kv_type", "FP32").splitlines() if line.startswith("  4-7 "))
-    assert "second_block_count 5 [rule 1]" in line
+    assert "top_k_blocks 5 [rule 1]" in line
     assert "representative_num 2, head_select_mode SEPARATE, dense_layer_num 2 [quest.yaml: rule 1]" in line
     assert "kv_type FP32 [command line]" in line
     assert "layer_step 2 [settings file]" in line

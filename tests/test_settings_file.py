@@ -162,12 +162,12 @@ def test_a_missing_or_empty_file_sets_nothing(path: Path) -> None:
 
 def test_values_come_back_under_the_settings_own_names(path: Path) -> None:
     write(path, "long_context:\n  cpu_infer: 10\n  second_select_num: 8\n  kv_type: fp32\n")
-    assert read_settings_file(path) == {"threads_num": 10, "second_block_count": 8, "kv_type": "FP32"}
+    assert read_settings_file(path) == {"threads_num": 10, "top_k_blocks": 8, "kv_type": "FP32"}
 
 
 def test_the_flat_block_of_ktransformers_is_read_too(path: Path) -> None:
     assert read_settings_file(write(path, KTRANSFORMERS_BLOCK)) == {
-        **yaml.safe_load("{chunk_size: 4096, max_seq_len: 100000, second_block_count: 96, threads_num: 64}"),
+        **yaml.safe_load("{chunk_size: 4096, max_seq_len: 100000, top_k_blocks: 96, threads_num: 64}"),
         **{"representative_type": "MEAN", "kv_type": "FP16", "representative_num": 1, "head_select_mode": "SHARED"},
     }
 

@@ -236,7 +236,7 @@ def test_sizes_beyond_all_machines_are_refused_by_inject(value):
         inject(tiny_model("llama"), "ktransformers", command_line={"chunk_size": value})
 
 
-@pytest.mark.parametrize("name", ["chunk_size", "max_seq_len", "block_size", "second_block_count", "budget", "alpha"])
+@pytest.mark.parametrize("name", ["chunk_size", "max_seq_len", "block_size", "top_k_blocks", "budget", "alpha"])
 def test_no_number_is_too_large_for_an_error(name):
     for value in (10**23, 10**400, [10**23], [1] * 5000, f"pyramid(1,{'9' * 5000})", float("inf"), "9" * 5000):
         with pytest.raises(HeteroKVError):

@@ -21,7 +21,7 @@ STORAGE_ERROR = {"FP32": 0.0, "FP16": 2e-3, "BF16": 1.5e-2, "Q8_0": 3e-2, "Q4_0"
 
 _COVERING = 10**6
 _CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
-_WINDOWS = {"initial_len": 32, "local_windows_len": 32, "block_size": 32}
+_WINDOWS = {"sink_tokens": 32, "local_windows_len": 32, "block_size": 32}
 
 
 def _with(operator: str, **kwargs: Any) -> list[dict[str, Any]]:
@@ -31,14 +31,14 @@ def _with(operator: str, **kwargs: Any) -> list[dict[str, Any]]:
 
 def variants(full_rank: int) -> dict[str, tuple[str, list[dict[str, Any]], str]]:
     """Name -> model type, rules, storage type."""
-    found = {"dense": ("llama", _with("RetrievalAttention", second_block_count="all", **_WINDOWS), "FP16")}
+    found = {"dense": ("llama", _with("RetrievalAttention", top_k_blocks="all", **_WINDOWS), "FP16")}
     kinds = [(kind, "FP16") for kind in representatives.names()]
     kinds += [(representatives.names()[0], kv_type) for kv_type in storage.names() if kv_type != "FP16"]
     for kind, kv_type in kinds:
         retrieval = {
             "representative_type": kind,
             "representative_num": representatives.get(kind).counts[0],
-            "second_block_count": _COVERING,
+            "top_k_blocks": _COVERING,
             "kv_type": kv_type,
         }
         name = f"RetrievalAttention, {kind} representatives, {kv_type}"

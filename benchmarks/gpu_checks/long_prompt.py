@@ -44,8 +44,8 @@ TINY = {
 }
 #: Recipe -> settings with which even a short prompt has blocks to choose from.
 RECIPES: dict[str, dict[str, Any]] = {
-    "ktransformers": {"block_size": 32, "initial_len": 32, "local_windows_len": 64, "second_block_count": 4},
-    "quest": {"block_size": 32, "local_windows_len": 32, "second_block_count": 4, "dense_layer_num": 1},
+    "ktransformers": {"block_size": 32, "sink_tokens": 32, "local_windows_len": 64, "top_k_blocks": 4},
+    "quest": {"block_size": 32, "local_windows_len": 32, "top_k_blocks": 4, "dense_layer_num": 1},
     "shadowkv": {"rank": 10, "outlier_chunks": 3, "sparse_budget": 16},
 }
 _DECODED = 16

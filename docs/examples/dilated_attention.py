@@ -37,18 +37,18 @@ TOKENS_KEPT = statistics.register(Statistic("tokens_kept", "tokens kept", "token
 class DilatedSettings(Settings):
     """The pattern. Where all families mean the same by a setting they call it the same."""
 
-    initial_len: int = setting(64, "attention sink: the first tokens, always attended", unit="tokens", minimum=0)
+    sink_tokens: int = setting(64, "attention sink: the first tokens, always attended", unit="tokens", minimum=0)
     local_windows_len: int = setting(1024, "window of the newest tokens, always attended", unit="tokens", minimum=1)
     dilation: int = setting(8, "every n-th of the tokens between stays; 1: full attention", unit="tokens", minimum=1)
 
     def is_kept(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Which of these positions of a sequence of `length` tokens stay: bool, as many."""
-        ends = (positions < self.initial_len) | (positions >= length - self.local_windows_len)
+        ends = (positions < self.sink_tokens) | (positions >= length - self.local_windows_len)
         return ends | (positions % self.dilation == 0)
 
     def tokens_kept(self, length: int) -> int:
         """How many positions of a sequence of `length` tokens stay."""
-        first, end = min(self.initial_len, length), length - self.local_windows_len
+        first, end = min(self.sink_tokens, length), length - self.local_windows_len
         between = max(0, -(-end // self.dilation) - -(-first // self.dilation))
         return length - max(0, end - first) + between
 

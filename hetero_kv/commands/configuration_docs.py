@@ -41,7 +41,7 @@ A setting has the same name everywhere: in the `long_context:` block of a rules 
 5. the defaults below
 
 A rule inherits kwargs from the files that its file extends: from the first rule there that matches the module, if it
-has the same operator class. So a rule that sets `second_block_count` for four layers changes nothing else in them. A
+has the same operator class. So a rule that sets `top_k_blocks` for four layers changes nothing else in them. A
 rule of `BoundedAttention` with another policy inherits the kwargs that this policy has.
 
 A flag or key applies to every operator that has the setting. A setting that nothing in the model has is an error,

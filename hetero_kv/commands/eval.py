@@ -54,7 +54,7 @@ def add_flags(parser: FlagParser) -> None:
         dest="configs",
         metavar="F[,F…]",
         help="methods: rules files or recipes' names, each optionally with settings "
-        "(quest:second_block_count=64:block_size=32)",
+        "(quest:top_k_blocks=64:block_size=32)",
     )
     what.add_argument("--no_baseline", action="store_true", help="leave out the untouched model, `full`")
     what.add_argument(

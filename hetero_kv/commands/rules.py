@@ -40,7 +40,7 @@ class Row:
         settings: the settings in force in these layers, budgets as each layer has them; empty if the operator has none.
         changed: the names of settings that differ from the defaults.
         sources: the source of each setting: a rule, the `long_context:` of a file, the command line, the settings file,
-            "default", or `OVERRULED` by another setting, as `dense_layer_num` overrules `second_block_count`.
+            "default", or `OVERRULED` by another setting, as `dense_layer_num` overrules `top_k_blocks`.
     """
 
     first: int | None

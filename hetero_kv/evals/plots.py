@@ -145,7 +145,7 @@ def score_by_budget(
 ) -> Any:
     """The score of each method against the most tokens that it attends to, at one length, with a panel per task.
 
-    A line joins the methods of one recipe under several settings (`quest:second_block_count=32`, `…=64`).
+    A line joins the methods of one recipe under several settings (`quest:top_k_blocks=32`, `…=64`).
     """
     from matplotlib.figure import Figure
 

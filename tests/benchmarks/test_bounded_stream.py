@@ -16,7 +16,7 @@ from hetero_kv.families.bounded.layer import BoundedLayer
 
 STRIDED = [
     "streaming_llm:budget=24:stride=8",
-    "cascade:budget=24:stride=16:sinks=4",
+    "cascade:budget=24:stride=16:sink_tokens=4",
     "tova:budget=24:stride=8",
     "infinipot:budget=24:catalyst=abc",
     "sirllm:budget=24:stride=8",

@@ -69,7 +69,7 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
     setting = gpu_check.Setting(torch.device("cpu"), True, 0, 0)
     subject = exactness.ExactnessSubject(setting, "llama")
     _, rules, _ = exactness.variants(subject.full_rank)["RetrievalAttention, MEAN representatives, FP16"]
-    rules[-1]["replace"]["kwargs"]["second_block_count"] = 0
+    rules[-1]["replace"]["kwargs"]["top_k_blocks"] = 0
     assert subject.error_under(rules, torch.bfloat16) > 2 * subject.rounding[torch.bfloat16] + 2e-3
 
 

@@ -25,7 +25,7 @@ def benchmarks():
 def test_every_recipe_takes_its_settings_at_every_budget(benchmarks):
     words = benchmarks.quality.recipe_words(list(benchmarks.quality.RECIPES), [160, 256, 2048])
     assert len(config_specs(words)) == len(words)
-    assert "pyramidkv:budget=256:window=64:beta=4" in words
+    assert "pyramidkv:budget=256:recent_tokens=64:beta=4" in words
 
 
 def test_every_method_of_the_kept_sets_is_a_recipe_with_its_settings(benchmarks):

@@ -23,7 +23,7 @@ def test_every_recipe_attends_to_its_budget(length):
     for cell, spec in zip(chosen, specs, strict=True):
         found = spec.settings
         if cell.fraction == SHIPPED:
-            assert (cell.recipe, found) == ("adaptive", {"whole_block_count": 0})
+            assert (cell.recipe, found) == ("adaptive", {"max_dense_blocks": 0})
             continue
         if cell.recipe == "shadowkv":
             attended = found["sparse_budget"] + 8 * (found["outlier_chunks"] + 4)
@@ -32,7 +32,7 @@ def test_every_recipe_attends_to_its_budget(length):
         else:
             size = found["block_size"]
             # Local is longer by up to a block less a token, by half of it on average.
-            around = found["initial_len"] + found["local_windows_len"] + (size - 1) / 2
+            around = found["sink_tokens"] + found["local_windows_len"] + (size - 1) / 2
             attended = around + chosen_tokens(found, length - around)
         assert attended == pytest.approx(length / cell.fraction, abs=8), cell
 
@@ -45,7 +45,7 @@ def chosen_tokens(found, context):
     for name, tokens in (("token_budget", 1), ("exact_clusters", 16)):
         if name in found:
             return found[name] * tokens
-    return found["second_block_count"] * found["block_size"]
+    return found["top_k_blocks"] * found["block_size"]
 
 
 def line(sample, method, score, **counted):

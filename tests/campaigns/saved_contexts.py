@@ -20,8 +20,8 @@ RULES = [
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
 ]  # fmt: skip
 SMALL = {
-    "block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256, "kv_type": "FP32",
-    "second_block_count": 3, "threads_num": 1, "preselect_block": True, "preselect_block_count": 5, "layer_step": 2,
+    "block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 256, "kv_type": "FP32",
+    "top_k_blocks": 3, "threads_num": 1, "preselect_block": True, "preselect_block_count": 5, "layer_step": 2,
 }  # fmt: skip
 
 

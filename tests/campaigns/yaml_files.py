@@ -180,7 +180,7 @@ def _composed(random: randomness.Random) -> str:
         "chunk_size",
         "max_seq_len",
         "block_size",
-        "second_block_count",
+        "top_k_blocks",
         "kv_type",
         "budget",
         "policy",

@@ -11,7 +11,7 @@ from hetero_kv.engine.errors import CacheFullError
 pytestmark = pytest.mark.model
 
 TEXT = "The library opens at nine. " * 12 + "The librarian is called Oswald. " + "Dogs have to wait outside. " * 12
-SETTINGS = {"block_size": 16, "local_windows_len": 32, "initial_len": 16, "second_block_count": 8, "kv_type": "FP32"}
+SETTINGS = {"block_size": 16, "local_windows_len": 32, "sink_tokens": 16, "top_k_blocks": 8, "kv_type": "FP32"}
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):
             eject(smollm2.model)
 
     assert asked() is None
-    little = asked(measure_recall=True, second_block_count=1)
-    everything = asked(measure_recall=True, second_block_count="all")
+    little = asked(measure_recall=True, top_k_blocks=1)
+    everything = asked(measure_recall=True, top_k_blocks="all")
     assert len(little) == smollm2.model.config.num_hidden_layers
     assert all(0 < share < 1 for share in little)
     assert everything == pytest.approx([1] * len(little), abs=1e-5)

@@ -82,7 +82,7 @@ def test_normal_and_long_context_mode_give_the_same_answer(chat: Chat):
 
 
 def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
-    report = chat.json("--prompt", QUESTION, "--chunk-size", 7, "--max_seq_len", 99, "--initial_len", 0)
+    report = chat.json("--prompt", QUESTION, "--chunk-size", 7, "--max_seq_len", 99, "--sink_tokens", 0)
     # <begin> user (3 words) <end> <begin> assistant
     assert (report["prompt_tokens"], report["generated_tokens"], report["context_tokens"]) == (8, 8, 16)
     assert report["finish_reason"] == "max_new_tokens"
@@ -97,7 +97,7 @@ def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
     assert report["settings"]["engine"]["max_seq_len"] == 99
     retrieval = retrieval_in(report)
     assert retrieval["layers"] == [0, 1]
-    assert retrieval["settings"]["initial_len"] == 0
+    assert retrieval["settings"]["sink_tokens"] == 0
     assert retrieval["settings"]["token_step"] == RetrievalSettings().token_step
     assert retrieval["settings"]["rerank"] == "all"
     assert report["settings"]["dtype"] == "float32"
@@ -122,17 +122,15 @@ def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
 def test_the_command_line_wins_over_the_rules_file_which_wins_over_the_settings_file(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "settings.yaml").write_text(
-        "long_context: {initial_len: 8, local_windows_len: 8, second_block_count: 8}"
-    )
+    (tmp_path / "settings.yaml").write_text("long_context: {sink_tokens: 8, local_windows_len: 8, top_k_blocks: 8}")
     rules = tmp_path / "rules.yaml"
     rules.write_text(
-        "long_context: {initial_len: 16, local_windows_len: 16}\n"
+        "long_context: {sink_tokens: 16, local_windows_len: 16}\n"
         "rules: [{match: {class: LlamaDecoderLayer}, replace: {class: ChunkedDecoderLayer}},"
         " {match: {class: LlamaAttention}, replace: {class: RetrievalAttention}}]"
     )
-    settings = retrieval_in(chat.json("--prompt", "word1", "--config", rules, "--initial_len", 32))["settings"]
-    assert (settings["initial_len"], settings["local_windows_len"], settings["second_block_count"]) == (32, 16, 8)
+    settings = retrieval_in(chat.json("--prompt", "word1", "--config", rules, "--sink_tokens", 32))["settings"]
+    assert (settings["sink_tokens"], settings["local_windows_len"], settings["top_k_blocks"]) == (32, 16, 8)
 
 
 def test_the_first_run_writes_the_settings_file(chat: Chat, tmp_path: Path):

@@ -14,8 +14,8 @@ RULES = [
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
 ]
 SMALL = {
-    "block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 512, "max_seq_len": 2048,
-    "second_block_count": 3, "threads_num": 1, "representative_type": "MEAN", "kv_type": "FP32",
+    "block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 512, "max_seq_len": 2048,
+    "top_k_blocks": 3, "threads_num": 1, "representative_type": "MEAN", "kv_type": "FP32",
 }  # fmt: skip
 
 

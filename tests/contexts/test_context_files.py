@@ -29,27 +29,32 @@ RULES = [
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
 ]
 SMALL = {
-    "block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256, "kv_type": "FP32",
-    "second_block_count": 3, "threads_num": 1, "representative_type": "MEAN",
+    "block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 256, "kv_type": "FP32",
+    "top_k_blocks": 3, "threads_num": 1, "representative_type": "MEAN",
 }  # fmt: skip
-ESTIMATES = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax", "rest": "estimate"}
+ESTIMATES = {
+    "representative_type": "MEANSTD",
+    "representative_num": 2,
+    "group_reduce": "softmax",
+    "residual_attention": "estimate",
+}
 BLOCKS_OF_32 = {
     "block_size": 32,
     "local_windows_len": 8,
-    "initial_len": 32,
+    "sink_tokens": 32,
     "chunk_size": 64,
-    "second_block_count": 500,
+    "top_k_blocks": 500,
 }
 #: Settings that decide what is in a pool, and the dimension of heads that they need.
 STORED = {
     "half precision": ({"kv_type": "FP16", "representative_type": "DYNAMIC"}, 16),
-    "groups, values' means": ({**ESTIMATES, "group_blocks": 3, "group_factor": 1, "second_block_count": 4}, 16),
+    "groups, values' means": ({**ESTIMATES, "group_blocks": 3, "group_factor": 1, "top_k_blocks": 4}, 16),
     "coarse copies of keys": (
-        {**ESTIMATES, **BLOCKS_OF_32, "kv_type": "FP16", "rerank": "all", "target_mass": 0.9, "second_block_count": 1},
+        {**ESTIMATES, **BLOCKS_OF_32, "kv_type": "FP16", "rerank": "all", "target_mass": 0.9, "top_k_blocks": 1},
         32,
     ),
     "blocks of 16, keys in 4, values in 8 bits": (
-        {**BLOCKS_OF_32, "block_size": 16, "initial_len": 16, "key_type": "Q4_0", "value_type": "Q8_0"},
+        {**BLOCKS_OF_32, "block_size": 16, "sink_tokens": 16, "key_type": "Q4_0", "value_type": "Q8_0"},
         32,
     ),
     "keys in 8, values in 4 bits": ({**BLOCKS_OF_32, "key_type": "Q8_0", "value_type": "Q4_0"}, 32),
@@ -119,7 +124,7 @@ def test_blocks_that_rows_share_are_written_once_and_shared_again(tmp_path):
 
 def test_what_only_chooses_blocks_may_be_another(tmp_path):
     saved(made(), tmp_path / "c")
-    assert HeteroCache.load(tmp_path / "c", made(second_block_count=5)).lengths == [55]
+    assert HeteroCache.load(tmp_path / "c", made(top_k_blocks=5)).lengths == [55]
 
 
 def test_a_file_is_plain_safetensors_without_old_numbers_behind_the_tokens(tmp_path):
@@ -156,7 +161,7 @@ def test_other_settings_are_refused_with_what_they_were(tmp_path):
     saved(made(), tmp_path / "c")
     refused(tmp_path / "c", made(block_size=8), "block_size 4 (here 8)", "3 layers, as in layer 0")
     refused(tmp_path / "c", made(kv_type="FP16"), "kv_type 'FP32' (here 'FP16')")
-    refused(tmp_path / "c", made(second_block_count="all"), "is_scored True (here False)")
+    refused(tmp_path / "c", made(top_k_blocks="all"), "is_scored True (here False)")
 
 
 def test_another_format_is_refused_with_the_version_that_reads_it(tmp_path, monkeypatch):

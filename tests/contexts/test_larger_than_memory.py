@@ -167,7 +167,7 @@ def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(mode
 
 
 def test_blocks_of_16_tokens_in_few_bits_are_mapped_and_go_on_as_they_were(tmp_path):
-    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "second_block_count": 4}
+    blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 4}
     model = reader({"head_dim": 32}, **blocks, key_type="Q4_0", value_type="Q8_0")
     cache, ids = document(model)
     cache.save(tmp_path / "document", [ids])
@@ -209,12 +209,12 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_mass": 0.9, "head_select_mode": "SEPARATE", "least_block_count": 2},
+        {"target_mass": 0.9, "head_select_mode": "SEPARATE", "min_blocks": 2},
         {"target_mass": 0.5, "layer_step": 2},
     ],
 )
 def test_blocks_that_are_chosen_by_estimates_are_read_before_too(settings, tmp_path, asked, no_waits, monkeypatch):
-    model = reader(group_reduce="softmax", rest="estimate", **settings)
+    model = reader(group_reduce="softmax", residual_attention="estimate", **settings)
     cache, ids = document(model)
     cache.save(tmp_path / "document", [ids])
     loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
@@ -242,8 +242,13 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(settings, tmp_p
 @pytest.mark.parametrize("settings", [{}, {"layer_step": 2}, {"head_select_mode": "SEPARATE"}])
 def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(settings, tmp_path, asked, no_waits, monkeypatch):
     """Nothing else of them is looked at: what has not been asked for may be anything."""
-    means = {"representative_type": "MEAN", "group_reduce": "softmax", "rest": "estimate", "least_block_count": 1}
-    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "second_block_count": 16}
+    means = {
+        "representative_type": "MEAN",
+        "group_reduce": "softmax",
+        "residual_attention": "estimate",
+        "min_blocks": 1,
+    }
+    blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 16}
     model = reader(**means, **blocks, rerank="all", attend_to="tokens", target_mass=0.98, **settings)
     for layer in model.model.layers:
         # So few tokens have most of the attention that not all candidates hold some.

@@ -19,9 +19,9 @@ from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 
 
-def cache_of(capacity=200, block_size=4, initial_len=4, local_len=8):
+def cache_of(capacity=200, block_size=4, sink_tokens=4, local_len=8):
     """A cache of one retrieval layer, and the layer."""
-    layout = RetrievalLayout.of(block_size, initial_len, local_len)
+    layout = RetrievalLayout.of(block_size, sink_tokens, local_len)
     cache = new_cache(lambda: RetrievalLayer(layout, RetrievalSettings(kv_type="FP32")), capacity=capacity)
     return cache, cache.layers[0]
 
@@ -43,7 +43,7 @@ def test_what_stands_for_keys_beyond_its_types_range_is_a_number(kind):
 @given(length=st.integers(1, 150), block=st.integers(1, 9), initial=st.integers(0, 20), local=st.integers(1, 30))
 @settings(max_examples=80, deadline=None)
 def test_initial_context_and_local_partition_the_sequence(length, block, initial, local):
-    cache, layer = cache_of(block_size=block, initial_len=initial, local_len=local)
+    cache, layer = cache_of(block_size=block, sink_tokens=initial, local_len=local)
     append(cache, *tokens(length))
     blocks = len(layer.block_ids(0))
     initial_end = min(layer.layout.sink_blocks, blocks)
@@ -116,7 +116,7 @@ def test_the_device_window_attends_to_exactly_initial_and_local(prompt, decoded,
     needs_window = retrieval_layer._needs_window
     retrieval_layer._needs_window = lambda device: True
     try:
-        cache, layer = cache_of(block_size=block, initial_len=initial, local_len=local)
+        cache, layer = cache_of(block_size=block, sink_tokens=initial, local_len=local)
         keys, values = tokens(prompt + decoded, batch=2)
         append(cache, keys[:, :, :prompt], values[:, :, :prompt])
         for index in range(prompt, prompt + decoded):

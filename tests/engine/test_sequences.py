@@ -38,10 +38,10 @@ _RULES = {
     ],
     "long_context": {
         "block_size": BLOCK,
-        "initial_len": 4,
+        "sink_tokens": 4,
         "local_windows_len": 6,
         # Blocks are chosen, and there are no more than that.
-        "second_block_count": CAPACITY,
+        "top_k_blocks": CAPACITY,
         "observation_len": 4,
         "kv_type": "FP32",
         "chunk_size": 5,

@@ -27,7 +27,7 @@ METHODS = (
     "quest,streaming",
     "--local_windows_len",
     "32",
-    "--second_block_count",
+    "--top_k_blocks",
     "2",
     "--dtype",
     "float32",

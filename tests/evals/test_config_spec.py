@@ -13,7 +13,7 @@ from hetero_kv.rules.injection import eject, inject
 @pytest.mark.parametrize(
     ("word", "name", "value"),
     [
-        ("quest:second_block_count=3", "second_block_count", 3),
+        ("quest:top_k_blocks=3", "top_k_blocks", 3),
         ("shadowkv:rank=8:outlier_chunks=2", "rank", 8),
         ("tova:budget=30", "budget", 30),
     ],
@@ -33,8 +33,8 @@ def test_a_method_takes_the_settings_of_its_own_operators(word, name, value):
         ("quest:rank=8", "ShadowKVAttention"),
         ("tova:rank=8", "ShadowKVAttention"),
         ("shadowkv:policy=tova", "BoundedAttention"),
-        ("infinipot:second_block_count=3", "InfLLMStreamAttention, RetrievalAttention and SelfExtendAttention"),
-        ("tova:window=3", r"BoundedAttention \(pyramidkv and snapkv\)"),
+        ("infinipot:top_k_blocks=3", "InfLLMStreamAttention, RetrievalAttention and SelfExtendAttention"),
+        ("tova:recent_tokens=3", r"BoundedAttention \(pyramidkv, roco and snapkv\)"),
     ],
 )
 def test_a_setting_of_another_operator_is_refused_by_name_with_what_it_is_for(word, taker):

@@ -9,7 +9,7 @@ from tiny_evaluation import save_tiny
 
 from hetero_kv.cli import main
 
-SPARSE = ("--block_size", 4, "--local_windows_len", 16, "--initial_len", 8, "--second_block_count", 2)
+SPARSE = ("--block_size", 4, "--local_windows_len", 16, "--sink_tokens", 8, "--top_k_blocks", 2)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def test_two_runs_are_compared(evaluate, tmp_path):
 def test_a_table_too_wide_for_the_terminal_has_a_line_per_method(evaluate, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     words = ("--task", "recite", "--lengths", "200", "--depths", "50", *SPARSE, "--no_baseline", "--out", tmp_path)
-    printed = evaluate(*words, "--config", "quest:second_block_count=2,quest:second_block_count=pyramid(1, 3)")
+    printed = evaluate(*words, "--config", "quest:top_k_blocks=2,quest:top_k_blocks=pyramid(1, 3)")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
-    assert ["quest:second_block_count=2", "0.000"] in rows
-    assert ["quest:second_block_count=pyramid(1, 3)", "0.000"] in rows
+    assert ["quest:top_k_blocks=2", "0.000"] in rows
+    assert ["quest:top_k_blocks=pyramid(1, 3)", "0.000"] in rows
 
 
 def test_help_lists_the_tasks(capsys):
@@ -104,7 +104,7 @@ def test_help_lists_the_tasks(capsys):
         "ruler/niah_single_1:",
         "perplexity: negative",
         "fidelity: agreement",
-        "--second_block_count",
+        "--top_k_blocks",
     ):
         assert words in text
 

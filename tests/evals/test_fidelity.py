@@ -30,7 +30,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(loaded, files, tmp_path_factory):
-    configs = config_specs(["dense:second_block_count=all", "quest", "streaming"])
+    configs = config_specs(["dense:top_k_blocks=all", "quest", "streaming"])
     options = RunOptions(prompt_files=files, max_new_tokens=12)
     return run(["fidelity"], ConfiguredModel(loaded, configs, settings=SPARSE), tmp_path_factory.mktemp("out"), options)
 
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_fit_is_refused_by_name_before_anything_is_done(loade
 
 
 def test_full_attention_through_blocks_is_faithful(done):
-    for result in of_method(done, "dense:second_block_count=all"):
+    for result in of_method(done, "dense:top_k_blocks=all"):
         assert result.score == result.parts["top_1_agreement"] == 1
         assert result.parts["kl_divergence"] == pytest.approx(0, abs=1e-8)
         assert result.details["block_recall"] == pytest.approx([1] * 3, abs=1e-5)
@@ -103,14 +103,14 @@ def test_the_untouched_model_agrees_with_itself_and_its_continuation_is_kept(loa
 
 
 def test_an_answer_that_ends_at_once_is_gone_on_with(loaded, files, tmp_path):
-    model = ConfiguredModel(loaded, config_specs(["dense:second_block_count=all"]), settings=SPARSE)
+    model = ConfiguredModel(loaded, config_specs(["dense:top_k_blocks=all"]), settings=SPARSE)
     model.ends = frozenset(range(loaded.model.config.vocab_size))
     done = run(["fidelity"], model, tmp_path, RunOptions(prompt_files=files[:1], max_new_tokens=5))
-    assert of_method(done, "dense:second_block_count=all")[0].details["steps"] == 4
+    assert of_method(done, "dense:top_k_blocks=all")[0].details["steps"] == 4
 
 
 def test_without_files_passages_of_the_haystack_are_gone_on_with(loaded, files, tmp_path):
-    model = ConfiguredModel(loaded, config_specs(["dense:second_block_count=all"]), settings=SPARSE)
+    model = ConfiguredModel(loaded, config_specs(["dense:top_k_blocks=all"]), settings=SPARSE)
     options = RunOptions(lengths=(100, 200), haystack=files[0], max_new_tokens=4)
     done = run(["fidelity"], model, tmp_path, options)
     assert [result.sample for result in of_method(done, "full")] == ["fidelity/100/0", "fidelity/200/0"]

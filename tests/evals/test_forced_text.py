@@ -14,7 +14,7 @@ FED = 12
 
 @pytest.fixture(scope="module")
 def model():
-    configs = config_specs([DENSE, "quest:second_block_count=all", "streaming"])
+    configs = config_specs([DENSE, "quest:top_k_blocks=all", "streaming"])
     return ConfiguredModel(tiny_loaded(), configs, baseline=False, share_baseline=True, settings=SPARSE)
 
 
@@ -30,7 +30,7 @@ def test_what_is_compared_with_are_the_models_own_likelihoods(model, tokens):
 
 
 def test_a_covering_budget_is_full_attention_and_a_window_is_not(model, tokens):
-    covering, window = compared(model, ["quest:second_block_count=all", "streaming"], tokens, FED)
+    covering, window = compared(model, ["quest:top_k_blocks=all", "streaming"], tokens, FED)
     assert covering == pytest.approx((0, 0, 0), abs=1e-5)
     assert window.divergence > 1e-4
     assert abs(window.likelihood) > 1e-4

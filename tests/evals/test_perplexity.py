@@ -30,7 +30,7 @@ def done(loaded, tmp_path_factory):
     options = RunOptions(
         lengths=(100, 180), samples=2, prompt_files=(folder / "text.txt",), prefill_tokens=PREFILL, seed=3
     )
-    configs = config_specs(["dense:second_block_count=all", "streaming"])
+    configs = config_specs(["dense:top_k_blocks=all", "streaming"])
     return run(["perplexity"], ConfiguredModel(loaded, configs, settings=SPARSE), folder / "out", options)
 
 
@@ -59,7 +59,7 @@ def test_the_untouched_models_likelihoods_are_transformers_own(loaded, done):
 
 
 def test_full_attention_decoded_token_by_token_gives_the_same_likelihoods(done):
-    full, dense = results(done, "full"), results(done, "dense:second_block_count=all")
+    full, dense = results(done, "full"), results(done, "dense:top_k_blocks=all")
     assert full.keys() == dense.keys()
     for sample in full:
         assert dense[sample].details["curve"]["position"] == full[sample].details["curve"]["position"]

@@ -19,7 +19,7 @@ LENGTH, PREFILL, STRIDE, BUDGET = 130, 60, 16, 30
 TEXT = "".join(f"Line {n}: the {n * n}th word. " for n in range(30))[:LENGTH]
 BOUNDED = {
     "streaming_llm": f"streaming_llm:budget={BUDGET}:stride=24",
-    "cascade": f"cascade:budget={BUDGET}:sinks=4:stride=24",
+    "cascade": f"cascade:budget={BUDGET}:sink_tokens=4:stride=24",
     "h2o": f"h2o:budget={BUDGET}",
     "d2o": f"d2o:budget={BUDGET}",
     "sirllm": f"sirllm:budget={BUDGET}:stride=24",
@@ -178,7 +178,7 @@ def test_a_stride_of_no_tokens_is_refused(stride):
 
 @pytest.mark.parametrize("task", ["perplexity", "recite", "fidelity"])
 def test_every_task_reports_the_entries_that_bounded_methods_hold(measured, tmp_path, task):
-    methods = [BOUNDED["cascade"], BOUNDED["h2o"], "pyramidkv:budget=30:window=8"]
+    methods = [BOUNDED["cascade"], BOUNDED["h2o"], "pyramidkv:budget=30:recent_tokens=8"]
     done = measured(methods, STRIDE, baseline=True, task=task)
     held = {result.method: result.cost.counted.get("cached_entries") for result in done.results}
     assert held.pop("full") is None

@@ -127,10 +127,8 @@ def test_a_method_answers_from_the_shared_prefill_what_it_answers_in_a_conversat
 
 
 def test_sparse_methods_answer_otherwise_than_full_attention(loaded, tmp_path):
-    answers = by_method(
-        run(["recite"], model_under(loaded, "streaming", "dense:second_block_count=all"), tmp_path, OPTIONS)
-    )
-    assert answers["dense:second_block_count=all"] == answers["full"]
+    answers = by_method(run(["recite"], model_under(loaded, "streaming", "dense:top_k_blocks=all"), tmp_path, OPTIONS))
+    assert answers["dense:top_k_blocks=all"] == answers["full"]
     assert answers["streaming"] != answers["full"]
 
 
@@ -182,7 +180,7 @@ def test_a_function_must_return_one_text_per_turn(tmp_path, answer):
 
 
 def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
-    model = model_under(loaded, "ktransformers", "kvretrieval", "dense:second_block_count=all")
+    model = model_under(loaded, "ktransformers", "kvretrieval", "dense:top_k_blocks=all")
     # 8 initial, 16 local, the rest of a block that has not left Local as a whole, and 2 blocks of 8.
     assert model.attended("ktransformers", 203) == 8 + 16 + 3 + 16
     assert model.attended("ktransformers", 30) == 30
@@ -193,12 +191,12 @@ def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
     assert others.attended(lowrank, 203) == 16 + 40 + 16 + 3
     assert others.attended(lowrank, 60) == 60
     assert (others.attended(bounded, 203), others.attended(bounded, 30)) == (50, 30)
-    assert model.attended("full", 203) == model.attended("dense:second_block_count=all", 203) == 203
+    assert model.attended("full", 203) == model.attended("dense:top_k_blocks=all", 203) == 203
 
 
 def test_under_a_target_the_attended_tokens_are_the_most_that_there_may_be_and_all_of_a_short_context(loaded):
-    at_most = {**SPARSE, "second_block_count": 4}
-    model = model_under(loaded, "adaptive:whole_block_count=20", "adaptive:whole_block_count=0", settings=at_most)
+    at_most = {**SPARSE, "top_k_blocks": 4}
+    model = model_under(loaded, "adaptive:max_dense_blocks=20", "adaptive:max_dense_blocks=0", settings=at_most)
     whole, chosen = model.methods[-2:]
     # 20 blocks of 8 behind 8 initial, before 16 local: up to a token less than those of 21.
     assert model.attended(whole, 8 + 16 + 8 * 21 - 1) == 8 + 16 + 8 * 21 - 1
@@ -251,13 +249,13 @@ def test_a_model_is_whole_again_when_a_run_fails(loaded, tmp_path, monkeypatch):
 
 
 def test_a_config_with_settings_of_its_own_wins_over_the_runs(loaded):
-    model = model_under(loaded, "quest", "quest:block_size=4:second_block_count=1")
+    model = model_under(loaded, "quest", "quest:block_size=4:top_k_blocks=1")
     blocks = {
         name: what["operators"][1]["settings"]["block_size"]
         for name, what in model.described().items()
         if name != "full"
     }
-    assert blocks == {"quest": 8, "quest:block_size=4:second_block_count=1": 4}
+    assert blocks == {"quest": 8, "quest:block_size=4:top_k_blocks=1": 4}
 
 
 @pytest.mark.parametrize(

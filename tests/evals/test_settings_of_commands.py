@@ -18,7 +18,7 @@ from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.settings_file import read_settings_file
 
 INFINIPOT = (
-    "second_block_count has no effect here: it is a setting of InfLLMStreamAttention, RetrievalAttention and "
+    "top_k_blocks has no effect here: it is a setting of InfLLMStreamAttention, RetrievalAttention and "
     "SelfExtendAttention, and injection_rules/infinipot.yaml injects BoundedAttention (infinipot)"
 )
 
@@ -64,12 +64,12 @@ def test_methods_of_an_evaluation_share_the_weights(command, tmp_path):
 
 @pytest.mark.parametrize("name", ["chat", "plan", "rules", "eval"])
 def test_a_flag_without_effect_is_an_error_that_says_for_what_it_counts(command, name):
-    assert f"command line: {INFINIPOT}" in command(name, "infinipot", "--second_block_count", 100, status=2)
+    assert f"command line: {INFINIPOT}" in command(name, "infinipot", "--top_k_blocks", 100, status=2)
 
 
 @pytest.mark.parametrize("name", ["chat", "plan", "rules", "eval"])
 def test_so_is_a_setting_behind_the_rules_name(command, name):
-    word = "infinipot:second_block_count=100"
+    word = "infinipot:top_k_blocks=100"
     assert f"config '{word}': {INFINIPOT}" in command(name, word, status=2)
 
 
@@ -78,8 +78,7 @@ def test_so_is_a_key_of_the_file_itself(command, name, tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: infinipot.yaml\nlong_context:\n  second_select_num: 100\n")
     message = command(name, tmp_path / "mine.yaml", status=2)
     assert (
-        "long_context, line 3: second_block_count has no effect here: it is a setting of InfLLMStreamAttention, "
-        in message
+        "long_context, line 3: top_k_blocks has no effect here: it is a setting of InfLLMStreamAttention, " in message
     )
 
 
@@ -103,11 +102,11 @@ def test_a_flag_that_one_of_several_methods_takes_counts_for_that_one():
 
 
 def test_a_list_of_methods_may_hold_lists_of_numbers():
-    words = "quest:second_block_count=1,2,3,streaming,quest:second_block_count=[4, 5],dense:chunk_size=9"
+    words = "quest:top_k_blocks=1,2,3,streaming,quest:top_k_blocks=[4, 5],dense:chunk_size=9"
     assert config_words(words) == (
-        *("quest:second_block_count=1,2,3", "streaming", "quest:second_block_count=[4, 5]", "dense:chunk_size=9"),
+        *("quest:top_k_blocks=1,2,3", "streaming", "quest:top_k_blocks=[4, 5]", "dense:chunk_size=9"),
     )
-    assert config_specs(config_words(words))[0].settings == {"second_block_count": (1, 2, 3)}
+    assert config_specs(config_words(words))[0].settings == {"top_k_blocks": (1, 2, 3)}
     assert config_words(None) == ()
 
 
@@ -129,7 +128,12 @@ def test_every_command_takes_the_settings_of_every_family(command, tmp_path, nam
 
 @pytest.mark.parametrize(
     ("config", "flag", "value"),
-    [("shadowkv", "--rank", 8), ("snapkv_evict", "--window", 7), ("tova", "--policy", "h2o"), ("d2o", "--sinks", 2)],
+    [
+        ("shadowkv", "--rank", 8),
+        ("snapkv_evict", "--recent_tokens", 7),
+        ("tova", "--policy", "h2o"),
+        ("d2o", "--sink_tokens", 2),
+    ],
 )
 def test_flags_of_every_family_and_policy_reach_their_operators(command, config, flag, value):
     assert in_layers(command("rules", config, flag, value), flag[2:]) == [value]
@@ -137,15 +141,11 @@ def test_flags_of_every_family_and_policy_reach_their_operators(command, config,
 
 @pytest.mark.parametrize("words", ["1,2,3", "[1, 2, 3]"])
 def test_a_list_works_on_the_command_line(command, words):
-    layers = len(in_layers(command("rules", "ktransformers", "--second_block_count", "pyramid(1, 90)"), "block_size"))
+    layers = len(in_layers(command("rules", "ktransformers", "--top_k_blocks", "pyramid(1, 90)"), "block_size"))
     numbers = words.replace("3", ", ".join(str(number) for number in range(3, layers + 1)))
     expected = list(range(1, layers + 1))
-    assert (
-        in_layers(command("rules", "ktransformers", "--second_block_count", numbers), "second_block_count") == expected
-    )
-    assert in_layers(
-        command("rules", f"quest:dense_layer_num=0:second_block_count={numbers}"), "second_block_count"
-    ) == (expected)
+    assert in_layers(command("rules", "ktransformers", "--top_k_blocks", numbers), "top_k_blocks") == expected
+    assert in_layers(command("rules", f"quest:dense_layer_num=0:top_k_blocks={numbers}"), "top_k_blocks") == (expected)
 
 
 def test_a_flag_of_a_command_keeps_its_meaning_and_the_setting_stands_behind_the_name(command):
@@ -163,7 +163,7 @@ def test_a_text_may_hold_numbers_colons_and_commas():
     ("operator", "settings"),
     [
         ("ShadowKVAttention", {"rank": 9, "local_chunks": 3}),
-        ("BoundedAttention", {"policy": "snapkv", "budget": 90, "window": 8}),
+        ("BoundedAttention", {"policy": "snapkv", "budget": 90, "recent_tokens": 8}),
         ("RetrievalAttention", {"block_size": 9}),
     ],
 )
@@ -187,9 +187,9 @@ def test_a_key_of_an_extended_file_is_not_the_childs_mistake():
 
 
 def test_the_settings_file_may_hold_what_the_rules_do_not_use(tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("long_context: {rank: 8, beta: 20, second_block_count: 4, policy: TOVA}")
+    (tmp_path / "config.yaml").write_text("long_context: {rank: 8, beta: 20, top_k_blocks: 4, policy: TOVA}")
     given = read_settings_file(tmp_path / "config.yaml")
-    assert given == {"rank": 8, "beta": 20.0, "second_block_count": 4, "policy": "tova"}
+    assert given == {"rank": 8, "beta": 20.0, "top_k_blocks": 4, "policy": "tova"}
     model = tiny_model("llama")
     injection = inject(model, "d2o", settings_file=given)
     # A beta of 20 is pyramidkv's.
@@ -203,7 +203,7 @@ def test_python_users_are_told_of_settings_without_effect_too():
         ConfigError, match="command line: rank has no effect here: it is a setting of ShadowKVAttention"
     ):
         inject(model, "quest", command_line={"rank": 3})
-    with pytest.raises(ConfigError, match="command line: rnak has no effect here: no operator has such a setting"):
+    with pytest.raises(ConfigError, match="command line: unknown setting 'rnak'; did you mean rank"):
         inject(model, "quest", command_line={"rnak": 3})
     assert getattr(model, "hetero_kv_injection", None) is None
 

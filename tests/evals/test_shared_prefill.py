@@ -27,9 +27,9 @@ def small(recipe, block_size=4):
     return {
         "block_size": block_size,
         # Two blocks of four, the second in part.
-        "initial_len": 6,
+        "sink_tokens": 6,
         "local_windows_len": 9,
-        "second_block_count": budget,
+        "top_k_blocks": budget,
         "preselect_block_count": 3,
         "observation": 20,
         "chunk_size": CHUNK,

@@ -11,7 +11,7 @@ from hetero_kv.evals.generation import greedy
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import Continuation, Fidelity, force, full_attention_continuation
 
-SMALL = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
+SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
 PROMPT = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))
 STEPS = 25
 
@@ -75,12 +75,12 @@ def test_agreement_and_divergence_are_those_of_the_methods_own_logits(llama):
 
 
 def test_recall_is_reported_per_layer_and_only_when_measured(llama):
-    measured, _ = fidelity(llama, "ktransformers", second_block_count=2, dense_layer_num=2, measure_recall=True)
+    measured, _ = fidelity(llama, "ktransformers", top_k_blocks=2, dense_layer_num=2, measure_recall=True)
     assert measured.recall[:2] == pytest.approx((1, 1), abs=1e-5)
     assert all(recall < 0.999 for recall in measured.recall[2:])
     assert measured.mean_recall(2) == pytest.approx(sum(measured.recall[2:]) / 2)
     eject(llama)
-    assert fidelity(llama, "ktransformers", second_block_count=2)[0].mean_recall() is None
+    assert fidelity(llama, "ktransformers", top_k_blocks=2)[0].mean_recall() is None
 
 
 def test_a_method_that_agrees_everywhere_generates_the_same_answer(llama):

@@ -22,9 +22,9 @@ TEMPLATE = (
 )
 
 #: Settings with which 2 blocks of 8 tokens are chosen from a prompt of a few hundred.
-SPARSE = {"block_size": 8, "initial_len": 8, "local_windows_len": 16, "second_block_count": 2, "kv_type": "FP32"}
+SPARSE = {"block_size": 8, "sink_tokens": 8, "local_windows_len": 16, "top_k_blocks": 2, "kv_type": "FP32"}
 #: Full attention through the engine.
-DENSE = {**SPARSE, "second_block_count": "all"}
+DENSE = {**SPARSE, "top_k_blocks": "all"}
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

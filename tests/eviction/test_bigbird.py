@@ -33,7 +33,7 @@ def kept(length, head, layer_idx, sizes):
 
 def test_the_kept_entries_are_those_of_the_reference_while_a_prompt_and_an_answer_pass():
     model = tiny_model("qwen3", num_attention_heads=6)
-    settings = {"block_size": BLOCK, "global_ratio": FIRST / BUDGET, "window_ratio": LAST / BUDGET, "seed": SEED}
+    settings = {"block_size": BLOCK, "global_ratio": FIRST / BUDGET, "recent_ratio": LAST / BUDGET, "seed": SEED}
     cache = bounded(model, policy="bigbird", budget=BUDGET, stride=STRIDE, **settings)
     sizes = [STRIDE] * 5 + [2] + [1] * 30
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_the_kept_entries_are_those_of_the_reference_while_a_prompt_and_an_answe
 
 def test_random_blocks_are_whole_and_every_head_has_its_own():
     model = tiny_model("llama")
-    settings = {"block_size": 6, "global_ratio": 0.25, "window_ratio": 0.25, "stride": 16}
+    settings = {"block_size": 6, "global_ratio": 0.25, "recent_ratio": 0.25, "stride": 16}
     cache = bounded(model, policy="bigbird", budget=48, **settings)
     with torch.no_grad():
         model(tokens(180), past_key_values=cache)
@@ -62,5 +62,5 @@ def test_random_blocks_are_whole_and_every_head_has_its_own():
 
 
 def test_shares_that_exceed_the_budget_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"window_ratio is 0\.6.*global_ratio 0\.5.*at most 0\.5"):
-        bounded(tiny_model("llama"), policy="bigbird", budget=40, global_ratio=0.5, window_ratio=0.6)
+    with pytest.raises(ConfigError, match=r"recent_ratio is 0\.6.*global_ratio 0\.5.*at most 0\.5"):
+        bounded(tiny_model("llama"), policy="bigbird", budget=40, global_ratio=0.5, recent_ratio=0.6)

@@ -127,7 +127,9 @@ def test_the_tokens_in_the_cache_span_what_equation_4_says(count, stride):
 )
 def test_the_kept_entries_are_those_of_algorithm_2(recorded, architecture, heads, count, budget):  # noqa: F811
     model = tiny_model(architecture, **heads, num_hidden_layers=2)
-    cache = bounded(model, policy="cascade", budget=budget, stride=STRIDE, sinks=SINKS, sub_caches=count, gamma=GAMMA)
+    cache = bounded(
+        model, policy="cascade", budget=budget, stride=STRIDE, sink_tokens=SINKS, sub_caches=count, gamma=GAMMA
+    )
     kept = [[], []]
     with torch.no_grad():
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
@@ -161,7 +163,7 @@ def streamed(model, *parts, chunk_size=16, **kwargs):
 
 
 PARTS = (tokens(90), *tokens(20, 1).split(1, dim=1), tokens(40, 2), *tokens(9, 3).split(1, dim=1))
-SMALL = {"policy": "cascade", "budget": 40, "sinks": 6, "stride": STRIDE}
+SMALL = {"policy": "cascade", "budget": 40, "sink_tokens": 6, "stride": STRIDE}
 
 
 def test_a_covering_budget_is_full_attention():

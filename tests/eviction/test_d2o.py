@@ -120,7 +120,7 @@ def test_the_entries_and_what_is_merged_into_them_are_those_of_the_reference(
     received, architecture, heads, recent_ratio, beta
 ):
     model = tiny_model(architecture, **heads, num_hidden_layers=2)
-    cache = d2o(model, sinks=SINKS, recent_ratio=recent_ratio, beta=beta)
+    cache = d2o(model, sink_tokens=SINKS, recent_ratio=recent_ratio, beta=beta)
     _, held = run(model, cache, turns(GENERATED))
     merges = 0
     for index, layer in enumerate(cache.layers):
@@ -214,7 +214,7 @@ def test_entries_are_merged_from_the_threshold_on():
     entries = random_entries(30, torch.float32, 2)
     changed = {}
     for threshold in (-1.0, 0.5, 1.0):
-        settings = D2OSettings(budget=10, sinks=2, threshold=threshold)
+        settings = D2OSettings(budget=10, sink_tokens=2, threshold=threshold)
         left = D2O(settings, 0, 1).evict(entries.scored(received=entries.values[..., 0]), 10)
         assert "threshold" not in left.carried
         changed[threshold] = (left.keys != entries.kept(left.positions).keys).any(-1)
@@ -287,4 +287,4 @@ def test_the_recipe_has_the_papers_settings():
     assert settings.beta == 0.7
     assert settings.threshold == "ema"
     # The paper names no T; StreamingLLM, whose sinks these are, keeps four.
-    assert settings.sinks == 4
+    assert settings.sink_tokens == 4

@@ -14,11 +14,11 @@ from hetero_kv.rules.rule_file import parse_rules
 
 PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 100, 16, 23, 40
 POLICIES = {
-    "streaming_llm": ({"stride": STRIDE, "sinks": 4}, dense.StreamingLLM(4)),
+    "streaming_llm": ({"stride": STRIDE, "sink_tokens": 4}, dense.StreamingLLM(4)),
     "tova": ({"stride": STRIDE}, dense.Tova()),
     "h2o": ({}, dense.H2O()),
-    "snapkv": ({"window": 12, "kernel": 5}, dense.SnapKV(12, 5)),
-    "roco": ({"recent": 5, "protected_ratio": 0.3}, dense.RoCo(5, 0.3)),
+    "snapkv": ({"recent_tokens": 12, "kernel_size": 5}, dense.SnapKV(12, 5)),
+    "roco": ({"recent_tokens": 5, "protected_ratio": 0.3}, dense.RoCo(5, 0.3)),
 }
 MODELS = {
     "llama": {},

@@ -55,8 +55,8 @@ def test_every_policy_has_settings_that_name_it_and_a_meaning(name):
     ("kwargs", "parts"),
     [
         ({"policy": "tovva"}, ["policy is 'tovva'", "did you mean tova?"]),
-        ({"policy": "tova", "window": 3}, ["unknown setting 'window'"]),
-        ({"policy": "snapkv", "kernel": 4}, ["kernel is 4", "odd"]),
+        ({"policy": "tova", "recent_tokens": 3}, ["unknown setting 'recent_tokens'"]),
+        ({"policy": "snapkv", "kernel_size": 4}, ["kernel_size is 4", "odd"]),
         ({"policy": "snapkv", "budget": 64}, ["budget is 64", "at least 65"]),
         ({"policy": "streaming_llm", "budget": 4}, ["budget is 4", "at least 5"]),
         ({"policy": "h2o", "budget": 1.5}, ["budget is 1.5", "at most 1.0"]),
@@ -94,18 +94,18 @@ def budgets(layers, length, **settings):
 @example(layers=9, budget=30, length=35, beta=1.5)
 @given(st.integers(2, 40), st.integers(20, 3000), st.integers(0, 100_000), st.floats(1, 40))
 def test_pyramid_budgets_fall_and_have_the_flat_total(layers, budget, length, beta):
-    found = budgets(layers, length, budget=budget, window=16, beta=beta)
+    found = budgets(layers, length, budget=budget, recent_tokens=16, beta=beta)
     assert found == sorted(found, reverse=True)
     assert sum(found) == layers * budget
     assert found[-1] >= 16
 
 
 def test_the_pyramid_is_as_steep_as_the_paper_says_and_flat_for_short_prompts():
-    assert budgets(5, 100_000, budget=1064, window=64) == [2014, 1539, 1064, 589, 114]
-    assert budgets(5, 1900, budget=1064, window=64) == [1064] * 5
-    assert budgets(3, 2030, budget=1064, window=64) == [2014, 1064, 114]
-    assert budgets(3, 2005, budget=1064, window=64) == [2005, 1064, 123]
-    assert budgets(4, 100_000, budget=1064, window=64, beta=1) == [1064] * 4
+    assert budgets(5, 100_000, budget=1064, recent_tokens=64) == [2014, 1539, 1064, 589, 114]
+    assert budgets(5, 1900, budget=1064, recent_tokens=64) == [1064] * 5
+    assert budgets(3, 2030, budget=1064, recent_tokens=64) == [2014, 1064, 114]
+    assert budgets(3, 2005, budget=1064, recent_tokens=64) == [2005, 1064, 123]
+    assert budgets(4, 100_000, budget=1064, recent_tokens=64, beta=1) == [1064] * 4
 
 
 def test_least_budgets_hold_what_is_always_kept():

@@ -27,7 +27,7 @@ def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, ar
     assert pyramid(layers, beta) == budgets
     assert sum(budgets) == layers * BUDGET
     model = tiny_model(architecture, **MODELS[architecture], num_hidden_layers=layers)
-    cache = bounded(model, policy="pyramidkv", budget=BUDGET, window=WINDOW, kernel=KERNEL, beta=beta)
+    cache = bounded(model, policy="pyramidkv", budget=BUDGET, recent_tokens=WINDOW, kernel_size=KERNEL, beta=beta)
     kept = []
     with torch.no_grad():
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):

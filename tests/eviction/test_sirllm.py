@@ -14,7 +14,7 @@ from hetero_kv.families.bounded.eviction.sirllm import SirLLM, SirLLMSettings
 STRIDE, BUDGET, SINKS = 23, 40, 4
 #: A turn is a prompt and as many generated tokens.
 TURNS = ((117, 150), (50, 50))
-SMALL = {"policy": "sirllm", "budget": BUDGET, "stride": STRIDE, "sinks": SINKS}
+SMALL = {"policy": "sirllm", "budget": BUDGET, "stride": STRIDE, "sink_tokens": SINKS}
 
 
 def conversation():

@@ -39,7 +39,7 @@ def assert_the_same(mine, theirs):
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", {}), ("qwen3", {"num_attention_heads": 6})])
 def test_a_flat_pyramid_is_snapkv(architecture, heads):
     model = tiny_model(architecture, **heads)
-    settings = {"budget": BUDGET, "window": 12, "kernel": 5}
+    settings = {"budget": BUDGET, "recent_tokens": 12, "kernel_size": 5}
     snapkv = answered(model, policy="snapkv", **settings)
     assert_the_same(answered(model, policy="pyramidkv", beta=1, **settings), snapkv)
     steep = answered(model, policy="pyramidkv", beta=2, **settings)
@@ -49,7 +49,7 @@ def test_a_flat_pyramid_is_snapkv(architecture, heads):
 @pytest.mark.parametrize(("sub_caches", "same"), [(1, True), (2, False)])
 def test_a_cascade_is_streaming_llm_with_as_many_sinks_and_the_same_stride_where_it_has_one_sub_cache(sub_caches, same):
     model = tiny_model("qwen3", num_attention_heads=6)
-    settings = {"budget": BUDGET, "sinks": 6, "stride": 23}
+    settings = {"budget": BUDGET, "sink_tokens": 6, "stride": 23}
     cascade = answered(model, policy="cascade", sub_caches=sub_caches, **settings)
     streaming = answered(model, policy="streaming_llm", **settings)
     if same:
@@ -62,7 +62,7 @@ def test_a_cascade_is_streaming_llm_with_as_many_sinks_and_the_same_stride_where
 @pytest.mark.parametrize(("threshold", "same"), [(1.1, True), ("ema", False), (0.0, False)])
 def test_d2o_whose_entries_never_merge_is_h2o_where_both_share_the_budget_alike(threshold, same):
     model = tiny_model("llama")
-    d2o = {"sinks": 0, "recent_ratio": 0.5, "allocation": "uniform"}
+    d2o = {"sink_tokens": 0, "recent_ratio": 0.5, "allocation": "uniform"}
     merging = answered(model, policy="d2o", budget=BUDGET, threshold=threshold, **d2o)
     heavy = answered(model, policy="h2o", budget=BUDGET)
     if same:
@@ -92,7 +92,7 @@ def test_with_a_threshold_above_1_entries_stay_as_they_came_and_are_those_of_d2o
     monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
     model = tiny_model("llama")
     share = RECENT / (BUDGET - SINKS)
-    settings = {"sinks": SINKS, "recent_ratio": share, "allocation": "uniform"}
+    settings = {"sink_tokens": SINKS, "recent_ratio": share, "allocation": "uniform"}
     cache = bounded(model, policy="d2o", budget=BUDGET, threshold=1.0001, **settings)
     held = []
     with torch.no_grad():

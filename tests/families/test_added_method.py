@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 RULES = EXAMPLES / "dilated.yaml"
-SMALL = {"initial_len": 4, "local_windows_len": 8, "dilation": 4}
+SMALL = {"sink_tokens": 4, "local_windows_len": 8, "dilation": 4}
 ENGINE = {"chunk_size": 16, "threads_num": 1}
 LENGTHS = (3, 21, 60)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -60,7 +60,7 @@ def operators_of(model):
 
 @given(
     length=st.integers(0, 60),
-    initial_len=st.integers(0, 9),
+    sink_tokens=st.integers(0, 9),
     local_windows_len=st.integers(1, 20),
     dilation=st.integers(1, 9),
 )
@@ -71,7 +71,7 @@ def test_as_many_tokens_stay_as_the_footprint_counts(length, **values):
     assert settings.tokens_kept(length) == int(settings.is_kept(torch.arange(length), length).sum())
 
 
-@pytest.mark.parametrize("covering", [{"dilation": 1}, {"local_windows_len": 100}, {"initial_len": 100}])
+@pytest.mark.parametrize("covering", [{"dilation": 1}, {"local_windows_len": 100}, {"sink_tokens": 100}])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
 def test_a_pattern_that_covers_everything_is_full_attention(architecture, covering, injected):
     tokens = torch.stack([prompt(70, 1), prompt(70, 2)])
@@ -206,7 +206,7 @@ def test_rules_show_it_layer_by_layer(command):
     status, out, _ = command("rules", RULES, "--dilation", "4", "--json")
     assert status == 0
     row = next(row for row in json.loads(out)["modules"] if row["operator"] == "DilatedAttention")
-    assert row["settings"] == {"initial_len": 64, "local_windows_len": 1024, "dilation": 4}
+    assert row["settings"] == {"sink_tokens": 64, "local_windows_len": 1024, "dilation": 4}
 
 
 def test_mistakes_in_its_settings_are_named(command):

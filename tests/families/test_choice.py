@@ -96,15 +96,15 @@ def test_blocks_that_enter_the_context_after_preselection_are_candidates_too():
 
 
 def test_a_budget_is_a_number_a_list_or_a_pyramid():
-    assert layer_budget("second_block_count", 7, 2, 4) == 7
-    assert layer_budget("second_block_count", "all", 2, 4) is None
-    assert [layer_budget("second_block_count", (9, 8, 7, 6), i, 4) for i in range(4)] == [9, 8, 7, 6]
-    assert [layer_budget("second_block_count", Pyramid(4, 10), i, 4) for i in range(4)] == [10, 8, 6, 4]
+    assert layer_budget("top_k_blocks", 7, 2, 4) == 7
+    assert layer_budget("top_k_blocks", "all", 2, 4) is None
+    assert [layer_budget("top_k_blocks", (9, 8, 7, 6), i, 4) for i in range(4)] == [9, 8, 7, 6]
+    assert [layer_budget("top_k_blocks", Pyramid(4, 10), i, 4) for i in range(4)] == [10, 8, 6, 4]
 
 
 def test_a_list_of_the_wrong_length_is_an_error():
-    with pytest.raises(HeteroKVError, match="second_block_count lists 3 numbers, but the model has 4 layers"):
-        layer_budget("second_block_count", (1, 2, 3), 0, 4)
+    with pytest.raises(HeteroKVError, match="top_k_blocks lists 3 numbers, but the model has 4 layers"):
+        layer_budget("top_k_blocks", (1, 2, 3), 0, 4)
 
 
 @pytest.mark.parametrize("text", ["pyramid(9, 4)", "pyramid(1)", "pyramid(-1, 4)", "tower(1, 2)"])

@@ -90,7 +90,7 @@ def test_without_queries_keys_stand_for_them():
 @pytest.fixture
 def model():
     model = tiny_model("llama", max_position_embeddings=2048)
-    small = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "chunk_size": 512, "max_seq_len": 2048}
+    small = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "chunk_size": 512, "max_seq_len": 2048}
     inject(model, small_recipe("infinigen", **small), command_line={"token_budget": 12})
     return model
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW, BLOCK, SINK, BUDGET, KEPT, CHUNK = 12, 4, 4, 3, 2, 8
 SMALL = {
-    "chunk_size": 16, "block_size": BLOCK, "initial_len": SINK, "local_windows_len": WINDOW, "max_seq_len": 256,
-    "kv_type": "FP32", "threads_num": 1, "second_block_count": BUDGET, "representative_num": KEPT,
+    "chunk_size": 16, "block_size": BLOCK, "sink_tokens": SINK, "local_windows_len": WINDOW, "max_seq_len": 256,
+    "kv_type": "FP32", "threads_num": 1, "top_k_blocks": BUDGET, "representative_num": KEPT,
     "stream_chunk": CHUNK,
 }  # fmt: skip
 IDS = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -118,9 +118,9 @@ def test_a_window_over_everything_is_full_attention(model, streamed):
 
 
 def test_blocks_that_all_fit_are_attended_to_by_all(model, streamed):
-    covering = logits(model, streamed(second_block_count=50), PARTS)
+    covering = logits(model, streamed(top_k_blocks=50), PARTS)
     eject(model)
-    everything = logits(model, streamed(second_block_count="all"), PARTS)
+    everything = logits(model, streamed(top_k_blocks="all"), PARTS)
     assert off(covering, everything) < 1e-4
 
 

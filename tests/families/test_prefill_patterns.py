@@ -18,7 +18,7 @@ from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Patter
 
 def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog):
     ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(2))
-    settings = {"prefill_budget": 256, "prefill_price": 1.0}
+    settings = {"prefill_budget": 256, "error_budget": 1.0}
     exact = logits(qwen2, "dense", ids)
     with caplog.at_level(logging.WARNING):
         first = logits(qwen2, "minference", ids, **settings)
@@ -36,7 +36,7 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
     second = logits(qwen2, "minference", ids, **settings)
     assert not torch.allclose(second, exact, atol=1e-2)
     # Another price chooses among what has been tried; another budget tries anew.
-    assert not torch.equal(logits(qwen2, "minference", ids, **settings | {"prefill_price": 0.0}), second)
+    assert not torch.equal(logits(qwen2, "minference", ids, **settings | {"error_budget": 0.0}), second)
     with pytest.raises(AssertionError, match="searched again"):
         logits(qwen2, "minference", ids, prefill_budget=128)
     other = tiny_model("qwen2", seed=5, max_position_embeddings=2048)

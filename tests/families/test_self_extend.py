@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUP, WINDOW = 4, 12
 SMALL = {
-    "chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32",
+    "chunk_size": 16, "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32",
     "threads_num": 1, "position_group": GROUP, "neighbour_window": WINDOW,
 }  # fmt: skip
-COVERING = {"self_extend": {}, "self_extend_quest": {"second_block_count": 500, "dense_layer_num": 0}}
+COVERING = {"self_extend": {}, "self_extend_quest": {"top_k_blocks": 500, "dense_layer_num": 0}}
 IDS = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))
 PARTS = [IDS[:, :61], *IDS[:, 61:66].split(1, dim=1), IDS[:, 66:87], *IDS[:, 87:].split(1, dim=1)]
 
@@ -95,7 +95,7 @@ def test_groups_of_one_token_and_windows_over_everything_are_plain_attention(mod
 
 
 def test_few_pages_are_attended_to_and_what_they_cover_is_measured(model, extended, expected):
-    cache = extended("self_extend_quest", second_block_count=2, measure_recall=True)
+    cache = extended("self_extend_quest", top_k_blocks=2, measure_recall=True)
     found = logits(model, cache, PARTS)
     assert float((found[:, -1] - expected[:, -1]).abs().max() / expected.abs().max()) > 1e-3
     assert all(0 < share < 1 for share in cache.statistics["block_recall"])

@@ -31,7 +31,7 @@ def test_the_last_queries_of_a_prompt_attend_to_everything_in_whatever_chunk_the
     chosen = Chunk.attention
     monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.n, whole)) or chosen(
         self, keys, whole))  # fmt: skip
-    logits(qwen2, "flexprefill", ids, prefill_last=30, prefill_mass=0.1, prefill_least=64)
+    logits(qwen2, "flexprefill", ids, prefill_last=30, prefill_mass=0.1, prefill_min_budget=64)
     assert seen == [(136, 0), (200, 20), (10, 30)] * 3
 
 
@@ -40,7 +40,7 @@ def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_th
     ids = torch.randint(1, 97, (2, 410), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         exact = qwen2(ids).logits
-    few = {"prefill_last": 0, "prefill_mass": 0.1, "prefill_least": 64}
+    few = {"prefill_last": 0, "prefill_mass": 0.1, "prefill_min_budget": 64}
     found = logits(qwen2, "flexprefill", ids, prefill_from=first, chunk_size=chunk, **few)
     assert torch.allclose(found[:, :first], exact[:, :first], atol=1e-3)
     # A block of queries attends to its own tokens; the next has left something out.
@@ -50,7 +50,7 @@ def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_th
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
 def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
-    everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "prefill_price": 0.0}
+    everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "error_budget": 0.0}
     extra = {"rank": 16} if recipe.startswith("shadowkv") else {}
     with torch.no_grad():
         exact = qwen2(ids).logits
@@ -62,7 +62,7 @@ def test_retrieval_of_single_tokens_takes_a_sparse_prefill(qwen2):
     with torch.no_grad():
         exact = qwen2(ids).logits
     assert torch.allclose(logits(qwen2, "sparq", ids, prefill="flexprefill", prefill_mass=1.0), exact, atol=1e-3)
-    few = {"prefill": "flexprefill", "prefill_mass": 0.1, "prefill_least": 64}
+    few = {"prefill": "flexprefill", "prefill_mass": 0.1, "prefill_min_budget": 64}
     assert not torch.allclose(logits(qwen2, "sparq", ids, **few), exact, atol=1e-2)
     for settings, is_exact in ((few, False), ({}, True)):
         operator = next(iter(inject(qwen2, "sparq", command_line=settings).attention_operators()))
@@ -79,7 +79,7 @@ def test_policies_of_whole_prompts_take_a_sparse_prefill(qwen2, policy):
         exact = qwen2(ids).logits
     assert torch.allclose(logits(qwen2, policy, ids, **sparse, prefill_mass=1.0), exact, atol=1e-3)
     assert not torch.allclose(
-        logits(qwen2, policy, ids, **sparse, prefill_mass=0.1, prefill_least=64), exact, atol=1e-2
+        logits(qwen2, policy, ids, **sparse, prefill_mass=0.1, prefill_min_budget=64), exact, atol=1e-2
     )
     for settings, names in (({}, set()), ({"prefill": "flexprefill"}, {"prefill", "prefill_mass"})):
         operator = next(iter(inject(qwen2, policy, command_line=settings).attention_operators()))
@@ -91,7 +91,7 @@ def test_policies_of_whole_prompts_take_a_sparse_prefill(qwen2, policy):
 
 def test_a_policy_drops_entries_behind_a_sparse_prefill(qwen2):
     ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(1))
-    settings = {"prefill": "flexprefill", "prefill_from": 64, "budget": 100, "window": 8, "threads_num": 1}
+    settings = {"prefill": "flexprefill", "prefill_from": 64, "budget": 100, "recent_tokens": 8, "threads_num": 1}
     inject(qwen2, "snapkv_evict", command_line=settings)
     try:
         cache = HeteroCache(qwen2)
@@ -154,7 +154,7 @@ def test_all_chunks_of_a_prompt_have_one_price(qwen2, monkeypatch):
     monkeypatch.setattr(
         minference, "best_pattern", lambda tried, price: prices.append(price) or best_pattern(tried, price)
     )
-    logits(qwen2, "minference", ids, 2, prefill_budget=128, prefill_price=0.4)
+    logits(qwen2, "minference", ids, 2, prefill_budget=128, error_budget=0.4)
     # The second prefill's three chunks in three layers of four heads.
     assert prices == [0.1] * 36
 
@@ -176,7 +176,7 @@ def test_blocks_are_matched_in_long_contexts_alone(length, matches):
 def test_blocks_that_queries_match_are_attended_to_besides(qwen2, monkeypatch):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(2))
     monkeypatch.setattr(minference, "_PRICED_LENGTH", 250)
-    few = {"prefill_budget": 128, "prefill_price": 1.0, "prefill_last": 0}
+    few = {"prefill_budget": 128, "error_budget": 1.0, "prefill_last": 0}
     exact = logits(qwen2, "dense", ids)
     off = [
         (logits(qwen2, "minference", ids, 2, **few, prefill_matches=matches) - exact).norm() for matches in (0, 1, 100)

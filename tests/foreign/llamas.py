@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 
-EVERYTHING = {"block_size": 4, "max_seq_len": 128, "kv_type": "FP32", "second_block_count": "all", "chunk_size": 16}
+EVERYTHING = {"block_size": 4, "max_seq_len": 128, "kv_type": "FP32", "top_k_blocks": "all", "chunk_size": 16}
 PROMPT = (torch.arange(40) % 90 + 2)[None]
 TOKENS = torch.tensor([[3, 7, 11]])
 

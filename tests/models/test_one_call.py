@@ -17,7 +17,7 @@ from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.rules.preparing import Preparation
 from hetero_kv.rules.rule_file import parse_rules
 
-SMALL = {"block_size": 4, "initial_len": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}
+SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8] * 5])
 
 
@@ -44,9 +44,9 @@ def unpacked_warnings(caplog):
 
 
 def test_one_call_gives_what_opening_injecting_and_loading_give(q8_0_file, caplog):
-    loaded = load_model(q8_0_file, config="quest", dtype="float32", second_block_count=2, **SMALL)
+    loaded = load_model(q8_0_file, config="quest", dtype="float32", top_k_blocks=2, **SMALL)
     opened = open_model(q8_0_file, dtype="float32")
-    inject(opened.model, "quest", command_line={"second_block_count": 2, **SMALL})
+    inject(opened.model, "quest", command_line={"top_k_blocks": 2, **SMALL})
     by_hand = opened.load().model
     assert len(packed(loaded.model)) == 2 * 7 + 2
     assert packed(loaded.model) == packed(by_hand)
@@ -74,23 +74,23 @@ def test_kernels_are_reported_behind_the_weights(q8_0_file):
 
 def test_a_config_may_be_a_recipe_with_settings_a_path_or_rules_that_were_read(q8_0_file, tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text("extends: quest.yaml\nlong_context: {second_block_count: 3}\n")
+    path.write_text("extends: quest.yaml\nlong_context: {top_k_blocks: 3}\n")
     for config, blocks in (
-        ("quest:second_block_count=2", 2),
+        ("quest:top_k_blocks=2", 2),
         (str(path), 3),
         (path, 3),
-        (f"{path}:second_block_count=5", 5),
+        (f"{path}:top_k_blocks=5", 5),
         (load_rules(path), 3),
     ):
         opened = open_model(q8_0_file, config=config, dtype="float32", **SMALL)
         operators = opened.model.hetero_kv_injection.attention_operators()
-        assert {operator.settings.second_block_count for operator in operators} == {blocks}
+        assert {operator.settings.top_k_blocks for operator in operators} == {blocks}
 
 
 def test_inject_takes_settings_with_a_recipes_name_and_they_win(q8_0_file):
     model = open_model(q8_0_file, dtype="float32").model
-    injection = inject(model, "quest:second_block_count=2", command_line={"second_block_count": 7, **SMALL})
-    assert {operator.settings.second_block_count for operator in injection.attention_operators()} == {2}
+    injection = inject(model, "quest:top_k_blocks=2", command_line={"top_k_blocks": 7, **SMALL})
+    assert {operator.settings.top_k_blocks for operator in injection.attention_operators()} == {2}
 
 
 def test_threads_are_set_as_the_chat_sets_them(q8_0_file, monkeypatch):
@@ -109,7 +109,7 @@ def test_settings_without_rules_are_refused_by_name(call):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"config": "quest", "second_blok_count": 3}, "second_block_count"),
+        ({"config": "quest", "second_blok_count": 3}, "top_k_blocks"),
         ({"config": "qest"}, "quest"),
         ({"config": "quest", "budget": 3}, "budget"),
     ],

@@ -12,7 +12,7 @@ from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.rules.injection import eject_around_packed_weights, suspended
 from hetero_kv.rules.matching import InjectionError
 
-SMALL = {"block_size": 4, "initial_len": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}
+SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8] * 5])
 
 

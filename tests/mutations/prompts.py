@@ -183,8 +183,8 @@ PROMPTS = (
     Mutation(
         "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",
         "hetero_kv/families/sparse_prefill/attention.py",
-        "minference.price_at(settings.prefill_price, length)",
-        "minference.price_at(settings.prefill_price, chunk.total)",
+        "minference.price_at(settings.error_budget, length)",
+        "minference.price_at(settings.error_budget, chunk.total)",
         ("tests/families/test_sparse_prefill.py::test_all_chunks_of_a_prompt_have_one_price",),
     ),
     Mutation(

@@ -13,10 +13,10 @@ SMALL = {
     "streaming_llm": {"stride": 13},
     "tova": {"stride": 13},
     "bigbird": {"stride": 13, "block_size": 4},
-    "cascade": {"stride": 13, "sinks": 4, "gamma": 0.9},
+    "cascade": {"stride": 13, "sink_tokens": 4, "gamma": 0.9},
     "sirllm": {"stride": 13},
-    "snapkv": {"window": 8},
-    "pyramidkv": {"window": 8},
+    "snapkv": {"recent_tokens": 8},
+    "pyramidkv": {"recent_tokens": 8},
     "infinipot": {"catalyst": "abc"},
     # Its shares are those of a batch, so that rows would not be what they are alone.
     "d2o": {"allocation": "uniform"},

@@ -10,7 +10,7 @@ from hetero_kv import HeteroCache, inject
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 512}
 
 
 def injected(model, **settings):

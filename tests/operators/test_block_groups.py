@@ -18,9 +18,14 @@ from hetero_kv.rules.rule_file import parse_rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
-MEANSTD = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax", "rest": "estimate"}
-GROUPS = {"group_blocks": 3, "group_factor": 1, "second_block_count": 4, "head_select_mode": "SEPARATE"}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 256}
+MEANSTD = {
+    "representative_type": "MEANSTD",
+    "representative_num": 2,
+    "group_reduce": "softmax",
+    "residual_attention": "estimate",
+}
+GROUPS = {"group_blocks": 3, "group_factor": 1, "top_k_blocks": 4, "head_select_mode": "SEPARATE"}
 RULES = [
     {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
@@ -70,8 +75,8 @@ def checked(monkeypatch):
         {},
         {"target_mass": 0.9, "rerank": 2, "head_select_mode": "SHARED"},
         {"layer_step": 2, "token_step": 5},
-        {"preselect_block": True, "preselect_block_count": 3, "second_block_count": 2},
-        {"representative_type": "QUEST", "group_reduce": "mean", "rest": "drop"},
+        {"preselect_block": True, "preselect_block_count": 3, "top_k_blocks": 2},
+        {"representative_type": "QUEST", "group_reduce": "mean", "residual_attention": "drop"},
     ],
 )
 def test_groups_are_kept_as_blocks_fill_and_turns_and_forks_part(llama, checked, monkeypatch, settings):
@@ -120,10 +125,10 @@ def test_with_all_groups_opened_the_answers_are_those_without_groups(architectur
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("settings", [{}, {"target_mass": 0.9, "least_block_count": 500}])
+@pytest.mark.parametrize("settings", [{}, {"target_mass": 0.9, "min_blocks": 500}])
 def test_a_covering_budget_is_exact(llama, settings):
     parts = tokens(61), *answer(20)
-    actual = logits(llama, injected(llama, **{**GROUPS, "second_block_count": 500}, **settings), *parts)
+    actual = logits(llama, injected(llama, **{**GROUPS, "top_k_blocks": 500}, **settings), *parts)
     eject(llama)
     with torch.no_grad():
         expected = llama(torch.cat(parts, dim=1)).logits

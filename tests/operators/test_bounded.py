@@ -45,7 +45,7 @@ def test_one_streaming_layer_is_the_untouched_model_over_sinks_and_newest_tokens
     # With one layer keys and values are functions of their own token, so that a dropped one leaves no trace.
     model = tiny_model("qwen2", num_hidden_layers=1, **settings)
     sequence = tokens(300)
-    cache = bounded(model, policy="streaming_llm", budget=30, sinks=4, stride=16)
+    cache = bounded(model, policy="streaming_llm", budget=30, sink_tokens=4, stride=16)
     actual = logits(model, cache, sequence[:, :208], *sequence[:, 208:250].split(1, dim=1))
     eject(model)
     with torch.no_grad():

@@ -28,14 +28,14 @@ SHADOWKV = operator_in(
     value_type="FP32",
 )
 WATCHING = {
-    "representatives by attention": {"representative_type": "DYNAMIC", "observation_len": 12, "second_block_count": 3},
+    "representatives by attention": {"representative_type": "DYNAMIC", "observation_len": 12, "top_k_blocks": 3},
     "preselection": {
         "preselect_block": True,
         "preselect_block_count": 4,
         "observation_len": 12,
-        "second_block_count": 2,
+        "top_k_blocks": 2,
     },
-    "bounds": {"representative_type": "QUEST", "representative_num": 2, "second_block_count": 3},
+    "bounds": {"representative_type": "QUEST", "representative_num": 2, "top_k_blocks": 3},
 }
 
 
@@ -69,7 +69,7 @@ def test_the_last_stride_of_a_single_token_attends_to_everything(llama):
     with torch.no_grad():
         expected = llama(tokens(53)).logits
         following = llama(torch.cat([tokens(53), tokens(1, 1)], dim=1)).logits[:, -1:]
-    few = retrieval(second_block_count=0, initial_len=0)
+    few = retrieval(top_k_blocks=0, sink_tokens=0)
     cache = bounded(llama, few, policy="tova", budget=200, stride=13, max_seq_len=200)
     told = []
     cache.on_progress = lambda *progress: told.append(progress)
@@ -79,7 +79,7 @@ def test_the_last_stride_of_a_single_token_attends_to_everything(llama):
     assert relative_error(logits(llama, cache, tokens(1, 1)), following) > 1e-3
 
 
-@pytest.mark.parametrize("above", [retrieval(second_block_count=2), SHADOWKV], ids=["retrieval", "shadowkv"])
+@pytest.mark.parametrize("above", [retrieval(top_k_blocks=2), SHADOWKV], ids=["retrieval", "shadowkv"])
 def test_a_catalyst_needs_no_room_in_layers_that_keep_everything(llama, above):
     prompt, following = tokens(48), tokens(4, 1)
     roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
@@ -98,7 +98,7 @@ def allocator_of(layer):
 
 
 def test_a_catalyst_takes_no_blocks_from_forks(llama):
-    above = retrieval(second_block_count=2)
+    above = retrieval(top_k_blocks=2)
     roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
     expected = logits(llama, roomy, tokens(47), tokens(1, 1))
     eject(llama)
@@ -114,8 +114,8 @@ def test_a_catalyst_takes_no_blocks_from_forks(llama):
 
 @pytest.mark.parametrize("catalyst", ["a", "abcdef"])
 def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, catalyst):
-    parts_of_sequence = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
-    above = retrieval(representative_type="DYNAMIC", observation_len=12, second_block_count=2, **parts_of_sequence)
+    parts_of_sequence = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8}
+    above = retrieval(representative_type="DYNAMIC", observation_len=12, top_k_blocks=2, **parts_of_sequence)
     parts = tokens(53), *tokens(9, 1).split(1, dim=1), tokens(27, 2), *tokens(4, 3).split(1, dim=1)
     received = []
     for text in (catalyst, "xyzuvw"):
@@ -137,7 +137,9 @@ def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, cat
 @pytest.mark.parametrize("retrieving", [r"layers\.0\.self_attn$", r"layers\.[13]\.self_attn$"])
 def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
     model = tiny_model("llama", num_hidden_layers=7)
-    cache = bounded(model, retrieval(retrieving), policy="pyramidkv", budget=30, window=8, beta=4, max_seq_len=400)
+    cache = bounded(
+        model, retrieval(retrieving), policy="pyramidkv", budget=30, recent_tokens=8, beta=4, max_seq_len=400
+    )
     logits(model, cache, tokens(200))
     held = [layer.num_entries for layer in cache.strided_layers]
     assert sum(held) / len(held) == 30
@@ -149,7 +151,7 @@ def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
 def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
     kinds = ["sliding_attention", "full_attention"] * 3
     model = tiny_model("gemma2", num_hidden_layers=6, layer_types=kinds)
-    cache = bounded(model, policy="pyramidkv", budget=30, window=8, beta=4)
+    cache = bounded(model, policy="pyramidkv", budget=30, recent_tokens=8, beta=4)
     logits(model, cache, tokens(200))
     held = [layer.num_entries for layer in cache.strided_layers]
     assert held == [30 + 16, 30, 30 - 16]
@@ -158,9 +160,9 @@ def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
 def test_pyramids_of_different_settings_are_two():
     model = tiny_model("llama", num_hidden_layers=6)
     lower = operator_in(
-        r"layers\.[012]\.self_attn$", "BoundedAttention", policy="pyramidkv", budget=50, window=8, beta=4
+        r"layers\.[012]\.self_attn$", "BoundedAttention", policy="pyramidkv", budget=50, recent_tokens=8, beta=4
     )
-    cache = bounded(model, lower, policy="pyramidkv", budget=30, window=8, beta=4)
+    cache = bounded(model, lower, policy="pyramidkv", budget=30, recent_tokens=8, beta=4)
     logits(model, cache, tokens(200))
     held = [layer.num_entries for layer in cache.strided_layers]
     assert sum(held[:3]) == 3 * 50

@@ -74,7 +74,7 @@ def test_progress_is_told_in_tokens_of_the_whole_prompt(llama):
 def test_retrieval_in_other_layers_goes_with_both_kinds_of_policy(llama, policy):
     retrieval = {
         "match": {"name": r"layers\.[12]\.self_attn$"},
-        "replace": {"class": "RetrievalAttention", "kwargs": {"second_block_count": "all", "kv_type": "FP32"}},
+        "replace": {"class": "RetrievalAttention", "kwargs": {"top_k_blocks": "all", "kv_type": "FP32"}},
     }
     parts = conversation()
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_strided_policies_of_different_strides_go_together(llama):
 
 
 def test_whole_prompts_and_strides_in_one_model_are_refused_with_what_goes(llama):
-    snapkv = bounded_in(r"layers\.0\.self_attn$", policy="snapkv", budget=30, window=8)
+    snapkv = bounded_in(r"layers\.0\.self_attn$", policy="snapkv", budget=30, recent_tokens=8)
     with pytest.raises(HeteroKVError, match=r"layers.0.self_attn has policy snapkv.*tova.*RetrievalAttention"):
         bounded(llama, snapkv, policy="tova", budget=24)
     assert getattr(llama, "hetero_kv_injection", None) is None

@@ -22,8 +22,13 @@ from hetero_kv.store.key_codes import encode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
-ESTIMATING = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax", "rest": "estimate"}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 256}
+ESTIMATING = {
+    "representative_type": "MEANSTD",
+    "representative_num": 2,
+    "group_reduce": "softmax",
+    "residual_attention": "estimate",
+}
 RULES = [
     {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
@@ -38,7 +43,7 @@ def injected():
     def made(architecture="llama", shape=None, **settings):
         model = tiny_model(architecture, **(shape or {}))
         models.append(model)
-        given = {**SMALL, "kv_type": "FP32", "second_block_count": 3, "threads_num": 1, **ESTIMATING, **settings}
+        given = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **ESTIMATING, **settings}
         inject(model, parse_rules({"rules": RULES, "long_context": given}))
         return model, HeteroCache(model)
 
@@ -100,7 +105,7 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
 
 
 def test_a_layer_that_attends_to_everything_needs_no_way_to_score(injected):
-    model, cache = injected(rest="drop", dense_layer_num=3)
+    model, cache = injected(residual_attention="drop", dense_layer_num=3)
     given = tokens(45), *answer(5)
     with torch.no_grad():
         whole = model(torch.cat(given, dim=1), past_key_values=HeteroCache(model)).logits
@@ -130,7 +135,7 @@ def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, check
 )
 def test_every_storage_type_is_estimated_from(injected, checked, stored):
     settings = dict(zip(("representative_storage", "kv_type"), stored, strict=True))
-    model, cache = injected("llama", {"head_dim": 32}, **settings, block_size=32, initial_len=32, second_block_count=1)
+    model, cache = injected("llama", {"head_dim": 32}, **settings, block_size=32, sink_tokens=32, top_k_blocks=1)
     logits(model, cache, tokens(190), *answer(3))
     assert len(checked) >= 3 * 3
 
@@ -138,7 +143,7 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
 @pytest.mark.parametrize("kv_type", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_0"])
 def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
     settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
-    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "chunk_size": 64, "second_block_count": 2}
+    blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "chunk_size": 64, "top_k_blocks": 2}
     model, cache = injected("llama", {"head_dim": 32}, **settings, **blocks, measure_recall=True)
     logits(model, cache, tokens(150), *answer(20))
     assert len(checked) == 3 * 20
@@ -176,7 +181,7 @@ def test_what_is_reused_or_preselected_leaves_the_rest_to_be_estimated(injected,
 
 
 def test_a_context_of_up_to_so_many_blocks_is_attended_to_as_a_whole(injected, checked):
-    model, cache = injected(target_mass=0.5, whole_block_count=12, head_select_mode="SEPARATE")
+    model, cache = injected(target_mass=0.5, max_dense_blocks=12, head_select_mode="SEPARATE")
     # 13 blocks between the sink and Local are the first Context that is chosen from, from the fourth token on.
     logits(model, cache, tokens(60), *answer(3))
     before = len(checked)
@@ -215,14 +220,14 @@ def test_single_tokens_are_chosen_anew_among_blocks_that_are_reused(injected):
     found = []
     for token_step in (1, 4):
         # Four times five blocks are candidates: all that there are.
-        model, cache = injected(**TOKENS, second_block_count=5, token_step=token_step, layer_step=token_step)
+        model, cache = injected(**TOKENS, top_k_blocks=5, token_step=token_step, layer_step=token_step)
         found.append(logits(model, cache, tokens(60), *answer(11)))
         assert max(cache.statistics["estimated_share"]) < 0.999
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked, monkeypatch):
-    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500, "least_block_count": 0}
+    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "top_k_blocks": 500, "min_blocks": 0}
     model, cache = injected(**settings)
     expected = logits(model, cache, tokens(60), *answer(12))
     counts, shares = list(checked), cache.statistics["estimated_share"]
@@ -236,9 +241,7 @@ def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked,
 
 @pytest.mark.parametrize("target_mass", [0.6, 0.95])
 def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, target_mass):
-    model, cache = injected(
-        target_mass=target_mass, head_select_mode="SEPARATE", second_block_count="all", least_block_count=0
-    )
+    model, cache = injected(target_mass=target_mass, head_select_mode="SEPARATE", top_k_blocks="all", min_blocks=0)
     logits(model, cache, tokens(120), *answer(5))
     counts = np.concatenate([each.ravel() for each in checked])
     assert counts.mean() == pytest.approx(np.mean(cache.statistics["attended_blocks"]))
@@ -251,7 +254,7 @@ def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, ta
 @pytest.mark.parametrize(("rerank", "key_offset"), [(100, "none"), (100, "block_mean"), ("all", "none")])
 def test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share(injected, rerank, key_offset, attend_to):
     settings = {"rerank": rerank, "key_offset": key_offset, "attend_to": attend_to}
-    model, cache = injected(measure_recall=True, second_block_count=4, **settings)
+    model, cache = injected(measure_recall=True, top_k_blocks=4, **settings)
     logits(model, cache, tokens(70), *answer(6))
     found = cache.statistics
     assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
@@ -274,7 +277,7 @@ def test_steps_that_reuse_a_choice_tell_no_share_where_means_would_stand_for_key
 
 def test_what_a_step_took_is_read_before_a_fork_steps(injected, monkeypatch):
     """A fork's layers have the same native calls, and another thread may begin one as soon as this one has ended."""
-    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500}
+    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "top_k_blocks": 500}
     model, cache = injected(**settings)
     logits(model, cache, tokens(60), *answer(5))
     expected = cache.statistics
@@ -313,14 +316,14 @@ def test_a_forward_that_fails_leaves_what_was_counted_as_it_was(injected):
         {},
         {"rerank": 2},
         {"rerank": "all"},
-        {"target_mass": 0.9, "least_block_count": 500},
-        {"target_mass": 0.5, "whole_block_count": 500},
+        {"target_mass": 0.9, "min_blocks": 500},
+        {"target_mass": 0.5, "max_dense_blocks": 500},
     ],
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
 def test_a_covering_budget_is_exact(injected, architecture, settings):
     whole = {"layer_types": ["full_attention"] * 3} if architecture in ("gemma2", "gpt_oss") else {}
-    model, cache = injected(architecture, whole, second_block_count=500, **settings)
+    model, cache = injected(architecture, whole, top_k_blocks=500, **settings)
     parts = [tokens(61), *answer(20)]
     actual = logits(model, cache, *parts)
     eject(model)
@@ -332,7 +335,7 @@ def test_a_covering_budget_is_exact(injected, architecture, settings):
 def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected):
     shape = {"head_dim": 32}
     for kv_type, has_codes in (("FP16", True), ("Q8_0", False)):
-        model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=32, second_block_count=1)
+        model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=32, top_k_blocks=1)
         logits(model, cache, tokens(150), *answer(2))
         pool = cache.layers[0].pool
         assert (pool.key_codes is not None) == has_codes

@@ -21,7 +21,7 @@ ALONE = ("gpt_neox", "internlm3", "deepseek_v3")
 
 def rules(**long_context):
     """The packaged rules with a covering budget and these settings."""
-    return parse_rules({"extends": "ktransformers.yaml", "long_context": {"second_block_count": "all", **long_context}})
+    return parse_rules({"extends": "ktransformers.yaml", "long_context": {"top_k_blocks": "all", **long_context}})
 
 
 def run(model, cache, prompt, decoded, pieces=None):
@@ -78,7 +78,7 @@ def test_prefill_and_decode_equal_the_untouched_model(
             chunk_size=chunk_size,
             block_size=block_size,
             local_windows_len=local,
-            initial_len=initial,
+            sink_tokens=initial,
             kv_type="FP32",
             max_seq_len=128,
         ),
@@ -140,7 +140,7 @@ def test_a_window_on_the_compute_device_gives_the_same(architecture, monkeypatch
     model = model_of(architecture)
     tokens, decoded = random_tokens(2, 45, seed=3), random_tokens(2, 60, seed=4)
     expected = run(model, DynamicCache(config=model.config), tokens, decoded)
-    inject(model, rules(chunk_size=16, block_size=4, local_windows_len=10, initial_len=6, kv_type="FP32"))
+    inject(model, rules(chunk_size=16, block_size=4, local_windows_len=10, sink_tokens=6, kv_type="FP32"))
     try:
         cache = HeteroCache(model, max_seq_len=128)
         actual = run(model, cache, tokens, decoded)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
     "block_size": 4,
     "local_windows_len": 8,
-    "initial_len": 4,
+    "sink_tokens": 4,
     "chunk_size": 16,
     "max_seq_len": 256,
     "threads_num": 1,
@@ -66,7 +66,7 @@ def logits(model, cache, parts):
 def injected(case, device=CPU):
     architecture, rules, settings = CASES[case]
     model = model_on(device, tiny_model(architecture))
-    inject(model, parse_rules({"rules": rules, "long_context": {**SMALL, "second_block_count": 3, **settings}}))
+    inject(model, parse_rules({"rules": rules, "long_context": {**SMALL, "top_k_blocks": 3, **settings}}))
     return model
 
 

@@ -15,20 +15,20 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_thread")]
 #: kv heads and head dim of the tiny Llama.
 HEADS, DIM = 2, 16
 ENGINE = {"max_seq_len": 2048, "chunk_size": 32, "threads_num": 1}
-GROUPED = {"block_size": 8, "initial_len": 8, "local_windows_len": 24, "position_group": 4, "neighbour_window": 20}
+GROUPED = {"block_size": 8, "sink_tokens": 8, "local_windows_len": 24, "position_group": 4, "neighbour_window": 20}
 STREAM = {
-    "block_size": 8, "initial_len": 8, "local_windows_len": 24, "second_block_count": 4, "representative_num": 2,
+    "block_size": 8, "sink_tokens": 8, "local_windows_len": 24, "top_k_blocks": 4, "representative_num": 2,
     "stream_chunk": 16,
 }  # fmt: skip
 RUNS = [
     ("self_extend", GROUPED),
-    ("self_extend_quest", {**GROUPED, "second_block_count": 4, "dense_layer_num": 0}),
+    ("self_extend_quest", {**GROUPED, "top_k_blocks": 4, "dense_layer_num": 0}),
     ("infllm_stream", STREAM),
     ("infllm_stream", {**STREAM, "head_select_mode": "SEPARATE"}),
-    ("infllm_stream", {**STREAM, "second_block_count": 500}),
+    ("infllm_stream", {**STREAM, "top_k_blocks": 500}),
 ]
 # Types in groups of 32 numbers want blocks of as many tokens.
-LARGE = {"block_size": 32, "initial_len": 32, "local_windows_len": 32}
+LARGE = {"block_size": 32, "sink_tokens": 32, "local_windows_len": 32}
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from hetero_kv.planning.plan import Footprint
 from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
 
-SETTINGS = {"chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256}
-EXACT = {**SETTINGS, "kv_type": "FP32", "second_block_count": 500}
+SETTINGS = {"chunk_size": 16, "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256}
+EXACT = {**SETTINGS, "kv_type": "FP32", "top_k_blocks": 500}
 PROMPT, TURN, TOTAL = 37, 40, 50
 IDS = tokens(TOTAL)
 _MIXED = {
@@ -189,7 +189,7 @@ def test_beams_are_those_of_the_untouched_model(architecture):
     [
         ("qwen3_5_text", "streaming_llm", {"budget": 60, "stride": 13}),
         ("granitemoehybrid", "h2o", {"budget": 60}),
-        ("lfm2", "quest", {"block_size": 4, "second_block_count": 500, "kv_type": "FP32", "dense_layer_num": 0}),
+        ("lfm2", "quest", {"block_size": 4, "top_k_blocks": 500, "kv_type": "FP32", "dense_layer_num": 0}),
         ("lfm2", "shadowkv", {"rank": 32, "sparse_budget": 64, "local_chunks": 2, "outlier_chunks": 1}),
     ],
 )

@@ -12,8 +12,8 @@ from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.families.retrieval.settings import LONGEST_QUESTION, UNKNOWN_QUESTION, RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}
-PRESELECTING = {**SMALL, "preselect_block": True, "preselect_block_count": 4, "second_block_count": 2}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 512}
+PRESELECTING = {**SMALL, "preselect_block": True, "preselect_block_count": 4, "top_k_blocks": 2}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 
 
@@ -99,7 +99,7 @@ def test_a_recorded_prefill_knows_its_question(llama):
 @pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
 def test_a_vote_is_the_questions_and_the_window_is_kept(llama, policy):
     def entries(question=None, **settings):
-        put(llama, rules_of("BoundedAttention", policy=policy, budget=40, window=12, chunk_size=16, **settings))
+        put(llama, rules_of("BoundedAttention", policy=policy, budget=40, recent_tokens=12, chunk_size=16, **settings))
         cache = prefilled(llama, random_tokens(120), question=question)
         return [layer.entries.positions for layer in cache.layers]
 

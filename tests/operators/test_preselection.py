@@ -8,7 +8,7 @@ from retrieval_models import injected, logits, random_tokens, recorded
 def test_preselection_restricts_the_answer_and_is_made_anew_for_the_next_turn(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
     cache = injected(
-        deep_llama, representative_type="MEAN", second_block_count=2, preselect_block=True, preselect_block_count=4
+        deep_llama, representative_type="MEAN", top_k_blocks=2, preselect_block=True, preselect_block_count=4
     )
     seen = []
     for turn in range(2):
@@ -27,7 +27,7 @@ def test_blocks_that_leave_local_after_preselection_are_candidates_from_the_firs
     record = recorded(monkeypatch)
     # As many are chosen as were preselected, and the one that entered.
     cache = injected(
-        deep_llama, representative_type="MEAN", second_block_count=5, preselect_block=True, preselect_block_count=5
+        deep_llama, representative_type="MEAN", top_k_blocks=5, preselect_block=True, preselect_block_count=5
     )
     logits(deep_llama, cache, random_tokens(80))
     end = cache.layers[0].context_blocks
@@ -44,7 +44,7 @@ def test_blocks_that_leave_local_after_preselection_are_candidates_from_the_firs
 def test_a_crop_into_what_was_preselected_makes_all_blocks_candidates(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
     cache = injected(
-        deep_llama, representative_type="MEAN", second_block_count=3, preselect_block=True, preselect_block_count=4
+        deep_llama, representative_type="MEAN", top_k_blocks=3, preselect_block=True, preselect_block_count=4
     )
     logits(deep_llama, cache, random_tokens(83))
     cache.crop(-3)

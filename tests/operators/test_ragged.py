@@ -22,7 +22,7 @@ JOINING = prompt(75, 20), prompt(12, 21)
 # More than a block, so that every row fills one.
 HALF = 9
 
-SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
+SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "top_k_blocks": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 
 

@@ -28,7 +28,7 @@ REUSING = with_settings(
             ]
         }
     ),
-    {**ENGINE, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3},
+    {**ENGINE, "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "top_k_blocks": 3},
 )
 EQUAL = [prompt(200, seed) for seed in range(3)]
 #: Tokens decoded when something befalls the batch, and behind that; the next ones that choose are the 8th and the 16th.

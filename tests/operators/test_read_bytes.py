@@ -20,7 +20,7 @@ RULES = [
     {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
 ]
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "chunk_size": 16, "max_seq_len": 256}
 QUEST = {"representative_type": "QUEST", "representative_num": 2}
 MEANSTD = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax"}
 # A prompt of 60 tokens and one more are a block of the attention sink, 12 of the Context, and 9 tokens. A key or a
@@ -30,7 +30,7 @@ TOKEN, REPRESENTATIVES = 2 * VECTOR, 2 * VECTOR
 
 
 def retrieving(model, **settings):
-    given = {**SMALL, "kv_type": "FP32", "second_block_count": 3, "threads_num": 1, **settings}
+    given = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **settings}
     inject(model, parse_rules({"rules": RULES, "long_context": given}))
     return HeteroCache(model)
 
@@ -49,7 +49,7 @@ def after(model, cache, prompt=PROMPT, decoded=1, rows=1):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("kv_type", "token"), [("FP32", TOKEN), ("FP16", TOKEN // 2)])
 def test_where_everything_is_attended_to_all_keys_and_values_are_read(llama, rows, kv_type, token):
-    cache = retrieving(llama, second_block_count="all", kv_type=kv_type)
+    cache = retrieving(llama, top_k_blocks="all", kv_type=kv_type)
     assert after(llama, cache, decoded=3, rows=rows) == [token * (PROMPT + 2)] * 3
 
 
@@ -62,22 +62,24 @@ CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
         (QUEST, CHOSEN),
         ({**QUEST, "group_reduce": "softmax"}, CHOSEN),
         (MEANSTD, CHOSEN),
-        ({**MEANSTD, "head_select_mode": "SEPARATE", "rest": "estimate"}, CHOSEN + 9 * VECTOR),
+        ({**MEANSTD, "head_select_mode": "SEPARATE", "residual_attention": "estimate"}, CHOSEN + 9 * VECTOR),
         # Six candidates' keys, which are scored as they are stored: copies in four bits come in tiles of 16 tokens.
-        ({**MEANSTD, "rest": "estimate", "rerank": 2}, CHOSEN + 9 * VECTOR + 6 * 4 * VECTOR),
+        ({**MEANSTD, "residual_attention": "estimate", "rerank": 2}, CHOSEN + 9 * VECTOR + 6 * 4 * VECTOR),
         # All blocks' keys, and the representatives by which the rest counts.
-        ({**MEANSTD, "rest": "estimate", "rerank": "all"}, CHOSEN + 9 * VECTOR + CONTEXT * 4 * VECTOR),
+        ({**MEANSTD, "residual_attention": "estimate", "rerank": "all"}, CHOSEN + 9 * VECTOR + CONTEXT * 4 * VECTOR),
         # Means of half precision, of 4 blocks around, 3 that are chosen, and 6 candidates.
         ({**MEANSTD, "rerank": 2, "key_offset": "block_mean"}, CHOSEN + 6 * 4 * VECTOR + 13 * VECTOR // 2),
         # All blocks of the Context are attended to, and no representatives are read.
-        ({**MEANSTD, "second_block_count": 12}, (PROMPT + 1) * TOKEN),
+        ({**MEANSTD, "top_k_blocks": 12}, (PROMPT + 1) * TOKEN),
     ],
 )
 def test_of_what_is_chosen_the_bytes_are_counted(llama, settings, read):
     assert after(llama, retrieving(llama, **settings)) == [read] * 3
 
 
-@pytest.mark.parametrize(("settings", "estimated"), [(QUEST, 0), ({**MEANSTD, "rest": "estimate"}, 4 + 1)])
+@pytest.mark.parametrize(
+    ("settings", "estimated"), [(QUEST, 0), ({**MEANSTD, "residual_attention": "estimate"}, 4 + 1)]
+)
 def test_of_groups_that_are_not_opened_no_blocks_are_scored(llama, settings, estimated):
     # Of two groups of 5 blocks one is opened; two blocks are in none. Three blocks of those are attended to.
     cache = retrieving(llama, group_blocks=5, group_factor=1, **settings)
@@ -87,7 +89,7 @@ def test_of_groups_that_are_not_opened_no_blocks_are_scored(llama, settings, est
 
 def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
     model = tiny_model("llama", head_dim=32)
-    read = after(model, retrieving(model, representative_storage="Q8_0", rest="estimate", **MEANSTD))
+    read = after(model, retrieving(model, representative_storage="Q8_0", residual_attention="estimate", **MEANSTD))
     # A vector of 2 heads of 32 float32, or of 34 bytes each.
     assert read == [(AROUND + 3 * 4) * 2 * 256 + CONTEXT * 2 * 68 + 9 * 68] * 3
 
@@ -95,7 +97,7 @@ def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
 @pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
 def test_of_preselected_tokens_the_candidates_alone_are_scored(llama, head_select_mode):
     # As snapkv: a token leaves Local with every step, so that each step chooses 20 of the 20 and what has left.
-    blocks = {"block_size": 1, "preselect_block": True, "preselect_block_count": 20, "second_block_count": 20}
+    blocks = {"block_size": 1, "preselect_block": True, "preselect_block_count": 20, "top_k_blocks": 20}
     cache = retrieving(
         llama, **blocks, representative_type="MEAN", head_select_mode=head_select_mode, max_seq_len=512
     )  # fmt: skip
@@ -108,9 +110,7 @@ def test_steps_that_reuse_a_choice_read_no_representatives(llama):
 
 
 def test_under_a_target_what_is_read_follows_the_blocks_that_were_taken(llama):
-    cache = retrieving(
-        llama, **MEANSTD, target_mass=0.8, second_block_count="all", least_block_count=0, head_select_mode="SEPARATE"
-    )
+    cache = retrieving(llama, **MEANSTD, target_mass=0.8, top_k_blocks="all", min_blocks=0, head_select_mode="SEPARATE")
     read, blocks = after(llama, cache), cache.statistics["attended_blocks"]
     assert 0 < min(blocks) < max(blocks) < CONTEXT
     expected = AROUND * TOKEN + np.array(blocks) * 4 * TOKEN + CONTEXT * REPRESENTATIVES
@@ -126,7 +126,13 @@ def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_
         return result
 
     monkeypatch.setattr(EstimatingStep, "__call__", noted)
-    settings = {**MEANSTD, "rest": "estimate", "rerank": "all", "attend_to": "tokens", "key_offset": "block_mean"}
+    settings = {
+        **MEANSTD,
+        "residual_attention": "estimate",
+        "rerank": "all",
+        "attend_to": "tokens",
+        "key_offset": "block_mean",
+    }
     read = after(llama, retrieving(llama, **settings))
     assert len(taken) == len(read) == 3
     for (tokens, looked, scored, _, _, touched, whole), found in zip(taken, read, strict=True):

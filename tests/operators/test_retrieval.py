@@ -33,7 +33,7 @@ def test_the_blocks_chosen_while_decoding_are_the_references(deep_llama, monkeyp
         representative_num=number,
         head_select_mode=head_select_mode,
         group_reduce=group_reduce,
-        second_block_count=3,
+        top_k_blocks=3,
     )
     logits(deep_llama, cache, random_tokens(60))
     for token in random_tokens(25, 1).split(1, dim=1):
@@ -62,7 +62,7 @@ def test_the_blocks_chosen_while_decoding_are_the_references(deep_llama, monkeyp
 def test_the_mean_of_representatives_orders_blocks_as_infllms_sum(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
     four = {"representative_type": "FIXED", "representative_num": 2, "representative_reduce": "mean"}
-    cache = injected(deep_llama, kv_type="FP32", second_block_count=3, **four)
+    cache = injected(deep_llama, kv_type="FP32", top_k_blocks=3, **four)
     logits(deep_llama, cache, random_tokens(60), *random_tokens(9, 1).split(1, dim=1))
     for _, _, positions, q, layer in record[-4:]:
         ids = layer.block_ids(0)[layer.layout.sink_blocks : layer.context_end].astype(int)
@@ -88,7 +88,7 @@ def _by_head(*vectors):
 def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(architecture):
     windowless = {} if architecture == "llama" else {"layer_types": ["full_attention"] * 3}
     model = tiny_model(architecture, **windowless)
-    injected(model, kv_type="FP32", second_block_count="all", representative_num=1)
+    injected(model, kv_type="FP32", top_k_blocks="all", representative_num=1)
     for operator in model.hetero_kv_injection.attention_operators():
         operator.accumulates = True
         operator.budget = 500
@@ -120,9 +120,7 @@ def test_after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_
     deep_llama, representative_type, back
 ):
     number = TYPES[representative_type]
-    cache = injected(
-        deep_llama, representative_type=representative_type, representative_num=number, second_block_count=3
-    )
+    cache = injected(deep_llama, representative_type=representative_type, representative_num=number, top_k_blocks=3)
     logits(deep_llama, cache, random_tokens(60), *random_tokens(10, 1).split(1, dim=1))
     cache.crop(-back)
     logits(deep_llama, cache, random_tokens(20, 2), *random_tokens(12, 3).split(1, dim=1))
@@ -139,7 +137,7 @@ def test_after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_
 def test_recall_is_measured_and_never_falls_when_the_budget_grows(deep_llama):
     recalls = []
     for budget in (0, 1, 2, 4, 8, "all"):
-        cache = injected(deep_llama, kv_type="FP32", second_block_count=budget, dense_layer_num=0, measure_recall=True)
+        cache = injected(deep_llama, kv_type="FP32", top_k_blocks=budget, dense_layer_num=0, measure_recall=True)
         logits(deep_llama, cache, random_tokens(80), random_tokens(1, 1))
         recalls.append(cache.layers[0].state.recall.mean)
         eject(deep_llama)
@@ -169,5 +167,5 @@ def test_ktransformers_own_settings_are_accepted_as_they_are(deep_llama):
     block = "\n".join(line[2:] for line in pasted.splitlines())
     injection = inject(deep_llama, parse_rules(f"extends: ktransformers.yaml\nlong_context:{block}"))
     settings = injection.operators["model.layers.0.self_attn"].settings
-    assert (settings.second_block_count, settings.representative_type, settings.dense_layer_num) == (96, "DYNAMIC", 0)
+    assert (settings.top_k_blocks, settings.representative_type, settings.dense_layer_num) == (96, "DYNAMIC", 0)
     assert injection.engine.max_seq_len == 100_000

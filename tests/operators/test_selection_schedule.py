@@ -20,7 +20,7 @@ def test_blocks_are_reselected_by_the_schedule_and_reused_between(deep_llama, mo
         RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
     )
     cache = injected(
-        deep_llama, representative_type="MEAN", second_block_count=3, layer_step=layer_step, token_step=token_step
+        deep_llama, representative_type="MEAN", top_k_blocks=3, layer_step=layer_step, token_step=token_step
     )
     logits(deep_llama, cache, random_tokens(70))
     last = {}
@@ -43,7 +43,7 @@ def test_blocks_are_reselected_by_the_schedule_and_reused_between(deep_llama, mo
 @pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
 def test_a_block_that_leaves_local_between_two_selections_is_attended_to(deep_llama, monkeypatch, head_select_mode):
     record = recorded(monkeypatch)
-    settings = {"second_block_count": 1, "token_step": 12, "head_select_mode": head_select_mode}
+    settings = {"top_k_blocks": 1, "token_step": 12, "head_select_mode": head_select_mode}
     cache = injected(deep_llama, representative_type="MEAN", **settings)
     logits(deep_llama, cache, random_tokens(70), random_tokens(1, 1))
     selected = cache.layers[0].context_blocks
@@ -59,7 +59,7 @@ def test_layers_behind_dense_ones_reselect_by_the_schedule_too(deep_llama, monke
     monkeypatch.setattr(
         RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
     )
-    settings = {"second_block_count": 2, "layer_step": 2, "token_step": 2, "dense_layer_num": 1}
+    settings = {"top_k_blocks": 2, "layer_step": 2, "token_step": 2, "dense_layer_num": 1}
     cache = injected(deep_llama, representative_type="MEAN", **settings)
     logits(deep_llama, cache, random_tokens(70), *random_tokens(6, 1).split(1, dim=1))
     assert chosen == [1, 2] * 3
@@ -70,7 +70,7 @@ def test_a_new_prompt_begins_the_count_of_token_step_anew(deep_llama, monkeypatc
     monkeypatch.setattr(
         RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
     )
-    cache = injected(deep_llama, representative_type="MEAN", second_block_count=3, token_step=4)
+    cache = injected(deep_llama, representative_type="MEAN", top_k_blocks=3, token_step=4)
     selecting = []
     for turn, answer in ((70, 6), (9, 6)):
         logits(deep_llama, cache, random_tokens(turn, turn))
@@ -83,16 +83,16 @@ def test_a_new_prompt_begins_the_count_of_token_step_anew(deep_llama, monkeypatc
 
 def test_dense_layers_attend_to_everything(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
-    cache = injected(deep_llama, representative_type="MEAN", second_block_count=2, dense_layer_num=3)
+    cache = injected(deep_llama, representative_type="MEAN", top_k_blocks=2, dense_layer_num=3)
     logits(deep_llama, cache, random_tokens(60), random_tokens(1, 1))
     assert [layer for layer, *_ in record] == [3]
 
 
 def test_budgets_may_differ_by_layer(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
-    cache = injected(deep_llama, representative_type="MEAN", second_block_count="pyramid(1, 7)")
+    cache = injected(deep_llama, representative_type="MEAN", top_k_blocks="pyramid(1, 7)")
     logits(deep_llama, cache, random_tokens(90), random_tokens(1, 1))
     assert [positions.shape[2] for _, _, positions, *_ in record] == [7, 5, 3, 1]
     eject(deep_llama)
-    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers, but the model has 4 layers"):
-        injected(deep_llama, second_block_count=[1, 2])
+    with pytest.raises(HeteroKVError, match="top_k_blocks lists 2 numbers, but the model has 4 layers"):
+        injected(deep_llama, top_k_blocks=[1, 2])

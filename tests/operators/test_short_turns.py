@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {
     "block_size": 8,
-    "initial_len": 8,
+    "sink_tokens": 8,
     "local_windows_len": 16,
-    "second_block_count": 3,
+    "top_k_blocks": 3,
     "observation_len": 24,
     "chunk_size": 128,
 }
-COVERING = {"second_block_count": 500, "preselect_block_count": 500}
+COVERING = {"top_k_blocks": 500, "preselect_block_count": 500}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 PRESELECTING = {"preselect_block": True, "preselect_block_count": 5}
 METHODS = {
@@ -135,7 +135,7 @@ def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv
     model, script = tiny_model("llama", head_dim=32), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(2, 3)]
     with torch.no_grad():
         exact = model(torch.cat(script)[None]).logits[0]
-    settings = {"kv_type": kv_type, "block_size": 32, "initial_len": 32, **COVERING}
+    settings = {"kv_type": kv_type, "block_size": 32, "sink_tokens": 32, **COVERING}
     ours = error(alone(model, injected(model, retrieval(**settings)), script), exact)
     buffered()
     assert ours <= 2 * error(alone(model, new_cache(model), script), exact) + 1e-6

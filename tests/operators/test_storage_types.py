@@ -24,9 +24,9 @@ REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
 # Blocks of 32: six of them move to the Context in 200 tokens.
 KINDS = list(enumerate(itertools.product(REPRESENTATIVES, ["SHARED", "SEPARATE"])))
-SMALL = {"block_size": 32, "local_windows_len": 8, "initial_len": 32, "chunk_size": 64, "max_seq_len": 512}
+SMALL = {"block_size": 32, "local_windows_len": 8, "sink_tokens": 32, "chunk_size": 64, "max_seq_len": 512}
 TYPES = ("key_type", "value_type")
-COVERING = {"second_block_count": 500, "preselect_block_count": 500}
+COVERING = {"top_k_blocks": 500, "preselect_block_count": 500}
 _LLAMA = tiny_model("llama", num_hidden_layers=2, head_dim=32)
 
 # Keys that differ in float32's last digits may be rounded to neighbours: a step of the format, in a few places.
@@ -116,7 +116,7 @@ def test_every_recipe_is_exact(llama, expected, recipe, kv_type):
 
 @pytest.mark.parametrize(("recipe", "kv_type"), combined(["quest", "adaptive"], ["Q8_0", "Q4_0"]))
 def test_blocks_of_16_tokens_the_least_that_few_bits_take_are_exact(llama, expected, recipe, kv_type):
-    blocks = {**SMALL, "block_size": 16, "initial_len": 16, "second_block_count": 500}
+    blocks = {**SMALL, "block_size": 16, "sink_tokens": 16, "top_k_blocks": 500}
     inject(llama, recipe, command_line={**blocks, "kv_type": kv_type, "key_offset": "none"})
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
 

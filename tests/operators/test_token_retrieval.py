@@ -30,7 +30,7 @@ COVERING = {
 }
 ATTENDED = {"infinigen": 12, "loki": 27, "magicpig": 40, "retroinfer": 8, "sparq": 12}
 CHOOSERS = sorted(COVERING)
-SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
+SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8}
 
 
 def test_every_chooser_is_tested():
@@ -67,7 +67,7 @@ def test_one_kv_head_and_no_token_around_the_context_are_enough(chooser, monkeyp
     model, ids = tiny_model("llama", num_key_value_heads=1), prompt(70, 1)[None]
     with torch.no_grad():
         expected = model(ids).logits
-    least = {"block_size": 4, "initial_len": 0, "local_windows_len": 1}
+    least = {"block_size": 4, "sink_tokens": 0, "local_windows_len": 1}
     injection = inject(model, small_recipe(chooser, **least), command_line={**COVERING[chooser], "dense_layer_num": 0})
     monkeypatch.setattr(choosers.get(chooser).implementation, "covers", lambda *_: False)
     injection.compile_kernels()

@@ -13,7 +13,7 @@ from hetero_kv import eject, inject
 
 pytestmark = pytest.mark.cuda
 
-SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
+SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8}
 COVERING = {"token_budget": 1.0, "alpha": 1e9}
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("loki", "magicpig", "retroinfer")]
 

@@ -16,7 +16,7 @@ SIZES = {"vocab_size": len(TOKENIZER), "eos_token_id": 5, "pad_token_id": 3, "nu
 MODEL, UNTOUCHED = (tiny_model("llama", 1, **SIZES) for _ in range(2))
 ASSISTANT, UNTOUCHED_ASSISTANT = (tiny_model("llama", 2, **{**SIZES, "num_hidden_layers": 2}) for _ in range(2))
 EVERYTHING = {
-    "second_block_count": "all", "kv_type": "FP32", "block_size": 16, "local_windows_len": 32, "initial_len": 16,
+    "top_k_blocks": "all", "kv_type": "FP32", "block_size": 16, "local_windows_len": 32, "sink_tokens": 16,
     "max_seq_len": 400,
 }  # fmt: skip
 PROMPT = torch.randint(6, 250, (1, 45), generator=torch.Generator().manual_seed(3))

@@ -18,10 +18,10 @@ from hetero_kv.engine.errors import CacheInUseError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "kv_type": "FP32"}
+SMALL = {"block_size": 4, "local_windows_len": 8, "sink_tokens": 4, "kv_type": "FP32"}
 #: Rules that choose few of the tokens: what is chosen shows in the answer.
 RULES = {
-    "quest": {**SMALL, "second_block_count": 2},
+    "quest": {**SMALL, "top_k_blocks": 2},
     "infinigen": {**SMALL, "token_budget": 4},
     "loki": {**SMALL, "token_budget": 6},
     "shadowkv": {"rank": 8, "sparse_budget": 16, "chunk_size": 8},

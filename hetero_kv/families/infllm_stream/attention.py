@@ -137,4 +137,4 @@ class InfLLMStreamAttention(SelfExtendAttention):
 
     def stored_by(self) -> dict[str, Any]:
         """See AttentionOperator: includes the budget, because a prompt's retrieval affects what later layers store."""
-        return super().stored_by() | {"second_block_count": self.settings_in_layer()["second_block_count"]}
+        return super().stored_by() | {"top_k_blocks": self.settings_in_layer()["top_k_blocks"]}

@@ -35,17 +35,17 @@ from hetero_kv.store.pool import BlockPool
 #: Settings that do not affect what is stored (see `stored_by`).
 _CHOOSING = frozenset(
     (
-        "second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "whole_block_count",
+        "top_k_blocks", "group_reduce", "residual_attention", "rerank", "target_mass", "min_blocks", "max_dense_blocks",
         "group_factor", "attend_to",
     )
 )  # fmt: skip
 
 
 class RetrievalAttention(WindowedDecode):
-    """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
+    """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `top_k_blocks` blocks.
 
     A budget that covers the Context gives full attention, to the storage type's precision. With `target_mass`,
-    which may attend to fewer blocks, `least_block_count` or `whole_block_count` must cover it instead.
+    which may attend to fewer blocks, `min_blocks` or `max_dense_blocks` must cover it instead.
     """
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
@@ -162,7 +162,7 @@ class RetrievalAttention(WindowedDecode):
         return {"Representatives of a block (representative_type)": known, **PREFILLS}
 
     def settings_in_layer(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"second_block_count": "all" if self.budget is None else self.budget}
+        own: dict[str, Any] = {"top_k_blocks": "all" if self.budget is None else self.budget}
         if self.preselected is not None:
             own["preselect_block_count"] = self.preselected
         return super().settings_in_layer() | own

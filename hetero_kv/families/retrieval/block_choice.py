@@ -31,7 +31,7 @@ class Derived(NamedTuple):
         """The arrays that the settings need. Low-bit keys and keys of small blocks need no coarse copies."""
         is_coarse = settings.key_storage.for_representatives != settings.key_storage
         has_codes = settings.rerank != 1 and not is_coarse and has_key_codes(settings.block_size)
-        return cls(settings.rest == "estimate", has_codes, settings.group_blocks > 1)
+        return cls(settings.residual_attention == "estimate", has_codes, settings.group_blocks > 1)
 
 
 NONE_DERIVED = Derived()
@@ -44,10 +44,12 @@ def choice_of(settings: RetrievalSettings, budget: int) -> BlockChoice | None:
     """
     target = 0.0 if settings.target_mass == "none" else float(settings.target_mass)
     reduce = REDUCTIONS[settings.group_reduce]
-    is_plain = reduce in (MEAN, LARGEST) and settings.rest == "drop" and settings.rerank == 1 and not target
+    is_plain = (
+        reduce in (MEAN, LARGEST) and settings.residual_attention == "drop" and settings.rerank == 1 and not target
+    )
     if is_plain and settings.representative_type != "MEANSTD" and settings.group_blocks == 1:
         return None
     groups = settings.group_blocks, settings.group_factor
     rerank = 0 if settings.rerank == "all" else int(settings.rerank)
     tokens = budget * settings.block_size if settings.attend_to == "tokens" else 0
-    return BlockChoice(reduce, rerank, target, settings.least_block_count, *groups, tokens)
+    return BlockChoice(reduce, rerank, target, settings.min_blocks, *groups, tokens)

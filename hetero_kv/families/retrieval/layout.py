@@ -28,14 +28,14 @@ class RetrievalLayout(Layout):
     @classmethod
     def of_settings(cls, settings: PagedSettings, finalizes_per_sequence: bool = False) -> RetrievalLayout:
         """The layout that an operator's settings describe."""
-        return cls.of(settings.block_size, settings.initial_len, settings.local_windows_len, finalizes_per_sequence)
+        return cls.of(settings.block_size, settings.sink_tokens, settings.local_windows_len, finalizes_per_sequence)
 
     @classmethod
     def of(
-        cls, block_size: int, initial_len: int, local_len: int, finalizes_per_sequence: bool = False
+        cls, block_size: int, sink_tokens: int, local_len: int, finalizes_per_sequence: bool = False
     ) -> RetrievalLayout:
-        """A layout with `initial_len` tokens of attention sink, rounded up to whole blocks."""
-        return cls(block_size, -(-initial_len // block_size), local_len, finalizes_per_sequence)
+        """A layout with `sink_tokens` tokens of attention sink, rounded up to whole blocks."""
+        return cls(block_size, -(-sink_tokens // block_size), local_len, finalizes_per_sequence)
 
     def context_blocks(self, length: int) -> int:
         """The number of Context blocks in a sequence of `length` tokens."""

@@ -14,7 +14,7 @@ class PagedSettings:
     """Mixin for settings with these fields: how a sequence is divided and stored."""
 
     block_size: int
-    initial_len: int
+    sink_tokens: int
     local_windows_len: int
     kv_type: str
     key_type: str

@@ -42,7 +42,7 @@ class RetrievalPrefill(ExactPrefill):
         self.representative_type = representatives.get(settings.representative_type)
         self.shared = settings.head_select_mode == "SHARED"
         layers = self._own_config.num_hidden_layers
-        self.budget = layer_budget("second_block_count", settings.second_block_count, self.layer_idx, layers)
+        self.budget = layer_budget("top_k_blocks", settings.top_k_blocks, self.layer_idx, layers)
         self.targets = settings.target_mass != "none"
         if self.targets and self.budget is None:
             self.budget = LARGEST
@@ -51,7 +51,7 @@ class RetrievalPrefill(ExactPrefill):
         #: Up to this many blocks the whole Context is attended to.
         self.covering = self.budget
         if self.targets and self.budget is not None:
-            self.covering = max(settings.least_block_count, settings.whole_block_count)
+            self.covering = max(settings.min_blocks, settings.max_dense_blocks)
         self.choice = choice_of(settings, self.budget) if self.budget is not None else None
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None

@@ -43,23 +43,28 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
 
     block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1, maximum=1 << 16)
-    initial_len: int = setting(
-        128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
+    sink_tokens: int = setting(
+        128,
+        "attention sink: the first tokens (in whole blocks), always attended",
+        unit="tokens",
+        minimum=0,
+        formerly=("initial_len",),
     )
     local_windows_len: int = setting(4096, "window of the newest tokens, always attended", unit="tokens", minimum=1)
-    second_block_count: int | Literal["all"] | tuple[int, ...] | Pyramid = setting(
+    top_k_blocks: int | Literal["all"] | tuple[int, ...] | Pyramid = setting(
         96,
         "Context blocks attended at each step, or as many tokens (attend_to); all: full attention",
         unit="blocks",
         minimum=0,
         aliases=("second_select_num",),
+        formerly=("second_block_count",),
     )
     preselect_block: bool = setting(
         False, "restrict the candidates once per turn, by what the end of the prompt attends to"
     )
     preselect_block_count: int | tuple[int, ...] | Pyramid = setting(
         96,
-        "blocks that survive preselection; where second_block_count is no less, all of them are attended to",
+        "blocks that survive preselection; where top_k_blocks is no less, all of them are attended to",
         unit="blocks",
         minimum=0,
     )
@@ -106,10 +111,11 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         "a kv head's score of a block from those of its group's query heads: their mean or maximum; softmax, "
         "softmax_max: mean or maximum of each head's softmax over the blocks",
     )
-    rest: Literal["drop", "estimate"] = setting(
+    residual_attention: Literal["drop", "estimate"] = setting(
         "drop",
         "Context blocks that are not attended to; estimate: each counts as one token of its mean key and mean value, "
         "with the weight of all its tokens",
+        formerly=("rest",),
     )
     rerank: int | Literal["all"] = setting(
         1,
@@ -125,22 +131,24 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     target_mass: float | Literal["none"] = setting(
         "none",
         "share of the attention, above 0, that as few blocks, or tokens, as possible are to reach, by estimate, for "
-        "each list of blocks; second_block_count is the most then",
+        "each list of blocks; top_k_blocks is the most then",
         minimum=0,
         maximum=1,
     )
-    least_block_count: int = setting(
+    min_blocks: int = setting(
         1,
-        "with target_mass, Context blocks attended at least; at most second_block_count",
+        "with target_mass, Context blocks attended at least; at most top_k_blocks",
         unit="blocks",
         minimum=0,
+        formerly=("least_block_count",),
     )
-    whole_block_count: int = setting(
+    max_dense_blocks: int = setting(
         0,
         "with target_mass, Context blocks up to which all of them are attended to, which is exact, and faster than a "
         "choice among few",
         unit="blocks",
         minimum=0,
+        formerly=("whole_block_count",),
     )
     group_blocks: int = setting(
         1,
@@ -151,7 +159,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     group_factor: int = setting(
         4,
-        "times second_block_count blocks that groups are opened with, where blocks have groups; where single tokens "
+        "times top_k_blocks blocks that groups are opened with, where blocks have groups; where single tokens "
         "are chosen (attend_to), times the blocks that these are taken from",
         minimum=1,
     )
@@ -241,15 +249,15 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             raise SettingError(
                 "target_mass",
                 self.target_mass,
-                "a share of 0 has no effect; set a share above 0, such as 0.9, or none for second_block_count blocks",
+                "a share of 0 has no effect; set a share above 0, such as 0.9, or none for top_k_blocks blocks",
             )
-        most = self.second_block_count
-        if self.target_mass != "none" and isinstance(most, int) and self.least_block_count > most:
+        most = self.top_k_blocks
+        if self.target_mass != "none" and isinstance(most, int) and self.min_blocks > most:
             raise SettingError(
-                "least_block_count",
-                self.least_block_count,
-                f"with target_mass second_block_count, which is {most}, limits the attended blocks; set {most} or "
-                "fewer, or a larger second_block_count",
+                "min_blocks",
+                self.min_blocks,
+                f"with target_mass top_k_blocks, which is {most}, limits the attended blocks; set {most} or "
+                "fewer, or a larger top_k_blocks",
             )
 
     def _require_groups(self) -> None:
@@ -273,7 +281,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         if representatives.get(self.representative_type).has_mean:
             return
         known = " or ".join(name for name in representatives.names() if representatives.get(name).has_mean)
-        for key, neutral in (("rest", "drop"), ("rerank", 1), ("target_mass", "none")):
+        for key, neutral in (("residual_attention", "drop"), ("rerank", 1), ("target_mass", "none")):
             if getattr(self, key) != neutral:
                 raise SettingError(
                     key,

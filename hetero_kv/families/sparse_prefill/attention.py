@@ -100,9 +100,9 @@ class PromptAttention:
     def _keys_of(self, chunk: Chunk, length: int) -> list[KeyLines | KeyBlocks]:
         settings = self._settings
         if settings.prefill == "flexprefill":
-            return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
+            return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_min_budget)
         assert self._tried is not None
-        price = minference.price_at(settings.prefill_price, length)
+        price = minference.price_at(settings.error_budget, length)
         patterns = [minference.best_pattern(head, price) for head in self._tried]
         return minference.keys_of(chunk, patterns, minference.matches_at(settings.prefill_matches, length))
 

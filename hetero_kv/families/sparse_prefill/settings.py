@@ -46,12 +46,13 @@ class PrefillSettings(Settings):
         unit="tokens",
         minimum=128,
     )
-    prefill_price: float = setting(
+    error_budget: float = setting(
         0.02,
         "with minference, error of a head's output, squared and relative to its layer's heads, that 1,024 tokens fewer "
         "may cost, in contexts of more than 16,384 tokens less; 0: the nearest pattern",
         minimum=0,
         maximum=1,
+        formerly=("prefill_price",),
     )
     prefill_matches: int = setting(
         2,
@@ -64,7 +65,13 @@ class PrefillSettings(Settings):
     prefill_mass: float = setting(
         0.95, "with flexprefill, share of the attention that is to be reached", minimum=0, maximum=1
     )
-    prefill_least: int = setting(512, "with flexprefill, tokens that a head takes at least", unit="tokens", minimum=64)
+    prefill_min_budget: int = setting(
+        512,
+        "with flexprefill, tokens that a head takes at least",
+        unit="tokens",
+        minimum=64,
+        formerly=("prefill_least",),
+    )
 
     @property
     def prefills_sparsely(self) -> bool:

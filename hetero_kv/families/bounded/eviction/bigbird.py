@@ -20,15 +20,17 @@ class BigBirdSettings(StridedSettings):
     policy: str = policy_setting("bigbird")
     block_size: int = setting(64, "tokens of a random block", unit="tokens", minimum=1)
     global_ratio: float = setting(0.25, "share of the budget for the sequence's first tokens", minimum=0, maximum=1)
-    window_ratio: float = setting(0.375, "share of the budget for the newest tokens", minimum=0, maximum=1)
+    recent_ratio: float = setting(
+        0.375, "share of the budget that the newest tokens have", minimum=0, maximum=1, formerly=("window_ratio",)
+    )
     seed: int = setting(0, "of the draw", minimum=0)
 
     def validate(self) -> None:
         super().validate()
-        if self.global_ratio + self.window_ratio > 1:
+        if self.global_ratio + self.recent_ratio > 1:
             raise SettingError(
-                "window_ratio",
-                self.window_ratio,
+                "recent_ratio",
+                self.recent_ratio,
                 f"with global_ratio {self.global_ratio} it exceeds the budget; set at most {1 - self.global_ratio:g}",
             )
 
@@ -46,6 +48,6 @@ class BigBird(EvictionPolicy[BigBirdSettings]):
     def evict(self, entries: Entries, budget: int) -> Entries:
         settings = self.settings
         first = round(budget * settings.global_ratio)
-        last = min(budget - first, round(budget * settings.window_ratio))
+        last = min(budget - first, round(budget * settings.recent_ratio))
         draws = uniform(entries.positions // settings.block_size, settings.seed, self.layer_idx)
         return entries.kept(best(draws, budget, first=first, last=last))

@@ -24,7 +24,9 @@ class CascadeSettings(StridedSettings):
     stride: int = setting(
         4096, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
     )
-    sinks: int = setting(64, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    sink_tokens: int = setting(
+        64, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
+    )
     sub_caches: int = setting(
         4, "parts of the budget behind the sinks; each accepts half of what the one before evicts", minimum=1
     )
@@ -32,7 +34,7 @@ class CascadeSettings(StridedSettings):
 
     @property
     def least(self) -> int:
-        return self.sinks + self.sub_caches
+        return self.sink_tokens + self.sub_caches
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Cascade(EvictionPolicy[CascadeSettings]):
         return _SeenTokens(numbers["tokens"]) if is_sound else None
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        sinks, seen = self.settings.sinks, entries.carried["seen"].tokens
+        sinks, seen = self.settings.sink_tokens, entries.carried["seen"].tokens
         sizes = sub_cache_sizes(budget - sinks, self.settings.sub_caches)
         incoming = entries.num_entries - budget
         return entries.kept(survivors(entries.score("average"), sizes, sinks, seen - sinks - incoming))

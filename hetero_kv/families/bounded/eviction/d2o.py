@@ -23,7 +23,9 @@ class D2OSettings(WholePromptSettings):
     """D2O: heavy hitters and the newest tokens, the evicted merged into them, more of them where attention is dense."""
 
     policy: str = policy_setting("d2o")
-    sinks: int = setting(4, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    sink_tokens: int = setting(
+        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
+    )
     recent_ratio: float = setting(
         0.25, "share of the budget without the sinks that the newest tokens have", minimum=0, maximum=1
     )
@@ -42,7 +44,7 @@ class D2OSettings(WholePromptSettings):
 
     @property
     def least(self) -> int:
-        return self.sinks + 1
+        return self.sink_tokens + 1
 
 
 @register(
@@ -84,7 +86,7 @@ class D2O(EvictionPolicy[D2OSettings]):
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         """Evict and merge by eq. 8 to 12; see EvictionPolicy."""
-        sinks = self.settings.sinks
+        sinks = self.settings.sink_tokens
         recent = max(1, round((budget - sinks) * self.settings.recent_ratio))
         index = best(entries.score("received"), budget, first=sinks, last=recent)
         kept = entries.kept(index)

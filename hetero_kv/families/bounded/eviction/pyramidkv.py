@@ -33,7 +33,7 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
     """
 
     def budget_for(self, prompt_length: int) -> int:
-        budget, window = super().budget_for(prompt_length), self.settings.window
+        budget, window = super().budget_for(prompt_length), self.settings.recent_tokens
         mean = budget - window
         if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):
             return budget

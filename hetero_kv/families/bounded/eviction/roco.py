@@ -20,11 +20,13 @@ class RoCoSettings(WholePromptSettings):
     protected_ratio: float = setting(
         0.3, "share of the budget for the entries whose attention deviates most", minimum=0, maximum=1
     )
-    recent: int = setting(10, "newest entries, which count as deviating most", unit="entries", minimum=0)
+    recent_tokens: int = setting(
+        10, "newest entries, which count as deviating most", unit="entries", minimum=0, formerly=("recent",)
+    )
 
     @property
     def least(self) -> int:
-        return self.recent + 1
+        return self.recent_tokens + 1
 
 
 @register("roco", meaning="the highest mean attention, and what is attended to most unevenly", settings=RoCoSettings)
@@ -42,7 +44,7 @@ class RoCo(EvictionPolicy[RoCoSettings]):
         queries = entries.score("queries")
         mean = entries.score("received") / queries
         variance = entries.score("squared") / queries - mean.square()
-        recent = self.settings.recent
+        recent = self.settings.recent_tokens
         out_of_scope = max(recent, round(budget * self.settings.protected_ratio))
         uneven = best(variance, out_of_scope, last=recent)
         return entries.kept(best(mean.scatter(-1, uneven, float("inf")), budget))

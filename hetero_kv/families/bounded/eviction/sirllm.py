@@ -21,7 +21,9 @@ class SirLLMSettings(StridedSettings):
     """SirLLM: attention sinks, the least expected tokens and the newest."""
 
     policy: str = policy_setting("sirllm")
-    sinks: int = setting(4, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    sink_tokens: int = setting(
+        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
+    )
     recent_ratio: float = setting(0.25, "share of the budget that the newest tokens have", minimum=0, maximum=1)
     decay_ratio: float = setting(
         1.0, "factor of the entropy of earlier tokens at every new turn; 1: memory does not fade", minimum=0, maximum=1
@@ -29,7 +31,7 @@ class SirLLMSettings(StridedSettings):
 
     @property
     def least(self) -> int:
-        return self.sinks + 1
+        return self.sink_tokens + 1
 
 
 @register(
@@ -57,7 +59,7 @@ class SirLLM(EvictionPolicy[SirLLMSettings]):
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        sinks = self.settings.sinks
+        sinks = self.settings.sink_tokens
         recent = min(round(budget * self.settings.recent_ratio), budget - sinks)
         # One set for all heads, because the entropy belongs to the token.
         entropy = entries.score("token")[:, :1]

@@ -24,31 +24,37 @@ class SnapKVSettings(WholePromptSettings):
     """SnapKV: what the prompt's last queries attend to."""
 
     policy: str = policy_setting("snapkv")
-    window: int = setting(64, "newest entries, which are kept", unit="tokens", minimum=1)
+    recent_tokens: int = setting(64, "newest entries, which are kept", unit="tokens", minimum=1, formerly=("window",))
     observation: int | Literal["question"] = setting(
         "question",
-        "last queries of the prompt, which vote; question: the turn's question, or as many as `window` where nobody "
-        "says where it begins",
+        "last queries of the prompt, which vote; question: the turn's question, or as many as `recent_tokens` where "
+        "nobody says where it begins",
         unit="tokens",
         minimum=1,
     )
-    kernel: int = setting(5, "average pooling of the votes along entries, odd; 1: none", unit="entries", minimum=1)
+    kernel_size: int = setting(
+        5,
+        "average pooling of the votes along entries, odd; 1: none",
+        unit="entries",
+        minimum=1,
+        formerly=("kernel",),
+    )
 
     def observed(self, question: int | None) -> int:
         """Number of a prompt's last queries that vote; `question` as in `ObservedAttention`."""
         if self.observation != "question":
             return self.observation
-        return self.window if question is None else min(question, LONGEST_QUESTION)
+        return self.recent_tokens if question is None else min(question, LONGEST_QUESTION)
 
     @property
     def least(self) -> int:
-        return self.window + 1
+        return self.recent_tokens + 1
 
     def validate(self) -> None:
         """Check settings against each other. Raises SettingError."""
         super().validate()
-        if self.kernel % 2 == 0:
-            raise SettingError("kernel", self.kernel, "it must be odd, so that pooling has a middle")
+        if self.kernel_size % 2 == 0:
+            raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
 
 
 V = TypeVar("V", bound=SnapKVSettings)
@@ -59,11 +65,11 @@ class WindowVote(EvictionPolicy[V]):
     the group (section 4).
 
     During an answer an entry keeps its vote from the prompt. A generated entry has the attention that it received while
-    it was among the newest `window`, which are kept: an equal number of queries has voted on each.
+    it was among the newest `recent_tokens`, which are kept: an equal number of queries has voted on each.
     """
 
     def observe(self, entries: Entries, attended: ObservedAttention) -> Entries:
-        window = self.settings.window
+        window = self.settings.recent_tokens
         if not attended.is_decoded:
             carried = entries.carried.get("window")
             observation = copy.copy(carried or Observation(self.settings.observed(attended.question)))
@@ -82,7 +88,7 @@ class WindowVote(EvictionPolicy[V]):
         assert observation.q is not None
         group = observation.q.shape[1] // entries.keys.shape[1]
         votes = observation.accumulated_attention(entries.keys) / group
-        old, kernel = entries.num_entries - observation.q.shape[2], self.settings.kernel
+        old, kernel = entries.num_entries - observation.q.shape[2], self.settings.kernel_size
         if old:
             votes[..., :old] = avg_pool1d(votes[..., :old], kernel, stride=1, padding=kernel // 2)
         return votes
@@ -93,7 +99,7 @@ class WindowVote(EvictionPolicy[V]):
         return entries.scored(vote=self.prompt_votes(entries)).carrying(window=None)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        return entries.kept(best(entries.score("vote"), budget, last=self.settings.window))
+        return entries.kept(best(entries.score("vote"), budget, last=self.settings.recent_tokens))
 
 
 @register(

@@ -19,11 +19,13 @@ class StreamingLLMSettings(StridedSettings):
     """StreamingLLM: the first tokens and the newest."""
 
     policy: str = policy_setting("streaming_llm")
-    sinks: int = setting(4, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    sink_tokens: int = setting(
+        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
+    )
 
     @property
     def least(self) -> int:
-        return self.sinks + 1
+        return self.sink_tokens + 1
 
 
 @register(
@@ -32,14 +34,14 @@ class StreamingLLMSettings(StridedSettings):
     settings=StreamingLLMSettings,
 )
 class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
-    """Keeps the first `sinks` and the newest entries; positions are those within the cache (section 3.2)."""
+    """Keeps the first `sink_tokens` and the newest entries; positions are those within the cache (section 3.2)."""
 
     strided = True
     reindexed = True
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         return entries.kept(
-            _sinks_and_newest(self.settings.sinks, budget, entries.num_entries, entries.room.keys.device)
+            _sinks_and_newest(self.settings.sink_tokens, budget, entries.num_entries, entries.room.keys.device)
         )
 
 

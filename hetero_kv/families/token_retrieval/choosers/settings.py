@@ -35,8 +35,12 @@ class TokenSettings(PagedSettings, PrefillSettings):
 
     chooser: str = chooser_setting("sparq")
     block_size: int = setting(128, "tokens of a block, the unit in which they are stored", unit="tokens", minimum=1)
-    initial_len: int = setting(
-        128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
+    sink_tokens: int = setting(
+        128,
+        "attention sink: the first tokens (in whole blocks), always attended",
+        unit="tokens",
+        minimum=0,
+        formerly=("initial_len",),
     )
     local_windows_len: int = setting(128, "window of the newest tokens, always attended", unit="tokens", minimum=1)
     dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
