@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_model
 
+from hetero_kv import inject
+from hetero_kv.contexts.identity import Identity
+from hetero_kv.engine.errors import ContextError
 from hetero_kv.errors import ConfigError
+from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.precedence import SettingsSource, before, in_force
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.settings import former_names
 from hetero_kv.settings.description import describe, oldest_names
 from hetero_kv.settings.flags import FlagParser
@@ -134,3 +145,88 @@ def test_contexts_record_a_setting_under_its_oldest_name() -> None:
 def test_no_two_settings_of_a_class_share_a_name(cls: type) -> None:
     names = [name for row in describe(cls) for name in (row.name, *row.aliases, *row.formerly)]
     assert len(names) == len(set(names))
+
+
+RETRIEVES: dict[str, Any] = {"match": {"name": r"layers\.0\.self_attn$"}, "replace": {"class": "RetrievalAttention"}}
+EVICTS: dict[str, Any] = {"match": {"name": r"layers\.1\.self_attn$"}, "replace": {"class": "BoundedAttention"}}
+
+
+def settings_of(text: str) -> list[Any]:
+    rules = parse_rules(text, "mine.yaml")
+    return [rules.operator_settings(rule) for rule in rules.rules]
+
+
+def test_a_file_of_before_means_what_it_meant(told: pytest.LogCaptureFixture) -> None:
+    retrieves, streams, votes = settings_of("""
+long_context: {initial_len: 12, second_block_count: 7, sinks: 3, rest: estimate, prefill_price: 0.5}
+rules:
+  - match: {name: x}
+    replace:
+      class: RetrievalAttention
+      kwargs: {representative_type: MEAN, target_mass: 0.9, least_block_count: 2, whole_block_count: 9}
+  - match: {name: y}
+    replace: {class: BoundedAttention, kwargs: {policy: streaming_llm}}
+  - match: {name: z}
+    replace: {class: BoundedAttention, kwargs: {policy: snapkv, window: 8, kernel: 3}}
+""")
+    assert (retrieves.sink_tokens, retrieves.top_k_blocks, retrieves.residual_attention) == (12, 7, "estimate")
+    assert (retrieves.min_blocks, retrieves.max_dense_blocks, retrieves.error_budget) == (2, 9, 0.5)
+    assert (retrieves.kernel_size, streams.sink_tokens) == (5, 3)
+    assert (votes.recent_tokens, votes.kernel_size, votes.error_budget) == (8, 3, 0.5)
+    assert "mine.yaml: long_context, line 2: the setting sinks is called sink_tokens now" in told.text
+    assert len(told.messages) == 9
+
+
+def test_a_recipes_name_and_the_command_line_take_former_names() -> None:
+    named = named_config("quest:second_block_count=64")
+    assert named.settings == {"top_k_blocks": 64}
+    assert named.command_line({"initial_len": 32}) == {"top_k_blocks": 64, "sink_tokens": 32}
+    assert named_config("h2o").command_line({"prefill_price": 0.5}) == {"error_budget": 0.5}
+    with pytest.raises(ConfigError, match=r"^command line: sink_tokens has no effect here: it is a setting of"):
+        named_config("h2o").command_line({"initial_len": 32})
+
+
+def test_inject_takes_former_names_and_refuses_two_of_one_setting() -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    text = refusal(lambda: inject(model, "quest", command_line={"top_k_blocks": 3, "second_block_count": 4}))
+    assert text.startswith("command line: 'top_k_blocks' and 'second_block_count' are the same setting, top_k_blocks;")
+    injection = inject(model, "quest:second_block_count=5", command_line={"initial_len": 32, "second_block_count": 4})
+    settings = injection.operators["model.layers.0.self_attn"].settings
+    assert (settings.top_k_blocks, settings.sink_tokens) == (5, 32)
+
+
+def test_the_settings_file_takes_former_names(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("long_context: {second_block_count: 7, local_windows_len: 99}\n", encoding="utf-8")
+    assert read_settings_file(path) == {"top_k_blocks": 7, "local_windows_len": 99}
+
+
+@pytest.fixture
+def identity() -> Callable[..., Identity]:
+    def of(**sinks: int) -> Identity:
+        model = tiny_model("llama", num_hidden_layers=2)
+        retrieves, evicts = deepcopy(RETRIEVES), deepcopy(EVICTS)
+        retrieves["replace"]["kwargs"] = {"block_size": 4, "sink_tokens": 8}
+        evicts["replace"]["kwargs"] = {"policy": "streaming_llm", "budget": 24, "sink_tokens": 3, **sinks}
+        injection = inject(model, parse_rules({"rules": [retrieves, evicts], "long_context": {"max_seq_len": 64}}))
+        return Identity.of(model, injection.attention_operators())
+
+    return of
+
+
+def test_a_context_saved_under_former_names_is_one_of_these_rules(identity: Callable[..., Identity]) -> None:
+    here = identity()
+    # What version 0.2.0 recorded of the two layers, settings that have their defaults in part.
+    recorded = here.recorded["layers"]
+    assert recorded["0"].items() >= {"operator": "RetrievalAttention", "block_size": 4, "initial_len": 8}.items()
+    assert recorded["1"] == {
+        "operator": "BoundedAttention", "policy": "streaming_llm", "budget": 24, "stride": 1024, "sinks": 3,
+    }  # fmt: skip
+    saved = Identity.read(json.loads(json.dumps(here.recorded)), "saved")
+    saved.require(here, "saved")
+    assert saved.digest == here.digest
+
+
+def test_a_context_of_another_setting_is_refused_under_todays_name(identity: Callable[..., Identity]) -> None:
+    with pytest.raises(ContextError, match=r"under other settings: in layer 1, sink_tokens 3 \(here 4\); put in"):
+        identity().require(identity(sink_tokens=4), "saved")

@@ -8,21 +8,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cli import COMMANDS
 from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.engine.statistics import Statistic
-from hetero_kv.rules.owners import registered_owners
+from hetero_kv.rules.owners import Owner, flat_classes, labels, registered_owners
 from hetero_kv.rules.registered import operator_classes, registered
 from hetero_kv.rules.setting_flags import SETTINGS_DEST
 from hetero_kv.settings.description import SettingRow, describe
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import Settings
+from hetero_kv.settings.setting import Settings, entries_of
 
 _OPENING = """\
 <!-- Written by `make docs` from the settings' dataclasses; do not edit. -->
@@ -50,8 +50,8 @@ which serve many rules. The flag `--policy` overrides the rules' policy; their k
 ignored. If a command has a flag of the same name (`chat --seed`, `eval --stride`), write the setting after the rules'
 name: `--config random:seed=1`. Settings of your own operators are flags too, if the rules name these operators.
 
-Aliases are names from other programs, mainly KTransformers, and work wherever the name does. An error names the file,
-the line, the key and the nearest valid spelling.
+[Aliases](#aliases) work wherever the name does. An error names the file, the line, the key and the nearest valid
+spelling.
 
 `hetero-kv rules RULES --model MODEL` shows the settings in force in every layer, `hetero-kv plan --model MODEL --config
 RULES` their memory.
@@ -60,7 +60,7 @@ RULES` their memory.
 
 def configuration_page() -> str:
     """The whole page as Markdown."""
-    parts = [_OPENING, *_settings(), *_registries(), *_statistics(), *_flags()]
+    parts = [_OPENING, *_settings(), *_aliases(), *_registries(), *_statistics(), *_flags()]
     return "\n".join(parts)
 
 
@@ -77,16 +77,11 @@ def _settings() -> Iterator[str]:
         )
         yield f"### {_title(cls)}\n"
         yield f"Taken by {', '.join(taken_by)}. Set in {where}.\n"
-        spellings = {f.name: f.metadata["constraints"].value_aliases for f in fields(cls) if f.metadata}  # type: ignore[arg-type]
-        yield from _table(
-            ("setting", "value", "default", "unit", "aliases", "meaning"),
-            (_setting_cells(row, spellings[row.name]) for row in rows),
-        )
+        yield from _table(("setting", "value", "default", "unit", "meaning"), map(_setting_cells, rows))
     yield f"### {_title(ContextCacheSettings)}\n"
     yield "Taken by the commands `chat` and `contexts`. Set in `contexts:` of `~/.hetero_kv/config.yaml`, or a flag.\n"
     yield from _table(
-        ("setting", "value", "default", "unit", "aliases", "meaning"),
-        (_setting_cells(row, {}) for row in describe(ContextCacheSettings)),
+        ("setting", "value", "default", "unit", "meaning"), map(_setting_cells, describe(ContextCacheSettings))
     )
     bare = [name for name, operator in operators.items() if not _has_settings(operator.settings_class)]
     yield f"Without settings: {', '.join(f'`{name}`' for name in bare)}.\n"
@@ -113,11 +108,35 @@ def _title(cls: type[Settings]) -> str:
     return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
 
 
-def _setting_cells(row: SettingRow, value_aliases: Mapping[str, str]) -> tuple[str, ...]:
+def _setting_cells(row: SettingRow) -> tuple[str, ...]:
     default = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
-    values = [f"`{written}` for `{meant}`" for written, meant in value_aliases.items()]
-    aliases = ", ".join([*(f"`{alias}`" for alias in row.aliases), *values])
-    return (f"`{row.name}`", row.type, f"`{default}`" if default else "", row.unit or "", aliases, row.doc)
+    return (f"`{row.name}`", row.type, f"`{default}`" if default else "", row.unit or "", row.doc)
+
+
+def _aliases() -> Iterator[str]:
+    yield "## Aliases\n"
+    yield "Names that other programs use, KTransformers first of all:\n"
+    owners = registered_owners()
+    classes: Sequence[Any] = flat_classes(owners)
+    entries = [entry for cls in classes for entry in entries_of(cls).values()]
+    aliases = {alias: f"`{entry.name}`" for entry in entries for alias in entry.constraints.aliases}
+    for entry in entries:
+        values = entry.constraints.value_aliases.items()
+        aliases |= {written: f"`{meant}` of `{entry.name}`" for written, meant in values}
+    yield from _table(("alias", "means"), ((f"`{alias}`", means) for alias, means in aliases.items()))
+    yield (
+        "Former names. A warning tells today's name, once per process. A former name counts for the operators that had "
+        "it, and saved contexts of before still load:\n"
+    )
+    former: dict[tuple[str, str], list[Owner]] = {}
+    for owner in owners:
+        for row in describe(owner.settings):
+            for name in row.formerly:
+                former.setdefault((name, row.name), []).append(owner)
+    yield from _table(
+        ("former name", "today", "of"),
+        ((f"`{was}`", f"`{name}`", labels(having, owners)) for (was, name), having in former.items()),
+    )
 
 
 def _registries() -> Iterator[str]:
