@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.precedence import SettingsSource, before, in_force
 from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.rules.setting_flags import settings_of as flag_settings
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.settings import former_names
 from hetero_kv.settings.description import describe, oldest_names
@@ -230,3 +233,14 @@ def test_a_context_saved_under_former_names_is_one_of_these_rules(identity: Call
 def test_a_context_of_another_setting_is_refused_under_todays_name(identity: Callable[..., Identity]) -> None:
     with pytest.raises(ContextError, match=r"under other settings: in layer 1, sink_tokens 3 \(here 4\); put in"):
         identity().require(identity(sink_tokens=4), "saved")
+
+
+def test_every_command_with_rules_takes_former_names_as_flags(told: pytest.LogCaptureFixture) -> None:
+    parser = FlagParser("program", "a program")
+    add_setting_flags(parser, lambda _: ())
+    flags = parser.parse(["--second_block_count", "7", "--sinks=3", "--initial-len", "8", "--recent", "2"])
+    settings = flag_settings(flags)
+    assert settings == {"top_k_blocks": 7, "sinks": 3, "initial_len": 8, "recent": 2}
+    assert named_config("quest").command_line({"initial_len": settings["initial_len"]}) == {"sink_tokens": 8}
+    assert told.messages[0].startswith("command line: the setting second_block_count is called top_k_blocks now")
+    assert not re.search(r"--(second_block_count|sinks|initial_len|recent)\b", parser.format_help())

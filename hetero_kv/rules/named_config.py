@@ -27,7 +27,7 @@ class NamedConfig:
 
     Attributes:
         name: the file without folder and suffix, and its settings as written.
-        settings: by canonical name.
+        settings: by canonical key.
     """
 
     name: str

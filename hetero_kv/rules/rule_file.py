@@ -146,7 +146,7 @@ def _may_be_rules(document: Any) -> bool:
 
 
 def _settings(block: Any, classes: Sequence[type], where: str) -> dict[str, Any]:
-    """The settings of a block by canonical name, with their line numbers."""
+    """The settings of a block by canonical key, with their line numbers."""
     settings = canonical(classes, block, where=where)
     if not isinstance(block, LocatedMapping):
         return settings

@@ -25,7 +25,7 @@ class RuleFile:
 
     Attributes:
         name: as messages show it.
-        long_context: checked settings of the engine and of any operator, by canonical name.
+        long_context: checked settings of the engine and of any operator, by canonical key.
         extends: every file that it extends, directly or indirectly, highest precedence first.
     """
 
@@ -44,7 +44,7 @@ class Rule:
         match_class: class of the module, dotted or bare; None matches every class.
         operator: the operator class to inject; None keeps the module.
         operator_name: the operator as the file spells it ("default" for none).
-        kwargs: the operator's checked settings, by canonical name.
+        kwargs: the operator's checked settings, by canonical key.
         recursive: False excludes the module's children from matching.
         optional: whether it may match nothing in a model.
         file: the rule's file.
@@ -121,7 +121,7 @@ class RuleSet:
 
     @property
     def long_context(self) -> dict[str, Any]:
-        """The merged settings of all `long_context:` blocks by canonical name; the extending file wins."""
+        """The merged settings of all `long_context:` blocks by canonical key; the extending file wins."""
         blocks = [file.long_context for file in (self.file, *self.file.extends)]
         return {name: value for block in reversed(blocks) for name, value in block.items()}
 
@@ -252,7 +252,7 @@ class RuleSet:
     def with_effect(
         self, settings: Mapping[Any, Any], *, where: str, override: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """`settings` by canonical name, checked against the rules' operators.
+        """`settings` by canonical key, checked against the rules' operators.
 
         Args:
             where: the place that errors name.

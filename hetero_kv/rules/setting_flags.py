@@ -41,7 +41,7 @@ def add_setting_flags(parser: FlagParser, configs: Callable[[argparse.Namespace]
 
 
 def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The settings among the flags, by canonical name.
+    """The settings among the flags, by canonical key.
 
     Raises:
         ConfigError: a value of the wrong type or out of range, or one setting under two names.

@@ -107,7 +107,7 @@ def ensure_settings_file(path: Path | None = None) -> Path | None:
 
 
 def read_settings_file(path: Path | None = None) -> dict[str, Any]:
-    """The file's settings by canonical name; {} when there is no file.
+    """The file's settings by canonical key; {} when there is no file.
 
     They are in a `long_context:` block, or at the top level as in KTransformers' documentation.
 
