@@ -71,8 +71,8 @@ def unused_gpu() -> str:
             f"this machine has a GPU ({version}), and torch {torch.__version__} lacks CUDA; install a build with CUDA"
         )
     return (
-        f"this machine has a GPU ({version}), and torch {torch.__version__} needs a driver for CUDA "
-        f"{torch.version.cuda} to use it; update the driver, or install a torch for an older CUDA"
+        f"this machine has a GPU ({version}), for which torch {torch.__version__} needs a driver for CUDA "
+        f"{torch.version.cuda}; update the driver, or install a torch for an older CUDA"
     )
 
 

@@ -147,7 +147,7 @@ def test_what_is_not_there_is_an_error_that_names_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr("hetero_kv.chat.documents.MOST_FILES", 1)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
-    with pytest.raises(ConfigError, match=r"'\*.txt' matches 2 files, and 1 are the most"):
+    with pytest.raises(ConfigError, match=r"'\*.txt' matches 2 files, and the limit is 1"):
         documents_at("*.txt")
 
 
