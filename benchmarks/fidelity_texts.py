@@ -54,7 +54,7 @@ def essays(rng: random.Random, haystack: Haystack) -> Callable[[int], str]:
 
 
 def code(rng: random.Random, haystack: Haystack) -> Callable[[int], str]:
-    """Modules, then a list of what they define."""
+    """Modules, then a list of their definitions."""
     sources = [path.read_text() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     window = _windows(sources, rng)
     return lambda count: (

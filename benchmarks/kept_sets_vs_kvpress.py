@@ -62,7 +62,7 @@ class Method:
 def _same_pyramid(budget: int, tokens: int) -> dict[str, float]:
     """The beta with which the top layer keeps as much as the press leaves it with `_gentle`; the mean is the same.
 
-    The recipe shares out what the windows leave, the press shares out all of it.
+    The recipe distributes the budget left by the windows, the press the whole budget.
     """
     top = budget / _gentle(budget)["beta"]
     return {"recent_tokens": WINDOW, "beta": (budget - WINDOW) / (top - WINDOW)}

@@ -25,7 +25,7 @@ from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.store.storage import Q4_0, Q8_0, StorageType
 
 CHUNK = 1024
-#: [kv_heads, tokens, dim] float32 -> the same, as it is read back.
+#: Keys or values [kv_heads, tokens, dim] float32 -> their values after storing and reading.
 Stored = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -38,7 +38,7 @@ def hadamard(dim: int) -> torch.Tensor:
 
 
 def stored(kind: StorageType, block: int | None = None, rotated: bool = False) -> Stored:
-    """Through a storage type, less the mean of each `block` tokens (0: of all; None: as they are), rotated or not."""
+    """Store and read: less the mean of each `block` tokens (0: of all; None: no mean), optionally rotated."""
 
     def through(vectors: torch.Tensor) -> torch.Tensor:
         offset = torch.zeros_like(vectors)

@@ -80,7 +80,7 @@ class ResultRecord:
 
 
 def load(name: str, folder: Path = RECORDS) -> ResultRecord:
-    """The record of that name. Raises HeteroKVError where there is none, or where a field or a cell is wrong."""
+    """The record of that name. Raises HeteroKVError if there is none, or if a field or cell is invalid."""
     path = folder / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.json")))

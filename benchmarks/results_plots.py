@@ -130,7 +130,7 @@ def _place(point: Point, fidelity: bool) -> tuple[float, float]:
 
 
 def pictures_of(page: Path) -> Sequence[Path]:
-    """Draw what the page shows; what was drawn. Raises HeteroKVError where it shows a picture of no table."""
+    """Draw the page's pictures, and return their paths. Raises HeteroKVError for a picture without a table."""
     text = page.read_text()
     tables, drawn = tables_of(plotted_tables(text)) | tables_of(text), []
     for name, part, length in dict.fromkeys(_PICTURE.findall(text)):

@@ -171,7 +171,7 @@ def main() -> None:
         print(json.dumps(measured(path, arguments.tokens, kv_type, arguments.recipe)))
         return
     if arguments.folder is None:
-        parser.error("give --folder, where there is room for 4.3 GB")
+        parser.error("--folder is missing; give a folder with 4.3 GB of free space")
     folder = arguments.folder / "seven_billion"
     folder.mkdir(parents=True)
     try:

@@ -168,8 +168,8 @@ def ratio(before: Sequence[float], now: Sequence[float]) -> dict[str, float]:
 
     A ratio of the medians (`of_medians`) that differs shows that other processes disturbed the run.
     """
-    beside = [after / earlier for earlier, after in zip(before, now, strict=True)]
-    lower, median, upper = statistics.quantiles(beside, n=4) if len(beside) > 1 else beside * 3
+    ratios = [after / earlier for earlier, after in zip(before, now, strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     of_medians = statistics.median(now) / statistics.median(before)
     return {"median": median, "lower": lower, "upper": upper, "of_medians": of_medians}
 
@@ -243,7 +243,7 @@ def _change(values: Sequence[float], form: str) -> str:
 def _calls_table(row: Mapping[str, Any]) -> Table:
     """The project's functions by their present cost, and the other functions that they call most."""
     table = _table(
-        f"{row['recipe']}, per token: our functions, what they call included\n→ what they call, most called first",
+        f"{row['recipe']}, per token: the project's functions, including callees\n→ callees, most called first",
         *("function", "calls", "µs"),
     )
     ours, others = ({tree: row[tree]["frames"][key] for tree in (BEFORE, NOW)} for key in ("calls", "called"))

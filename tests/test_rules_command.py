@@ -74,7 +74,7 @@ def test_layers_with_other_settings_or_none_are_rows_of_their_own(rules, layered
     assert spans(report) == [
         (0, 1, "RetrievalAttention"),
         (2, 4, "RetrievalAttention"),
-        (5, 5, "as it is"),
+        (5, 5, "not replaced"),
         (6, 11, "RetrievalAttention"),
     ]
     dense, sparse, untouched, _ = (row for row in report["modules"] if row["module"].endswith("self_attn"))
@@ -87,7 +87,7 @@ def test_the_rule_of_every_row_is_named(rules, layered):
     shown = rules(layered).splitlines()
     assert any(line.split()[:2] == ["0-1", "RetrievalAttention"] and line.endswith("(rule 1)") for line in shown)
     assert any("2-4 " in line and "(ktransformers.yaml: rule 2)" in line for line in shown)
-    assert any("as it is" in line and "(no operator)" in line for line in shown)
+    assert any("not replaced" in line and "(no operator)" in line for line in shown)
 
 
 def test_a_pyramid_is_shown_as_each_layer_has_it(rules):

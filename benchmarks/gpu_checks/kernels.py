@@ -97,7 +97,7 @@ def _token_case(setting: Setting, dtype: torch.dtype) -> Case:
 
     by_kernels = (take_token, join_parts) if setting.on_gpu else (take_token_in_torch, join_parts_in_torch)
     return (
-        "a token beside the CPU",
+        "a token's GPU window",
         lambda: passed(*by_kernels),
         lambda: passed(take_token_in_torch, join_parts_in_torch),
         # A weight in half precision is rounded before it is multiplied.

@@ -73,8 +73,8 @@ class ChatAnswer:
 
     Attributes:
         text: the answer without special tokens; with `<think>` if the chat template opened a thought.
-        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" (by the user, or because nobody
-            reads the answer), or "full" (the store has no room).
+        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" (by the user, or because the
+            output's reader has gone), or "full" (the store has no room).
     """
 
     text: str

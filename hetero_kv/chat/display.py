@@ -49,7 +49,7 @@ def loaded_in_short(name: str, talk: Conversation) -> str:
 
 
 def ending(answer: ChatAnswer, session: ChatSession) -> str | None:
-    """Why an incomplete answer ends where it does; None for a complete one."""
+    """Why an answer is incomplete; None for a complete one."""
     return {
         "end": None,
         "stop_text": None,

@@ -84,7 +84,7 @@ class ChatOptions:
         model: name or path; None for the default model, or for the GGUF file if that is set.
         gguf_path: the file of the weights, if they are not in the model's folder.
         rules: path or name of a rules file, optionally followed by its own settings.
-        context: name of the saved context that the conversation goes on from.
+        context: name of the saved context that the conversation continues.
         save_context: the name that its context is saved under when the only answer, or the chat, has ended.
         stop: texts that end an answer.
         long_context: the settings of engine and operators on the command line, by name.

@@ -22,7 +22,7 @@ from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.description import describe, method_words
 from hetero_kv.settings.flags import FlagParser
 
-UNTOUCHED = "as it is"
+UNTOUCHED = "not replaced"
 OVERRULED = "overruled in this layer"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 

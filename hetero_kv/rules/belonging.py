@@ -1,4 +1,4 @@
-"""Checks that a cache belongs to the model that it is used with, and writes the error texts where it does not."""
+"""Checks that a cache belongs to the model that uses it, and words the errors for caches that do not."""
 
 from __future__ import annotations
 

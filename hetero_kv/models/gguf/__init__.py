@@ -1,1 +1,1 @@
-"""GGUF files: their headers, what they must hold to, and their tensors in a model."""
+"""Reads GGUF files: headers and their validation, configurations, tokenizers and weights."""
