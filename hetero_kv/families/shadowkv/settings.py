@@ -30,21 +30,21 @@ class ShadowKVSettings(PrefillSettings):
 
     rank: int | Literal["auto"] = setting(
         "auto",
-        "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim; auto: "
-        "the paper's 160 where there are its 1,024 channels or more, else what holds 99 % of the keys' energy",
+        "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim; auto: the "
+        "paper's 160 for 1,024 channels or more, else the rank that keeps 99 % of the keys' energy",
         minimum=1,
         names_method="rank {}",
     )
     landmark_chunk_size: int = setting(
-        8, "tokens that are chosen together, by the mean of their keys", unit="tokens", minimum=1
+        8, "tokens of a chunk, which is chosen as a whole by the mean of its keys", unit="tokens", minimum=1
     )
     outlier_chunks: int = setting(
-        48, "chunks that their mean stands for worst, kept exactly and always attended", unit="chunks", minimum=0
+        48, "chunks that their mean represents worst, kept exactly and always attended", unit="chunks", minimum=0
     )
     local_chunks: int = setting(4, "newest whole chunks, kept exactly and always attended", unit="chunks", minimum=1)
     sparse_budget: int | float | Literal["all"] = setting(
         0.0156,
-        "attended at each step beside outliers and newest tokens: a whole number is tokens, a number up to 1.0 the "
+        "attended at each step besides outliers and newest tokens: a whole number is tokens, a number up to 1.0 the "
         "share of the sequence; all: full attention",
         minimum=0,
     )
@@ -53,13 +53,13 @@ class ShadowKVSettings(PrefillSettings):
     )
     refactor_above: float = setting(
         0.1,
-        "factor the keys anew when a turn's keys have more than this share of their energy outside of the subspace",
+        "factor the keys again when a turn's keys have more than this share of their energy outside of the subspace",
         minimum=0,
         maximum=1,
     )
-    kv_type: str = setting("FP16", "number format of what is stored in DRAM, the values", choices=_storage_types)
+    kv_type: str = setting("FP16", "number format of the values, which are stored in DRAM", choices=_storage_types)
     value_type: Literal["kv_type"] | str = setting(
-        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+        "kv_type", "number format of the stored values, if it differs from kv_type", choices=_storage_types
     )
 
     @property

@@ -21,14 +21,14 @@ class CaMSettings(WholePromptSettings):
 
     policy: str = policy_setting("cam")
     recent_ratio: float = setting(
-        0.5, "share of the budget that the newest tokens have, which evicted values are added to", minimum=0, maximum=1
+        0.5, "share of the budget for the newest tokens, which evicted values are added to", minimum=0, maximum=1
     )
-    seed: int = setting(0, "of the draws that say which evicted values are added", minimum=0)
+    seed: int = setting(0, "of the random choice of the evicted values that are added", minimum=0)
 
 
 @register(
     "cam",
-    meaning="as h2o; the values of the evicted are added to the newest tokens', by chance, as attention has it",
+    meaning="as h2o; evicted values are added to the newest tokens' at random, in proportion to attention",
     settings=CaMSettings,
 )
 class CaM(EvictionPolicy[CaMSettings]):

@@ -17,7 +17,7 @@ class H2OSettings(WholePromptSettings):
     """H2O: heavy hitters and the newest tokens."""
 
     policy: str = policy_setting("h2o")
-    recent_ratio: float = setting(0.5, "share of the budget that the newest tokens have", minimum=0, maximum=1)
+    recent_ratio: float = setting(0.5, "share of the budget for the newest tokens", minimum=0, maximum=1)
 
 
 @register("h2o", meaning="the highest accumulated attention, and the newest tokens", settings=H2OSettings)

@@ -27,15 +27,14 @@ class InfiniPotSettings(BoundedSettings):
     """InfiniPot: a pot of `budget` entries, distilled when it is full."""
 
     policy: str = policy_setting("infinipot")
-    kept_ratio: float = setting(
-        0.5, "share of the pot that stays when it is full; above 0 and below 1", minimum=0, maximum=1
-    )
-    nuc_ratio: float = setting(0.5, "share of what stays that is the most novel tokens'", minimum=0, maximum=1)
+    kept_ratio: float = setting(0.5, "share of a full pot that is kept; above 0 and below 1", minimum=0, maximum=1)
+    nuc_ratio: float = setting(0.5, "share of the kept entries for the most novel tokens", minimum=0, maximum=1)
     catalyst: str = setting(
-        GENERAL, "text whose tokens' attention says what represents the pot; {question} stands for `question`"
+        GENERAL,
+        "text whose tokens' attention chooses the entries that represent the pot; {question} is replaced by `question`",
     )
     question: str = setting(
-        "", "what the context will be asked, where it is known; with the catalyst left as it is, the paper's CaP-Q"
+        "", "the question about the context, if it is known; with the default catalyst, the paper's CaP-Q"
     )
 
     @property

@@ -18,7 +18,9 @@ class TovaSettings(StridedSettings):
     policy: str = policy_setting("tova")
 
 
-@register("tova", meaning="what the last query attends to most, one set for all heads", settings=TovaSettings)
+@register(
+    "tova", meaning="the entries that the last query attends to most, one set for all heads", settings=TovaSettings
+)
 class Tova(EvictionPolicy[TovaSettings]):
     """Ranks entries by the attention of the newest query, averaged over all heads of the layer (section 4)."""
 

@@ -41,7 +41,9 @@ class InfiniGenSettings(BudgetedSettings):
     """InfiniGen: chooses tokens from the previous layer's input, with a part of the query and key components."""
 
     chooser: str = chooser_setting("infinigen")
-    alpha: float = setting(4.0, "tokens are wanted whose guessed score is at most so much below the highest", minimum=0)
+    alpha: float = setting(
+        4.0, "a token is chosen if its predicted score is at most this far below the highest", minimum=0
+    )
     token_budget: int | float = setting(
         0.2,
         "Context tokens that each kv head attends to at most: a whole number is tokens, a number up to 1.0 the share "
@@ -50,8 +52,8 @@ class InfiniGenSettings(BudgetedSettings):
     )
     partial_components: int | float = setting(
         0.3,
-        "skewed components of queries and keys by which scores are guessed: a whole number, or a number up to 1.0 as "
-        "the share of a key's dimension",
+        "skewed components of queries and keys that predict scores: a whole number, or a number up to 1.0 as the "
+        "share of a key's dimension",
         minimum=0,
     )
     skew_queries: int = setting(
@@ -66,7 +68,7 @@ class InfiniGenSettings(BudgetedSettings):
 
 @register(
     "infinigen",
-    meaning="guesses scores from the input of the layer before, by a part of skewed queries and keys (InfiniGen)",
+    meaning="predicts scores from the input of the layer before, by a part of skewed queries and keys (InfiniGen)",
     settings=InfiniGenSettings,
 )
 class InfiniGen(Chooser[InfiniGenSettings]):

@@ -38,7 +38,7 @@ class MagicPIGSettings(TokenSettings):
     chooser: str = chooser_setting("magicpig")
     hash_bits: int = setting(10, "bits of a hash table's codes (K)", minimum=1, maximum=16)
     hash_tables: int = setting(
-        150, "hash tables (L); a token is sampled that has the query's code in two or more", minimum=2, maximum=65535
+        150, "hash tables (L); a token is sampled if it has the query's code in two or more", minimum=2, maximum=65535
     )
     seed: int = setting(0, "of the random hyperplanes that hash", minimum=0)
 

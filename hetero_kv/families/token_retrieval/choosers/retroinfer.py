@@ -41,9 +41,7 @@ class RetroInferSettings(TokenSettings):
     cluster_tokens: int = setting(
         16, "tokens of a cluster, on average; block_size is a multiple of it", unit="tokens", minimum=1
     )
-    segment_tokens: int = setting(
-        8192, "tokens, one behind the other, that are clustered together", unit="tokens", minimum=1
-    )
+    segment_tokens: int = setting(8192, "consecutive tokens that are clustered together", unit="tokens", minimum=1)
     exact_clusters: int | float = setting(
         0.018,
         "clusters whose tokens a kv head attends to: a whole number, or a number up to 1.0 as the share of all",

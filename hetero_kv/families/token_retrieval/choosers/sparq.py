@@ -47,7 +47,7 @@ class SparQSettings(BudgetedSettings):
         minimum=0,
     )
     mean_value: bool = setting(
-        True, "the mean value of the Context stands for the tokens that are not attended to, with their estimated share"
+        True, "adds the Context's mean value for unattended tokens, weighted by their estimated share"
     )
 
     def validate(self) -> None:
@@ -58,7 +58,7 @@ class SparQSettings(BudgetedSettings):
 
 @register(
     "sparq",
-    meaning="scores keys by the query's largest components; the mean value stands for what is not attended to (SparQ)",
+    meaning="scores keys by the query's largest components; the mean value represents unattended tokens (SparQ)",
     settings=SparQSettings,
 )
 class SparQ(BestTokens[SparQSettings]):
