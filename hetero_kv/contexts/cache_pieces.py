@@ -28,7 +28,7 @@ class CachePieces:
 
     Attributes:
         tensors: the tensors by name in the file.
-        said: the metadata, as JSON values.
+        metadata: JSON values.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def saved_groups(
     """The groups in a file's metadata, and the parts that their layers share.
 
     Args:
-        said: the metadata of CachePieces.
+        metadata: the metadata of CachePieces.
         names: the names of the file's tensors.
         tensor: reads the tensor of a name.
 

@@ -31,7 +31,7 @@ class OpenContext:
     """An open context file with a checked header. Other files with blocks of the context are opened on demand.
 
     Attributes:
-        said: the metadata of `write_context`.
+        metadata: the metadata of `write_context`.
         identity: the model and settings that it belongs to.
         tokens: token ids of every row; [] if it was saved without them.
     """

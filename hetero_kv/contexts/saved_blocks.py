@@ -27,7 +27,7 @@ class SavedBlocks:
         sources: allocators, each with the pool ids of its blocks.
         tables: by group and row, the numbers of its blocks in the order of `sources`.
         lengths: [blocks] int32, tokens written in each.
-        closed: [blocks] bool, whether the block is finalized.
+        finalized: [blocks] bool, whether the block is finalized.
     """
 
     layout: Layout

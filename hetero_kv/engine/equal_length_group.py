@@ -42,8 +42,8 @@ class EqualLengthGroup:
         store: owns their blocks.
         length: tokens of each sequence.
         prompt_length: `length` at the end of the last prompt.
-        closed: by layout, the number of finalized blocks from the beginning: their contents are final, and derived data
-            exists.
+        finalized: by layout, the number of finalized blocks from the beginning: their contents are final, and have
+            derived data.
         shared: arrays that layers pass to each other. An array is replaced and never changed.
         step: the step in progress.
         device_tables: by layout, the copies of the block tables on devices.
@@ -101,7 +101,7 @@ class EqualLengthGroup:
         Args:
             rows: the rows of the batch that are this group's.
 
-        Raises MemoryError when too few blocks are free, leaving everything unchanged; `room.require_room` predicts it.
+        Raises MemoryError when too few blocks are free, and changes nothing; `capacity.require_room` checks that.
         """
         self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
         if keeps:

@@ -36,8 +36,8 @@ class StepBlocks:
     Attributes:
         table: [rows, blocks] int32, block ids.
         length: tokens in blocks at the end of the step.
-        closed: `layout.finalized` of the sequences at the end of the step.
-        newly_closed: blocks [first, end) that this step finalizes.
+        finalized: `layout.finalized` of the sequences at the end of the step.
+        newly_finalized: blocks [first, end) that this step finalizes.
         lengths: [num_blocks] int32, tokens written in each block of the pools; kernels read it.
     """
 
@@ -60,8 +60,8 @@ class Step:
         is_decode: whether the new token is a generated one; else a prompt or a part of one.
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
-        watched: deferred readbacks, checked before the tokens are stored.
-        arriving: copies to DRAM, finished by then.
+        checked_numbers: deferred readbacks, checked before the tokens are stored.
+        host_copies: copies to DRAM, finished by then.
     """
 
     def __init__(

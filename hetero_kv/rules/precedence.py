@@ -29,7 +29,7 @@ class SettingsSource:
     Attributes:
         source: the source as messages call it: "command line", "mine.yaml: rule 2", "quest.yaml: long_context".
         settings: by canonical key (`mapping.canonical`).
-        is_meant: whether the source sets them for this operator. If not, values that are invalid for it are skipped.
+        is_strict: whether the source sets them for this operator. If not, values that are invalid for it are skipped.
     """
 
     source: str

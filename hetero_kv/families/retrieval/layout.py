@@ -18,7 +18,7 @@ class RetrievalLayout(Layout):
     Attributes:
         sink_blocks: blocks of the attention sink.
         local_len: minimum tokens of the recent window; up to a block more stay until that block enters the Context.
-        closes_alone: whether a block's representatives depend on the sequence's own queries.
+        finalizes_per_sequence: whether a block's representatives depend on the sequence's own queries.
     """
 
     sink_blocks: int
