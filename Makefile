@@ -25,7 +25,7 @@ test: $(TESTED)  ## the whole suite
 
 test-newest:  ## the suite on the newest versions of everything, whatever the bounds; PYTHON=python3.13 on another Python
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python tests/unbounded_requirements.py > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python tests/support/unbounded_requirements.py > $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -r $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(NEWEST)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

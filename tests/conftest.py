@@ -7,7 +7,8 @@ import os
 
 import psutil
 import pytest
-from devices import device_called
+
+from tests.support.devices import device_called, simulated_cuda
 
 
 def pytest_collection_finish() -> None:
@@ -83,6 +84,13 @@ def device(request):
     """The CPU, then `cuda`, which is simulated where there is no GPU."""
     with device_called(request.param) as found:
         yield found
+
+
+@pytest.fixture
+def gpu():
+    """A simulated GPU."""
+    with simulated_cuda() as simulation:
+        yield simulation
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`hetero-kv` before any command: its help and its errors come at once, without what takes seconds to import."""
+"""`hetero-kv` before any command: help and errors come at once, without slow imports."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         (["--json", "x"], 2, "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, "),
     ],
 )
-def test_what_needs_no_command_imports_no_torch(arguments, status, said):
-    asked = subprocess.run([sys.executable, "-c", ASKING, json.dumps(arguments)], capture_output=True, text=True)
-    assert asked.returncode == 0, asked.stderr
-    *_, last = asked.stdout.splitlines()
+def test_help_and_version_import_no_torch(arguments, status, said):
+    done = subprocess.run([sys.executable, "-c", ASKING, json.dumps(arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
     assert json.loads(last) == [status, []]
-    assert said in asked.stdout + asked.stderr
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", ["hetero_kv", "hetero_kv.cli"])
 def test_it_runs_as_a_module(module):
-    asked = subprocess.run([sys.executable, "-m", module, "plam"], capture_output=True, text=True)
-    assert (asked.returncode, asked.stdout) == (2, "")
-    assert "hetero-kv has no command 'plam'; did you mean plan?" in asked.stderr
+    done = subprocess.run([sys.executable, "-m", module, "plam"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "hetero-kv has no command 'plam'; did you mean plan?" in done.stderr
 
 
 def test_an_instruction_set_that_is_none_is_refused_by_name(monkeypatch, capsys):
@@ -59,9 +59,9 @@ def test_colons_of_a_name_make_no_emoji(capsys):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 def test_output_that_cannot_be_written_is_told_in_a_line():
     with open("/dev/full", "w") as full:
-        asked = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "hetero_kv", "methods"], stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert asked.returncode == 2
-    assert "error: standard output cannot be written" in asked.stderr
-    assert "Traceback" not in asked.stderr
+    assert done.returncode == 2
+    assert "error: standard output cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr

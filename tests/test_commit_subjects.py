@@ -1,4 +1,4 @@
-"""The rule for commit subjects accepts what follows it and names what does not."""
+"""The check of commit subjects accepts valid ones and names the mistakes of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: their checks, their messages, and the order in which sources of settings win."""
+"""Settings: checks, messages, and the precedence of sources."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_empty_mapping_and_an_empty_yaml_block_give_the_defaults() -> None:
     assert settings_from_mapping(RetrievalSettings, None, where="here") == RetrievalSettings()
 
 
-def test_values_not_in_the_mapping_come_from_the_given_defaults() -> None:
+def test_values_not_in_the_mapping_come_from_the_defaults() -> None:
     base = RetrievalSettings(block_size=16, sink_tokens=0)
     assert settings_from_mapping(
         RetrievalSettings, {"sink_tokens": 4}, where="here", defaults=base
@@ -114,7 +114,7 @@ def test_a_class_without_settings_says_so() -> None:
     assert text == "here: unknown setting 'window'; there are no settings here"
 
 
-def test_a_setting_given_under_two_names_is_an_error() -> None:
+def test_a_setting_under_two_names_is_an_error() -> None:
     assert message(lambda: retrieval(top_k_blocks=1, second_select_num=1)) == (
         "here: 'top_k_blocks' and 'second_select_num' are the same setting, top_k_blocks; keep one of them"
     )
@@ -226,7 +226,7 @@ def test_values_in_range_are_kept_as_they_are(rank: int, ratio: float, pooled: b
     assert {name: getattr(settings, name) for name in mapping} == mapping
 
 
-def test_a_whole_number_is_right_where_a_number_is_wanted() -> None:
+def test_an_integer_is_accepted_as_a_float() -> None:
     settings = settings_from_mapping(PaperSettings, {"ratio": 1}, where="here")
     assert isinstance(settings.ratio, float)
 
@@ -292,7 +292,7 @@ def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_fi
     assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "sink_tokens": SETTINGS_FILE}
 
 
-def test_what_the_command_line_adds_to_a_file_that_may_be_sound_is_named() -> None:
+def test_mistakes_of_the_command_line_are_named_as_such() -> None:
     file = SettingsSource("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "min_blocks": 4})
     flags = SettingsSource(COMMAND_LINE, {"top_k_blocks": 3, "chunk_size": 512})
     with pytest.raises(ConfigError, match=r"^here, with top_k_blocks 3 from the command line: min_blocks"):

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`: complete, and as the dataclasses say."""
+"""`docs/configuration.md` is complete and agrees with the dataclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def generated():
     return configuration_page()
 
 
-def test_the_page_is_what_the_dataclasses_say(generated):
+def test_the_page_agrees_with_the_dataclasses(generated):
     assert PAGE.read_text(encoding="utf-8") == generated, "docs/configuration.md is stale: run `make docs`"
 
 

@@ -1,18 +1,18 @@
-"""Every recipe with a budget that covers everything is full attention, in two turns; one token less would be seen."""
+"""Every recipe with a covering budget equals full attention, in two turns; one token less would show."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from small_recipes import RECIPES, new_cache, small_recipe
-from tiny_models import tiny_model
 from transformers import DynamicCache
-from variants import with_slow
 
 from hetero_kv import eject, inject
 from hetero_kv.families.sparse_prefill import attention, flexprefill, known_patterns, minference
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
 from hetero_kv.families.token_retrieval import choosers
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import RECIPES, new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,7 +116,7 @@ def expected(model):
 
 @pytest.fixture(autouse=True)
 def no_short_cuts(monkeypatch, tmp_path):
-    """A chooser is asked though it would take all tokens; patterns are this model's, found on so short a prompt."""
+    """A chooser runs though it takes all tokens; patterns are this model's, found on the short prompt."""
     for name in choosers.names():
         monkeypatch.setattr(choosers.get(name).implementation, "covers", lambda *_: False)
     monkeypatch.setenv(known_patterns.ENVIRONMENT_VARIABLE, str(tmp_path))

@@ -1,4 +1,4 @@
-"""How many CPUs a process may use: its affinity within the CPU quotas of control groups of both versions."""
+"""The number of usable CPUs: affinity within the CPU quotas of cgroups v1 and v2."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from control_group_trees import ControlGroups
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_kv import cpus
+from tests.support.cgroup_trees import ControlGroups
 
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 
@@ -49,7 +49,7 @@ def test_below_one_cpu_there_is_one_thread(groups, quota):
 
 
 @pytest.mark.parametrize("content", ["max 100000", "max", "", "-1", "none 5", "0 100000"])
-def test_what_is_no_quota_bounds_nothing(groups, content):
+def test_invalid_quotas_bound_nothing(groups, content):
     groups.mounted("0::/app\n", "cgroup2", "rw")
     groups.write("app", cpu__max=content)
     assert cpus.cpu_quota(groups.process) is None
@@ -108,17 +108,17 @@ TORCH_FIRST = "import torch, hetero_kv; print(torch.get_num_threads())"
 
 
 @pytest.mark.parametrize(
-    ("program", "given_threads", "found"),
+    ("program", "threads", "found"),
     [
         (LIBRARY, {}, "1 1"),
         (LIBRARY, {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}, "2 2"),
         (TORCH_FIRST, {}, "1"),
     ],
 )
-def test_a_process_in_a_group_starts_no_more_threads_than_its_quota(half_a_cpu, program, given_threads, found):
+def test_a_process_in_a_group_starts_no_more_threads_than_its_quota(half_a_cpu, program, threads, found):
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     done = subprocess.run(
         ["sh", "-c", f"echo $$ > {half_a_cpu}/cgroup.procs; exec {sys.executable} -c '{program}'"],
-        env=environment | given_threads, capture_output=True, text=True, check=True,
+        env=environment | threads, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == found

@@ -1,4 +1,4 @@
-"""The default model on long prompts: minutes each, `make test-slow`."""
+"""The default model on long prompts, minutes each: `make test-slow`."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_questions_of_later_turns_find_other_parts_of_the_first_turns_text(defau
     inject(default_model.model, "ktransformers", command_line=SPARSE)
     try:
         talk = Conversation(default_model.model, default_model.tokenizer)
-        for turn, (asked, (_, expected)) in enumerate(facts.items()):
-            question = f"What is the {asked} in the text? Answer in a few words."
+        for turn, (what, (_, expected)) in enumerate(facts.items()):
+            question = f"What is the {what} in the text? Answer in a few words."
             answer = talk.ask(f"{text}\n\n{question}" if turn == 0 else question, max_new_tokens=24)
             assert expected in answer.text
             assert turn == 0 or answer.statistics.prompt_tokens < 60

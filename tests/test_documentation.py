@@ -1,4 +1,4 @@
-"""What the pages say of the source is true of it: files that they name, quotations, and the order of the rooms."""
+"""What the pages say about the source is true: file names, quotations, and the order of layers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_walk_through_quotes_the_example_and_its_rules():
             assert unindented(block) in unindented(source), block
 
 
-def test_what_the_architecture_says_that_a_family_answers_is_what_it_can_answer():
+def test_the_documented_methods_of_families_exist():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## What a family answers")[2]
     for heading, cls in (("asked of the operator", AttentionOperator), ("asked of the cache layer", FamilyLayer)):
         table = page.partition(f"| {heading} |")[2].partition("\n\n")[0]

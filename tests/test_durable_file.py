@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, with the permissions that the umask leaves, and nothing stays beside them."""
+"""Files appear whole or not at all, with the umask's permissions, and without temporary files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_content_is_on_the_disk_before_the_name_and_the_name_before_it_returns(t
     assert (tmp_path / "file").read_text() == "other"
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_only_the_old_file(tmp_path, monkeypatch):
     write_atomically(tmp_path / "file", "old")
 
     def full(descriptor):
@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_what_a_killed_process_left_is_written_over(tmp_path):
+def test_a_killed_processs_leftovers_are_overwritten(tmp_path):
     (tmp_path / "file.partial").write_text("half of something much longer")
     write_atomically(tmp_path / "file", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

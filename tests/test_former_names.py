@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import tiny_model
 
 from hetero_kv import inject
 from hetero_kv.contexts.identity import Identity
@@ -30,6 +29,7 @@ from hetero_kv.settings.description import describe, oldest_names
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.mapping import canonical, settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting
+from tests.support.tiny_models import tiny_model
 
 
 @dataclass(frozen=True)

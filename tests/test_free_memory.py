@@ -1,4 +1,4 @@
-"""What this process may still take: the machine, control groups of both versions, the address space."""
+"""The memory that this process may still take: machine, cgroups v1 and v2, address space."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from control_group_trees import ControlGroups
 
 from hetero_kv.planning import free_memory
+from tests.support.cgroup_trees import ControlGroups
 
 GB = 10**9
 
@@ -38,7 +38,7 @@ def test_the_groups_around_a_group_bound_it_too(groups):
     assert tightest(groups) == 1 * GB
 
 
-def test_a_group_that_is_slowed_down_above_memory_high_is_held_to_it(groups):
+def test_memory_high_limits_a_groups_memory(groups):
     groups.mounted("0::/app\n", "cgroup2", "rw")
     groups.write("app", memory__max=8 * GB, memory__high=4 * GB, memory__current=3 * GB)
     assert tightest(groups) == 1 * GB

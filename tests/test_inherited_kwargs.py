@@ -1,4 +1,4 @@
-"""What a rule of a file that extends another starts from: the kwargs that the other gives the same module."""
+"""A rule of an extending file starts from the extended file's kwargs for the same module."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import tiny_model
 
 from hetero_kv import eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.rule_file import load_rules, parse_rules
+from tests.support.tiny_models import tiny_model
 
 ATTENTION = "model.layers.{}.self_attn"
 _LLAMA = tiny_model("llama", num_hidden_layers=4)
@@ -117,7 +117,7 @@ def test_a_rule_without_a_policy_has_that_of_the_extended_file(llama):
     assert settings_in(injection, 0).budget == 2048
 
 
-def test_a_rule_of_another_policy_inherits_what_that_policy_has_and_can_take(llama, tmp_path: Path):
+def test_a_rule_of_another_policy_inherits_the_kwargs_that_it_accepts(llama, tmp_path: Path):
     (tmp_path / "base.yaml").write_text(
         "extends: pyramidkv.yaml\n"
         "rules: [{match: {name: 'self_attn$'}, replace: {class: BoundedAttention, kwargs: {budget: 777}}}]"

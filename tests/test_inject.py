@@ -1,10 +1,9 @@
-"""Injection and ejection, and what they refuse."""
+"""Injection and ejection, and their refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
@@ -17,6 +16,7 @@ from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
 from hetero_kv.planning.plan import OutOfMemoryError
 from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.tiny_models import tiny_model
 
 PROMPT = torch.arange(2, 42)[None, :]
 
@@ -162,7 +162,7 @@ def test_a_call_without_a_cache_gets_one_of_its_own(llama):
 
 
 @torch.no_grad()
-def test_a_padded_batch_without_a_cache_is_what_its_rows_are_alone(llama):
+def test_a_padded_batch_without_a_cache_equals_its_rows_alone(llama):
     inject(llama, rules())
     mask = torch.ones_like(PROMPT)
     mask[0, :5] = 0
@@ -202,11 +202,11 @@ def test_a_custom_mask_is_refused(llama):
         llama(PROMPT, attention_mask=mask, past_key_values=HeteroCache(llama))
 
 
-@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
-def test_outputs_that_chunks_would_garble_are_refused(llama, asked):
+@pytest.mark.parametrize("output", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_chunks_would_garble_are_refused(llama, output):
     inject(llama, rules(chunk_size=8))
-    with pytest.raises(UnsupportedModelError, match=asked):
-        llama(PROMPT, past_key_values=HeteroCache(llama), **{asked: True})
+    with pytest.raises(UnsupportedModelError, match=output):
+        llama(PROMPT, past_key_values=HeteroCache(llama), **{output: True})
 
 
 def test_outputs_that_the_config_asks_for_are_refused_too(llama):
@@ -365,7 +365,7 @@ def test_a_setting_that_kwargs_of_an_extended_file_overrule_is_refused(tmp_path)
         ("RetrievalAttention", "mlp$", r"rule 1 \(RetrievalAttention\): model.layers.0.mlp \(LlamaMLP\) cannot be"),
     ],
 )
-def test_what_an_operator_cannot_be_is_refused_with_the_rule(operator, name, said):
+def test_invalid_kwargs_of_an_operator_are_refused_with_the_rule(operator, name, said):
     with pytest.raises(UnsupportedModelError, match=said):
         inject(tiny_model("llama"), parse_rules({"rules": [rule(name, operator)]}))
 

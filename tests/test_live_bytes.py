@@ -1,4 +1,4 @@
-"""What a run holds on a GPU at any moment, against what is planned for it."""
+"""A run's GPU memory never exceeds the plan."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from small_recipes import injected, small_recipe
-from tiny_models import tiny_model
-from variants import with_slow
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.rules.injection import inject
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 #: Architecture, recipe, number type, tokens, rows, where hidden states lie.

@@ -1,4 +1,4 @@
-"""Freed memory is kept while a prompt passes, and given back behind it."""
+"""Freed memory is kept during a prompt and returned to the system afterwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter import chunked_decoder_layer
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 
-#: What a process has of 400 MB that it freed: without anything, within the context, given back, and where it failed.
+#: What a process keeps of 400 MB that it freed: by default, within the context, after it, and where it failed.
 FREED = """
 import ctypes, psutil
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
@@ -61,7 +61,7 @@ def test_freed_memory_is_kept_within_the_context_alone():
     assert printed() == ["0", "1", "1", "0", "0", "1", "0"]
 
 
-def test_users_say_themselves_what_is_kept():
+def test_a_users_malloc_settings_stay_in_force():
     assert printed(MALLOC_MMAP_THRESHOLD_="131072") == ["0"] * 7
 
 

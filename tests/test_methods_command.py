@@ -1,4 +1,4 @@
-"""`hetero-kv methods`: everything that rules can name, from the registries."""
+"""`hetero-kv methods` lists everything that rules can name, from the registries."""
 
 from __future__ import annotations
 

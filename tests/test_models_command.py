@@ -66,9 +66,7 @@ def test_a_model_is_fetched_listed_and_removed(folder: Path, capsys: pytest.Capt
     assert "tiny is not in" in said(capsys, "remove", "tiny", status=2)
 
 
-def test_pieces_of_a_model_are_counted_and_removed_and_what_others_put_there_is_not(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_models_pieces_are_counted_and_removed_and_other_files_stay(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "tiny.gguf.pieces" / "0").mkdir(parents=True)
     (folder / "tiny.gguf.pieces" / "0" / "part.whl").write_bytes(b"a" * 500)
     (folder / "notes.txt").touch()

@@ -1,4 +1,4 @@
-"""The rule files that ship with the package."""
+"""The packaged rule files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_packaged_file_loads_and_its_settings_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipes.names())
-def test_every_packaged_file_opens_with_what_it_is(name: str) -> None:
+def test_every_packaged_file_begins_with_its_description(name: str) -> None:
     path = recipes.find(name, Path())
     assert path is not None
     assert path.read_text(encoding="utf-8").startswith("# ")

@@ -1,4 +1,4 @@
-"""`hetero-kv plan`: figures from the configuration alone, and the exit status of what does not fit."""
+"""`hetero-kv plan`: figures from the configuration alone, and the exit status if a plan does not fit."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_the_articles_figures_stand_in_the_table(plan):
         assert row.split("│")[2].strip() == gigabytes
 
 
-def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_told(plan):
+def test_a_max_seq_len_beyond_the_models_context_is_reported(plan):
     warning = "max_seq_len: 300,000 tokens exceed the 262,144 that the model was trained for"
     assert warning in plan("--dram", 200, "--max_seq_len", 300_000)
     assert "was trained for; beyond" not in plan("--dram", 200, "--max_seq_len", 200_000)
 
 
-def test_what_does_not_fit_is_marked(plan):
+def test_lengths_that_do_not_fit_are_marked(plan):
     # On a CPU without bfloat16 weights would be unpacked to float32, and these not fit.
     rows = plan("--dram", 40, "--gpu_memory", 18, "--dtype", "bfloat16").splitlines()
     cells = {row.split("│")[1].strip(): row.split("│")[4:7] for row in rows if row.startswith("│ ") and "K" in row[:9]}
@@ -103,7 +103,7 @@ def test_a_length_that_cannot_fit_is_an_error_with_the_number_that_would(capsys,
     assert f"max_seq_len {report['largest_max_seq_len']} would fit" in captured.err
 
 
-def test_a_length_from_the_rules_file_is_held_to_the_same(plan, tmp_path):
+def test_a_length_from_the_rules_file_is_checked_alike(plan, tmp_path):
     rules = tmp_path / "long.yaml"
     rules.write_text("extends: ktransformers.yaml\nlong_context: {max_seq_len: 8000000}\n")
     plan("--config", rules, "--dram", 64, "--device", "cpu", status=2)
@@ -124,7 +124,7 @@ def test_settings_change_the_plan(plan):
     assert smaller_blocks["representatives"] == 2 * half["representatives"]
 
 
-def test_a_gpu_of_a_given_size_bounds_the_length(plan):
+def test_a_gpus_size_bounds_the_length(plan):
     small, large = (plan("--json", "--dram", 900, "--gpu_memory", size)["largest_max_seq_len"] for size in (24, 80))
     assert small < large
     assert "the GPU's memory" in plan("--dram", 900, "--gpu_memory", 24, "--max_seq_len", large, status=2)

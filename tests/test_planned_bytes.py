@@ -1,4 +1,4 @@
-"""What layers are planned to take, against what is really allocated."""
+"""Planned bytes of layers, compared with the allocated ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import sys
 import psutil
 import pytest
 import torch
-from caches import append, forward, new_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_models import K, footprint_of, llama_plan
-from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv.adapter import bridge
@@ -33,6 +30,9 @@ from hetero_kv.rules.injection import inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.caches import append, forward, new_cache, prefill
+from tests.support.planned_models import K, footprint_of, llama_plan
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -67,7 +67,7 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     append(cache, torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
     footprint = Footprint.of(injection)
     kind = storage.get(kv_type)
-    # Keys of few bits have their block's mean beside them.
+    # Low-bit keys come with their block's mean.
     offset = 2 * 64 / 32 if kv_type == "Q4_0" else 0
     assert footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
     assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values + 2 * 2 * offset
@@ -194,7 +194,7 @@ def test_the_masks_of_layers_that_rules_leave_alone_are_planned(architecture, mo
     with torch.no_grad():
         model(torch.randint(2, 90, (2, 200)), past_key_values=HeteroCache(model))
     largest = max(mask.nbytes for mask in masks if mask is not None)
-    # One layer's at a time; beside the mask itself, what it is made from and what attention makes of it.
+    # One layer's at a time: the mask itself, its inputs, and attention's copy of it.
     assert largest <= footprint.memory(200, batch=2).masks <= 8 * largest
     replaced = Footprint.of(inject(tiny_model(architecture), "ktransformers"))
     assert replaced.memory(200).masks == 0

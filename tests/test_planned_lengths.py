@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_models import K, footprint_of, llama_plan
-from tiny_models import tiny_model
 
 from hetero_kv.adapter.footprint import BytesPerToken
 from hetero_kv.adapter.kv_shape import KVShape
@@ -23,6 +21,8 @@ from hetero_kv.planning.plan import (
     resolve_max_seq_len,
 )
 from hetero_kv.rules.injection import inject
+from tests.support.planned_models import K, footprint_of, llama_plan
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_other_caches")
 

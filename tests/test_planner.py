@@ -1,4 +1,4 @@
-"""What a context of a model takes."""
+"""The memory of a model's context."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from planned_models import INTERNLM_7B, LLAMA_8B, LLAMA_70B, K, llama_plan, without_weights
-from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig
 
 from hetero_kv.adapter.kv_shape import KVShape
@@ -19,6 +17,8 @@ from hetero_kv.planning.plan import (
     Plan,
 )
 from hetero_kv.rules.injection import inject
+from tests.support.planned_models import INTERNLM_7B, LLAMA_8B, LLAMA_70B, K, llama_plan, without_weights
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Nothing that is printed commands a terminal, and nothing fails to be printed."""
+"""Printed text cannot command a terminal, and always prints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNPRINTABLE = [char for char in UNPRINTABLE if char not in "\t\n"]
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=())))
-def test_what_is_printable_commands_nothing_and_can_be_written(text):
+def test_printable_text_has_no_control_characters_and_can_be_written(text):
     shown = printable(text)
     assert not {*UNPRINTABLE} & {*shown}
     assert shown.encode() or not text.translate(dict.fromkeys(map(ord, UNPRINTABLE)))

@@ -1,15 +1,15 @@
-"""The recipes as they ship, with their own settings and no flags: on the default model's shape, and run."""
+"""The packaged recipes with their own settings, on the default model's shape."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from small_recipes import RECIPES, new_cache
-from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv import eject, inject
 from hetero_kv.planning.plan import Footprint
+from tests.support.small_recipes import RECIPES, new_cache
+from tests.support.tiny_models import tiny_model
 
 #: Qwen2.5-Coder-0.5B-Instruct: what of its shape attention, weights and positions depend on.
 _DEFAULT_MODEL = {

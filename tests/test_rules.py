@@ -1,10 +1,9 @@
-"""Rule files: what they mean, and which paths were meant where a rule matches nothing."""
+"""Rule files: their meaning, and suggestions where a rule matches nothing."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
-from rule_texts import rule_text
 from torch import nn
 
 from hetero_kv.errors import ConfigError
@@ -12,6 +11,7 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.operators import ChunkedDecoderLayer, RetrievalAttention, SlidingWindowAttention
 from hetero_kv.rules.rule_file import nearest_module_paths, parse_rules
 from hetero_kv.settings.engine_settings import EngineSettings
+from tests.support.rule_texts import rule_text
 
 ATTENTION_RULE = r"""
 - match: {name: 'self_attn$'}

@@ -1,16 +1,16 @@
-"""`hetero-kv rules`: layer by layer what a rules file puts into a model, without its weights."""
+"""`hetero-kv rules` prints layer by layer what a rules file injects, without the model's weights."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from tiny_models import tiny_model
 from transformers import AutoConfig
 
 from hetero_kv.cli import main
 from hetero_kv.commands.rules import grouped
 from hetero_kv.rules.injection import inject
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def layered(tmp_path):
-    """Rules of three methods: dense layers, one that is left as it is, and the rest."""
+    """Rules of three methods: dense layers, one untouched layer, and the rest."""
     path = tmp_path / "layered.yaml"
     path.write_text(
         r"""
@@ -96,7 +96,7 @@ def test_a_pyramid_is_shown_as_each_layer_has_it(rules):
     assert budgets == list(range(12, 0, -1))
 
 
-def test_only_what_is_not_the_default_is_shown_unless_all_is_asked_for(rules):
+def test_only_non_default_settings_are_shown_without_all(rules):
     shown = rules("ktransformers", "--local_windows_len", 77, "--chunk_size", 55)
     assert "local_windows_len 77" in shown
     assert "engine: chunk_size 55" in shown

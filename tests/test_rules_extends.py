@@ -1,13 +1,13 @@
-"""Rule files that extend others: whose rules and settings count, and what a mistake is answered with."""
+"""Rule files that extend others: precedence of rules and settings, and error messages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from rule_texts import load_error, rule_text, write
 
 from hetero_kv.rules.rule_file import RuleSet, load_rules
+from tests.support.rule_texts import load_error, rule_text, write
 
 
 def operators_of(rules: RuleSet) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_packaged_recipe_is_found_from_anywhere(name: str, tmp_path: Path, mon
     assert load_rules(child).rules == load_rules(name).rules
 
 
-def test_a_file_beside_the_child_goes_before_the_packaged_one(tmp_path: Path) -> None:
+def test_a_file_in_the_childs_folder_precedes_the_packaged_one(tmp_path: Path) -> None:
     write(tmp_path / "ktransformers.yaml", rule_text())
     assert operators_of(load_rules(write(tmp_path / "child.yaml", "extends: ktransformers.yaml"))) == ["default"]
 

@@ -1,14 +1,14 @@
-"""What each mistake in a rule file is answered with."""
+"""The error message of each mistake in a rule file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from rule_texts import error_of, load_error, rule_text, write
 
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.rule_texts import error_of, load_error, rule_text, write
 
 
 def test_a_missing_file_is_answered_with_the_recipes() -> None:
@@ -30,7 +30,7 @@ def test_a_missing_file_is_answered_with_the_recipes() -> None:
         ("[" * 5000, ", line 1, column 33: nested more than 32 levels deep"),
     ],
 )
-def test_what_is_not_yaml_or_not_safe_is_refused_with_its_place(content: str, expected: str) -> None:
+def test_invalid_or_unsafe_yaml_is_refused_with_its_place(content: str, expected: str) -> None:
     assert error_of(content).startswith(f"rules.yaml{expected}")
 
 

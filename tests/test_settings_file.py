@@ -1,4 +1,4 @@
-"""The settings file: written once, harmless as written, read with errors that point at the line."""
+"""The settings file: written once, without effect as written, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_settings_of_contexts_are_read_from_a_block_of_their_own(path: Path, mon
     assert context_settings(ContextCacheSettings, {}) == ContextCacheSettings()
     write(path, "contexts:\n  context_cache: on\n  context-folder: /elsewhere\nchunk_size: 512\n")
     assert read_settings_file(path) == {"chunk_size": 512}
-    given = context_settings(ContextCacheSettings, {"context_folder": "/here"})
-    assert given == ContextCacheSettings(context_folder="/here", context_cache="on")
+    settings = context_settings(ContextCacheSettings, {"context_folder": "/here"})
+    assert settings == ContextCacheSettings(context_folder="/here", context_cache="on")
     assert context_settings(ContextSettings, {}).context_folder == "/elsewhere"
     write(path, "long_context: {}\ncontexts:\n  context_cach: on\n")
     assert read_settings_file(path) == {}

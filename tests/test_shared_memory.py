@@ -1,4 +1,4 @@
-"""Caches of one process are not promised the same memory: each plans beside what the others are to have."""
+"""Each cache of a process plans around the memory that others reserve."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved, reserved_by_others
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import RESERVE, Plan, resolve_max_seq_len
 from hetero_kv.rules.injection import inject
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_other_caches")
 
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture
 def room_for(model, monkeypatch):
-    """Let DRAM be free for so many contexts, as the system says it whatever was planned."""
+    """Let the system report free DRAM for this many contexts, independent of plans."""
     gc.collect()
     assert reserved_by_others(None) == NOTHING_RESERVED
 
@@ -84,7 +84,7 @@ def test_six_conversations_that_fit_have_the_models_context_each(model, room_for
     assert {cache.max_seq_len for cache in caches} == {CONTEXT}
 
 
-def test_who_comes_when_another_has_all_is_told_so(model, room_for):
+def test_a_cache_without_free_memory_names_the_one_that_has_it(model, room_for):
     room_for(0.5)
     first = HeteroCache(model)
     ask(model, first)
@@ -96,7 +96,7 @@ def test_who_comes_when_another_has_all_is_told_so(model, room_for):
     assert second.max_seq_len == CONTEXT // 4
 
 
-def test_what_was_dropped_is_free_again(model, room_for):
+def test_dropped_caches_free_their_memory(model, room_for):
     room_for(1.5)
     first = HeteroCache(model, max_seq_len=CONTEXT)
     with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
@@ -106,7 +106,7 @@ def test_what_was_dropped_is_free_again(model, room_for):
     assert HeteroCache(model, max_seq_len=CONTEXT).max_seq_len == CONTEXT
 
 
-def test_forks_share_what_was_planned_for_all_of_them(model, room_for):
+def test_forks_share_their_common_plan(model, room_for):
     room_for(1.2)
     first = HeteroCache(model, max_seq_len=CONTEXT)
     ask(model, first)
@@ -115,7 +115,7 @@ def test_forks_share_what_was_planned_for_all_of_them(model, room_for):
     del first, forks
 
 
-def test_what_a_cache_has_taken_is_not_counted_twice(model, room_for):
+def test_allocated_memory_is_not_counted_twice(model, room_for):
     room_for(2)
     cache = HeteroCache(model, max_seq_len=CONTEXT)
     before = reserved_by_others(None).size
@@ -147,7 +147,7 @@ def test_caches_of_several_threads_are_not_promised_the_same(model, room_for):
 
 @given(share=st.integers(0, 8), size=st.integers(0, 10**9), dram=st.integers(10**7, 10**9))
 @settings(deadline=None, max_examples=50)
-def test_an_equal_share_of_each_fits_beside_what_is_reserved(share, size, dram):
+def test_an_equal_share_of_each_fits_with_the_reserved_memory(share, size, dram):
     injection = _PLANNED.hetero_kv_injection
     reserved = Reserved(size, 1, share)
     footprint = Plan.of(injection).footprint

@@ -23,7 +23,7 @@ print(before, torch.get_num_threads())
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="this machine has one core")
-def test_a_kernel_leaves_torch_the_number_of_threads_that_was_asked_for(monkeypatch):
+def test_a_kernel_leaves_torchs_number_of_threads_unchanged(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1"]

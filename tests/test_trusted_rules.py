@@ -1,4 +1,4 @@
-"""Rules are data: they name operators, and nothing is imported for them that the user does not trust."""
+"""Rules are data: they name operators, and import only what the user trusts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_module_that_is_trusted_by_name_is_imported(folder, trusted):
     assert (folder / "ran").exists()
 
 
-def test_what_lies_below_a_trusted_package_is_trusted_with_it(folder):
+def test_submodules_of_a_trusted_package_are_trusted(folder):
     (folder / "own_package").mkdir()
     (folder / "own_package" / "inner.py").write_text(OWN)
     (rule,) = parse_rules(rules("own_package.inner.Mine"), trust_rules=["own_package"]).rules
@@ -81,7 +81,7 @@ def test_a_parent_is_read_with_the_same_trust(folder):
 
 
 def test_inject_takes_trust_for_a_file(folder):
-    from tiny_models import tiny_model
+    from tests.support.tiny_models import tiny_model
 
     assert "is not trusted" in refusal(inject, tiny_model("llama"), folder / "own.yaml")
     # Trusted, it is read; it then matches nothing.
@@ -105,7 +105,7 @@ def test_the_settings_file_trusts_modules_too(folder, block):
 
 
 @pytest.mark.parametrize("value", ["{a: b}", "[1]", "[a b]", "['']", "3", "['a..b']", "[[a]]"])
-def test_what_is_no_modules_name_is_named(folder, value):
+def test_invalid_module_names_are_named(folder, value):
     (folder / "settings.yaml").write_text(f"\ntrust_rules: {value}")
     assert f"{folder / 'settings.yaml'}, line 2: trust_rules" in refusal(read_trusted_modules)
 
@@ -150,13 +150,13 @@ def offered(folder):
 
 
 @pytest.mark.parametrize("name", ["mine", "own_methods.Mine"])
-def test_what_an_installed_package_offers_needs_no_trust(folder, offered, name):
+def test_entry_points_of_installed_packages_need_no_trust(folder, offered, name):
     assert [each.name for each in metadata.entry_points(group=operator_names.ENTRY_POINTS)] == ["mine"]
     (rule,) = parse_rules(rules(name)).rules
     assert rule.operator.__name__ == "Mine"
 
 
-def test_what_it_does_not_offer_does(folder, offered):
+def test_other_modules_of_an_installed_package_need_trust(folder, offered):
     assert "is not trusted" in refusal(parse_rules, rules("own_methods.Other"))
     assert not (folder / "ran").exists()
 

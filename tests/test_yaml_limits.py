@@ -1,4 +1,4 @@
-"""Rules and settings that are larger, deeper or odder than any need to be are refused by name, and at once."""
+"""Rules and settings that are too large, too deep or malformed are refused by name, and quickly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_bomb_in_a_file_is_not_read_whole(tmp_path):
             read_settings_file(rules)
 
 
-def test_what_rules_and_settings_need_is_far_within_the_limits():
+def test_real_rules_and_settings_are_far_within_the_limits():
     assert len(settings_text()) * 4 < MOST_BYTES
     rules = [{"match": {"name": f"x{n}"}, "replace": {"class": "default"}} for n in range(300)]
     text = "rules:\n" + "".join(f"- {{match: {{name: x{n}}}, replace: {{class: default}}}}\n" for n in range(300))
@@ -95,7 +95,7 @@ def test_a_value_that_its_tag_does_not_fit_is_named_with_its_place(value, expect
     assert expected in str(raised.value)
 
 
-def test_what_the_tags_do_fit_is_read():
+def test_values_that_fit_their_tags_are_read():
     text = "a: !!timestamp 2026-01-02\nb: !!bool 'yes'\nc: !!int '7'\nd: !!map {a: 1}\ne: !!float '1'"
     read = {"a": datetime.date(2026, 1, 2), "b": True, "c": 7, "d": {"a": 1}, "e": 1.0}
     assert parse_yaml(text, "mine.yaml") == read
@@ -103,10 +103,10 @@ def test_what_the_tags_do_fit_is_read():
 
 def test_numbers_are_those_that_people_mean():
     text = "[0, -5, 1_000, 0x10, 0b11, 0.5, .5, 1e-3, -2E+1, 1.5e3, 1.e2, .inf, '0100', '10:30', 1e, e3]"
-    wanted = [0, -5, 1000, 16, 3, 0.5, 0.5, 0.001, -20.0, 1500.0, 100.0, float("inf"), "0100", "10:30", "1e", "e3"]
+    expected = [0, -5, 1000, 16, 3, 0.5, 0.5, 0.001, -20.0, 1500.0, 100.0, float("inf"), "0100", "10:30", "1e", "e3"]
     found = parse_yaml(text, "mine.yaml")
-    assert found == wanted
-    assert [type(each) for each in found] == [type(each) for each in wanted]
+    assert found == expected
+    assert [type(each) for each in found] == [type(each) for each in expected]
 
 
 # Files that extend others
@@ -228,7 +228,7 @@ def test_brackets_in_escapes_and_sets_are_no_groups():
 
 @pytest.mark.parametrize("value", [10**22, 2**63, LARGEST + 1, 10**5000], ids=range(4))
 def test_sizes_beyond_all_machines_are_refused_by_inject(value):
-    from tiny_models import tiny_model
+    from tests.support.tiny_models import tiny_model
 
     with pytest.raises(
         HeteroKVError, match=r"chunk_size is .*; it must be a whole number .*of at most 1,099,511,627,776"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.answer_retention`: where the digits are, and which of them are held."""
+"""`python -m benchmarks.answer_retention`: where the digits are, and which of them the kept set contains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_every_mention_of_a_key_is_found():
     assert len(mention_positions(tokens, [7, 7])) == 0
 
 
-def test_a_digit_is_held_by_the_heads_that_have_its_position():
+def test_a_digit_counts_for_the_heads_that_keep_its_position():
     digits = torch.tensor([[1, 2, 3], [7, 8, 9]])
     positions = torch.tensor([[0, 1, 2, 3, 8], [2, 4, 5, 7, 9]])
     assert retained(positions, digits).tolist() == [

@@ -1,4 +1,4 @@
-"""Records of measurements, and the pages that show them."""
+"""Records of measurements become sections of the documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_of(folder: Path, *measurements: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_what_the_command_makes_of_it(page):
+def test_pages_are_up_to_date_with_their_records(page):
     text = page.read_text(encoding="utf-8")
     assert filled(text) == text
 

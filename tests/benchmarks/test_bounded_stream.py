@@ -1,11 +1,10 @@
-"""`python -m benchmarks.bounded_stream`: what its figures are made of, on a tiny model."""
+"""`python -m benchmarks.bounded_stream`: its figures on a tiny model."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import tiny_model
 
 from benchmarks import bounded_stream
 from benchmarks.bounded_stream import PARTS, StreamPrefill, StreamSubject
@@ -13,6 +12,7 @@ from hetero_kv import HeteroKVError
 from hetero_kv.adapter.strided_prefill import StridedForward
 from hetero_kv.evals.config_spec import config_specs
 from hetero_kv.families.bounded.layer import BoundedLayer
+from tests.support.tiny_models import tiny_model
 
 STRIDED = [
     "streaming_llm:budget=24:stride=8",

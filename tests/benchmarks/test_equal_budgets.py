@@ -1,4 +1,4 @@
-"""Settings by which recipes attend to as many tokens are settings that they take."""
+"""Recipes accept the settings of the comparison at equal budgets."""
 
 from __future__ import annotations
 

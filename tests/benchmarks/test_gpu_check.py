@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_check` runs whole, on a CPU at tiny size, with no package beside those that it needs."""
+"""`python -m benchmarks.gpu_check` runs on a CPU at tiny size without packages that it does not need."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import device_called
 
 from benchmarks import gpu_check
 from benchmarks.gpu_checks import chosen_sets, exactness
 from cpu_ops.weight_formats import FORMATS
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.store import storage
+from tests.support.devices import device_called
 
 PACKED = (
     "a row times packed weights",
@@ -99,7 +99,7 @@ def test_it_runs_on_a_gpu(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_runs_without_one(capsys):
+def test_without_a_gpu_the_command_names_the_alternative(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main([])
     assert "--device cpu --tiny" in capsys.readouterr().err

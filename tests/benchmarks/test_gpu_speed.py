@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` runs whole, at tiny size, and keeps to its time."""
+"""`python -m benchmarks.gpu` runs at tiny size and keeps its time limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from devices import device_called
 
 from benchmarks import gpu
 from benchmarks.gpu_speed.budget import Budget, TimeUp
@@ -17,6 +16,7 @@ from benchmarks.gpu_speed.measurements import GpuMeasurement
 from benchmarks.gpu_speed.step_parts import REST
 from benchmarks.gpu_speed.subject import SpeedRow
 from hetero_kv.errors import OutOfMemoryError
+from tests.support.devices import device_called
 
 ROW = SpeedRow("quest", 400, 1, 2, None, 2.0, 500.0, 3_000_000_000, {"waits for queries": 0.5, REST: 1.5})
 
@@ -53,7 +53,7 @@ def ran(measurements, words=()):
         return gpu.main(["--device", "cpu", "--tiny", "--without_checks", *words])
 
 
-def test_what_would_not_end_in_time_is_left_out_and_what_does_not_is_broken_off(capsys):
+def test_slow_measurements_are_skipped_or_stopped(capsys):
     def endless():
         while True:
             time.sleep(0.01)
@@ -93,7 +93,7 @@ def test_rows_can_be_chosen_by_their_titles(capsys):
     assert "1 rows, 1 failed, 0 left out" in told
 
 
-def test_what_finds_no_memory_is_left_out_and_what_fails_is_a_failure(capsys):
+def test_measurements_without_memory_are_skipped_and_errors_are_failures(capsys):
     def raising(error):
         def run():
             raise error
@@ -118,7 +118,7 @@ def test_a_budget_that_is_spent_begins_nothing():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_runs_without_one(capsys):
+def test_without_a_gpu_the_command_names_the_alternative(capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "--device cpu --tiny" in capsys.readouterr().err

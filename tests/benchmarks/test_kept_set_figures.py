@@ -1,4 +1,4 @@
-"""Sets of kept tokens beside each other, in the figures that `benchmarks.kept_sets_vs_kvpress` prints."""
+"""The figures of `benchmarks.kept_sets_vs_kvpress`, which compares sets of kept tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes and presses of `benchmarks.quality_vs_kvpress` and `kept_sets_vs_kvpress`; none of it needs kvpress."""
+"""The recipes and presses of `benchmarks.quality_vs_kvpress` and `kept_sets_vs_kvpress`, without kvpress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.families.bounded.eviction.pyramidkv import PyramidKV, PyramidKVSe
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    """Both modules as they are without kvpress, which would replace transformers' attention functions for all tests."""
+    """Both modules without kvpress, which would replace transformers' attention functions for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "kvpress", None)
         from benchmarks import kept_sets_vs_kvpress, quality_vs_kvpress
@@ -70,7 +70,7 @@ class Longest:
         return keys.gather(2, indices), values.gather(2, indices)
 
 
-def test_what_a_press_chooses_is_recorded_and_nothing_is_dropped(benchmarks):
+def test_a_presss_choices_are_recorded_and_nothing_is_dropped(benchmarks):
     keys, values = torch.rand(1, 2, 9, 4), torch.rand(1, 2, 9, 4)
     press = Longest()
     recording = benchmarks.kept.recorded(press)

@@ -1,4 +1,4 @@
-"""Recipes at equal budgets, and the page that is made of what they gave."""
+"""Recipes at equal budgets, and the page of their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_recipe_attends_to_its_budget(length):
 
 
 def chosen_tokens(found, context):
-    """Tokens that a step takes of the Context, of so many."""
+    """Tokens that a step attends to in a Context of this length."""
     if "hash_tables" in found:
         at_right_angles = torch.zeros(())
         return context * float(sampling_chance(at_right_angles, found["hash_bits"], found["hash_tables"]))

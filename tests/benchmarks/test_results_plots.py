@@ -1,4 +1,4 @@
-"""Plots that are drawn from the page's tables."""
+"""Plots of the page's tables."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The benchmark of sparse prefill times what it says: prompts, and attention within them."""
+"""The benchmark of sparse prefill times prompts and the attention within them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from benchmarks.sparse_prefill import DENSE, measured
+from tests.support.tiny_models import tiny_model
 
 
-@pytest.mark.slow  # a kernel of its own is compiled
+@pytest.mark.slow  # compiles another kernel
 def test_a_prefills_attention_is_a_part_of_its_time():
     model = tiny_model("qwen2")
     found = measured(model, ["flexprefill"], torch.randint(2, 97, (1, 70)), repeats=1)

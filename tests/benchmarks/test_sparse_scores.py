@@ -1,11 +1,10 @@
-"""The scores of sparse prefills: whose rows they are, and what share of the keys a prefill attended to."""
+"""The scores of sparse prefills: their rows, and the share of keys attended to."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from benchmarks.sparse_prefill import DENSE, share_of_keys
 from benchmarks.sparse_scores import plot, rows_of, table
@@ -13,6 +12,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.evals.outcome import Result
 from hetero_kv.families.sparse_prefill import flexprefill
 from hetero_kv.families.sparse_prefill.key_lists import KeyLines
+from tests.support.tiny_models import tiny_model
 
 
 def result(method, sample, score):
@@ -50,8 +50,8 @@ def test_the_share_is_of_keys_that_blocks_of_queries_attended_to(recipe, share, 
     nothing = np.empty(0, np.int64)
     monkeypatch.setattr(flexprefill, "keys_of", lambda chunk, *_: [KeyLines.of(nothing, nothing)] * chunk.q.shape[1])
     model = tiny_model("qwen2", max_position_embeddings=512)
-    given = {"chunk_size": 100, "max_seq_len": 400, "threads_num": 1, "prefill_from": 100, "prefill_last": 0}
-    injection = inject(model, recipe, command_line=given)
+    settings = {"chunk_size": 100, "max_seq_len": 400, "threads_num": 1, "prefill_from": 100, "prefill_last": 0}
+    injection = inject(model, recipe, command_line=settings)
     try:
         with torch.no_grad():
             model(torch.randint(1, 97, (1, 300)), past_key_values=HeteroCache(model))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.step_cost`: what it measures on two layers, and the arithmetic of ratios and goals."""
+"""`python -m benchmarks.step_cost`: its measurements on two layers, ratios and goals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_itself():
 
 
 @pytest.mark.slow
-def test_host_time_is_what_the_model_and_the_kernels_leave(with_itself):
+def test_host_time_excludes_the_model_and_the_kernels(with_itself):
     for tree in (BEFORE, NOW):
         ms = with_itself[tree]["ms_per_token"]
         assert min(ms["kernels"], ms["untouched"], ms["host"]) > 0
@@ -93,7 +93,7 @@ def _calls_of_ours():
     return sorted(range(3), key=lambda _: _loop(10_000))
 
 
-def test_time_is_given_to_the_function_of_ours_that_asked_for_it():
+def test_time_counts_for_our_innermost_function():
     attribution = Attribution((str(Path(__file__).parent),), kernels=_loop.__code__)
     with attribution.profile:
         _calls_of_ours()

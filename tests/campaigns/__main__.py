@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns`: all campaigns, at their full length, and a table of what became of the tries."""
+"""`python -m tests.campaigns`: runs all campaigns at full length and prints a table of outcomes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from .campaign import FAULTS, OUTCOMES, Tally, campaigns
-from .runner import run
+from tests.campaigns.campaign import FAULTS, OUTCOMES, Tally, campaigns
+from tests.campaigns.runner import run
 
 
 def main() -> int:
@@ -18,16 +18,21 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"which campaigns: {', '.join(known)}; all where none is given")
     parser.add_argument("--times", type=float, default=100, help="times the suite's number of tries (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="another seed makes other tries (default: 1)")
-    asked = parser.parse_args()
-    if unknown := sorted({*asked.names} - known.keys()):
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.names} - known.keys()):
         parser.error(f"no campaign is called {', '.join(unknown)}; there are {', '.join(known)}")
     console = Console(stderr=True)
     tallies = []
-    for name in asked.names or known:
-        tries = round(known[name].tries * asked.times)
+    for name in arguments.names or known:
+        tries = round(known[name].tries * arguments.times)
         with console.status(name) as status:
             tallies.append(
-                run(name, tries, asked.seed, lambda done, n=name, of=tries: status.update(f"{n}: {done:,} of {of:,}"))
+                run(
+                    name,
+                    tries,
+                    arguments.seed,
+                    lambda done, n=name, of=tries: status.update(f"{n}: {done:,} of {of:,}"),
+                )
             )
     Console().print(_table(tallies))
     faults = [fault for tally in tallies for fault in tally.faults]

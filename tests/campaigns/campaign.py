@@ -1,4 +1,4 @@
-"""What a campaign is, and what its tries came to."""
+"""Campaigns and the outcomes of their tries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Campaign:
     Attributes:
         name: as the table shows it.
         tries: how many the suite makes.
-        prepare: folder -> what all attempts of a process share. Called once in each process, in a folder of its own.
+        prepare: folder -> objects that all tries of a process share. Called once per process, each in another folder.
         attempt: (prepared, random, folder) -> one try. It returns where the input was taken, raises `HeteroKVError`
             where it was refused, and `WrongResultError` where what was taken is not right; whatever else it raises is
             foreign. `random` depends on the seed and the try's number alone; the folder is the same for all tries.

@@ -1,21 +1,15 @@
-"""An evaluation of three samples that costs next to nothing."""
+"""A cheap evaluation of three samples."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-_EVALS = str(Path(__file__).parents[1] / "evals")
 
 
 def evaluate(out: Path) -> None:
     """Evaluate a function into `out`, or go on with that."""
-    if _EVALS not in sys.path:
-        sys.path.append(_EVALS)
-    import tiny_evaluation  # noqa: F401  it registers the task
-
     import hetero_kv.evals.report as report
     from hetero_kv.evals import RunOptions, run
+    from tests.support import tiny_evaluation  # noqa: F401  it registers the task
 
     report.draw_plots = lambda folder, summary: ([], None)
     options = RunOptions(lengths=(200,), depths=(0, 50, 100), samples=2)

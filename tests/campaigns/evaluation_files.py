@@ -1,4 +1,4 @@
-"""Data files and folders of runs, mutated: samples, results or an error of ours."""
+"""Data files and folders of runs, mutated: they give samples, results or a HeteroKVError."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import random as randomness
 import shutil
 from pathlib import Path
 
-from .campaign import Campaign, WrongResultError
-from .evaluation import answered, evaluate
-from .mutation import mutated
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.campaigns.evaluation import answered, evaluate
+from tests.campaigns.mutation import mutated
 
 RECORDS = (
     ("kv.jsonl", {"ordered_kv_records": [["k1", "v1"], ["k2", "v2"]], "key": "k2", "value": "v2"}),

@@ -1,4 +1,4 @@
-"""GGUF files with something wrong in them: header, metadata, places, numbers, templates."""
+"""Damaged GGUF files: header, metadata, offsets, numbers, templates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import gguf
 import torch
-from tiny_qwen2 import GGUF_NAMES, tiny_qwen2, write_gguf
 
 from hetero_kv import inject, load_model, open_model
-
-from .campaign import Campaign, WrongResultError
-from .gguf_layout import ARRAY, FORMS, STRING, Layout, array, scalar
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.support.gguf_models.container import ARRAY, FORMS, STRING, Layout, array, scalar
+from tests.support.tiny_qwen2 import GGUF_NAMES, tiny_qwen2, write_gguf
 
 Random = random_numbers.Random
 TEMPLATES = (
@@ -142,7 +141,7 @@ def repeat_key(layout: Layout, random: Random) -> set[str]:
 
 
 def change_value(layout: Layout, random: Random) -> set[str]:
-    """A key has another value, of its own or another type."""
+    """A key has another value, of the same or another type."""
     place = random.randrange(len(layout.entries))
     layout.entries[place] = (layout.entries[place][0], _any_value(random))
     return set()
@@ -209,7 +208,7 @@ def swap_tensors(layout: Layout, random: Random) -> set[str]:
 
 
 def repeat_tensor(layout: Layout, random: Random) -> set[str]:
-    """A tensor is there twice, as it is or with the name of another."""
+    """A tensor occurs twice, by its own name or by another tensor's."""
     tensor = random.choice(layout.tensors)
     if random.random() < 0.5:
         layout.tensors.append(tensor)

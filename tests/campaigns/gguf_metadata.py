@@ -1,4 +1,4 @@
-"""GGUF files of every architecture in which one thing is said that is not of the model: a key, a value, a tensor."""
+"""GGUF files of every architecture with one wrong key, value or tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ import torch
 from transformers.utils import logging
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
-from tests.gguf.conversion import write
-from tests.gguf.meaning import IDS, Base
-from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
-
-from .campaign import Campaign, WrongResultError
-from .gguf_layout import ARRAY, FORMS, STRING, Layout, Tensor, array, scalar
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.support.gguf_models.container import ARRAY, FORMS, STRING, Layout, Tensor, array, scalar
+from tests.support.gguf_models.conversion import write
+from tests.support.gguf_models.meaning import IDS, Base
+from tests.support.gguf_models.variants import VARIANTS, tiny_model, vocabulary_of
 
 Random = random_numbers.Random
 BOOL, FLOAT32, UINT32 = 7, 6, 4

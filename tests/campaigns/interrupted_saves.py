@@ -1,4 +1,4 @@
-"""Processes that are killed while they save a context, have no room for it, or are several: none is lost or wrong."""
+"""Processes that save contexts are killed, run out of disk space or run side by side: no context is lost or wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .campaign import Campaign, WrongResultError
-from .kills import forked, killed
-from .saved_contexts import Prepared, following, prepare
-from .small_disks import is_possible, on_small_disk
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.campaigns.kills import forked, killed
+from tests.campaigns.saved_contexts import Prepared, following, prepare
+from tests.campaigns.small_disks import is_possible, on_small_disk
 
 _PROCESSES = 4
 # A disk for both contexts twice, with an index.
@@ -51,7 +51,7 @@ def _seconds(work: Callable[[], None]) -> float:
 def attempt_kills(prepared: Measured, random: randomness.Random, folder: Path) -> None:
     """A process that is killed while it saves: in a file in place of another, or in a store.
 
-    One that had saved before it was to be killed is held to that, and is no try: another is killed earlier.
+    A process that finishes saving before its kill must load what it saved; another one is then killed earlier.
     """
     seconds, attempt = random.choice(list(zip(prepared.seconds, (_kill_of_file, _kill_of_store), strict=True)))
     while not attempt(prepared.contexts, _emptied(folder), random.uniform(0, seconds)):
@@ -129,7 +129,7 @@ def _fill_store(contexts: Prepared, home: Path, room: int | None, longest: int |
 
 
 class _Full:
-    """Within this context a disk has so many bytes left; or, where there is no such disk, no file may have as many."""
+    """Within this context the disk has this many bytes left or, without a small disk, limits the size of every file."""
 
     def __init__(self, home: Path, room: int | None, longest: int | None) -> None:
         self._filler, self._room, self._longest = home / "filler", room, longest
@@ -192,7 +192,7 @@ def _require_done(children: list[int]) -> None:
 
 
 def _require_either(contexts: Prepared, path: Path) -> None:
-    """A file is one of the contexts, and the next process saves in its place and leaves nothing beside it."""
+    """The file is one of the contexts; the next process replaces it and leaves no temporary file."""
     if path.read_bytes() not in contexts.files:
         raise WrongResultError("what is there is neither the old context nor the new one")
     contexts.caches[1].save(path, contexts.tokens)
@@ -203,9 +203,9 @@ def _require_either(contexts: Prepared, path: Path) -> None:
 def _require_whole(
     contexts: Prepared, folder: Path, names: set[str], may_be: set[str] = frozenset(), is_forked: bool = False
 ) -> None:
-    """A store has these contexts, whole, and the first goes on as it did; pruned, it has no file beside theirs.
+    """A store has exactly these contexts, and the first continues as before; pruned, it has no other file.
 
-    Where this process `is_forked` no model runs: its threads are not there.
+    A process that `is_forked` runs no model, because it lacks the threads.
     """
     from hetero_kv.contexts.store import ContextStore
 

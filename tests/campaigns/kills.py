@@ -1,4 +1,4 @@
-"""Processes that are killed at random moments while they write: nothing is lost or doubled, no stray file is left."""
+"""Writing processes are killed at random moments: nothing is lost or duplicated, and no stray file stays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .campaign import Campaign, WrongResultError
-from .evaluation import answered, evaluate
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.campaigns.evaluation import answered, evaluate
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -28,7 +28,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed(work: Callable[[], None], after: float) -> bool:
-    """Fork a child that does `work`, and kill it after so many seconds; whether it was still at work."""
+    """Fork a child that does `work` and kill it after `seconds`; returns whether it was still working."""
     child = forked(work)
     time.sleep(after)
     # A child that has ended is a zombie until it is waited for, so that the signal reaches no other process.

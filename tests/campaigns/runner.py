@@ -1,4 +1,4 @@
-"""Tries in a process of their own, so that one that hangs or dies is counted and the next one goes on."""
+"""Runs tries in a child process, so that a hang or crash is counted and the next try follows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from pathlib import Path
 
 import psutil
 
-from .campaign import ACCEPTED, CRASH, FOREIGN, HANG, REFUSED, WRONG, Tally, WrongResultError, campaigns, generator
+from tests.campaigns.campaign import (
+    ACCEPTED,
+    CRASH,
+    FOREIGN,
+    HANG,
+    REFUSED,
+    WRONG,
+    Tally,
+    WrongResultError,
+    campaigns,
+    generator,
+)
 
 # Nobody waits as long for one file, however busy the machine.
 HANG_SECONDS = 60.0
 START_SECONDS = 300.0
-# What a process may take beside what it has when it begins: less than a bomb, more than any of the files needs.
+# Memory that a process may allocate: less than a bomb needs, more than any of the files needs.
 ROOM_BYTES = 4 << 30
 
 # Not forked from this process, whose threads would be missing there, but from one that has imported what all need.

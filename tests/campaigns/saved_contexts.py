@@ -1,4 +1,4 @@
-"""Saved contexts that are damaged: flipped bits, lost ends, and nonsense under right checksums."""
+"""Damaged saved contexts: flipped bits, truncated files, and nonsense with valid checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random as randomness
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .campaign import Campaign, WrongResultError
+from tests.campaigns.campaign import Campaign, WrongResultError
 
 ENTRIES = {"policy": "h2o", "budget": 24}
 FACTORS = {"rank": 8, "landmark_chunk_size": 4, "outlier_chunks": 3, "local_chunks": 2, "sparse_budget": 16}
@@ -38,14 +38,14 @@ class Prepared(NamedTuple):
 def prepare(folder: Path) -> Prepared:
     """Two contexts, the second with more tokens than the first."""
     import torch
-    from tiny_models import tiny_model
 
     from hetero_kv import HeteroCache, inject
     from hetero_kv.rules.rule_file import parse_rules
     from hetero_kv.threads import set_threads
+    from tests.support.tiny_models import tiny_model
 
     set_threads(1)
-    # What is computed anew is told each time.
+    # Every recomputation is reported.
     logging.getLogger("hetero_kv").setLevel(logging.ERROR)
     model = tiny_model("llama")
     inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))
@@ -97,7 +97,7 @@ def attempt_damage(prepared: Prepared, random: randomness.Random, folder: Path) 
 
 
 def _repaired(prepared: Prepared, path: Path) -> None:
-    """What is computed anew is near to what was: its layers attend to less than a prompt does."""
+    """Recomputed blocks are near the original ones: their layers attend to fewer tokens than a prompt does."""
     from hetero_kv.engine.errors import ContextError
 
     try:
@@ -152,7 +152,7 @@ def _change(said: Any, random: randomness.Random) -> None:
 
 
 def sealed(header: Any, data: bytearray, tensor_file: Any) -> bytes:
-    """The file with checksums and seal made anew, as far as the header says where these are."""
+    """The file with new checksums and seal, as far as the header locates them."""
     import hashlib
     import zlib
 

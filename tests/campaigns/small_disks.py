@@ -1,4 +1,4 @@
-"""A disk of a size of one's choice: a file system in memory that one child alone sees."""
+"""Small disks: file systems in memory that only one child process sees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .kills import forked
+from tests.campaigns.kills import forked
 
 # As unshare(2) and mount(2) have them.
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
@@ -40,7 +40,7 @@ def on_small_disk(folder: Path, size: int, work: Callable[[], None]) -> bool:
 
 
 def _mount(folder: Path, size: int) -> None:
-    """Give this process a view of the file system of its own, and in it a disk."""
+    """Mount a small disk in a mount namespace of this process."""
     if os.getuid():
         own = f"0 {os.getuid()} 1"
         _require(_libc().unshare(_NEW_MOUNTS | _NEW_USER))

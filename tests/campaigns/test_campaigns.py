@@ -1,4 +1,4 @@
-"""A few tries of every campaign: each input is refused with an error of ours or taken as it should be."""
+"""A few tries of every campaign: each input is refused with a HeteroKVError or accepted correctly."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import os
 
 import pytest
 
-from campaigns.campaign import ACCEPTED, CRASH, FOREIGN, HANG, REFUSED, WRONG, Campaign, WrongResultError, campaigns
-from campaigns.runner import run
 from hetero_kv import HeteroKVError
+from tests.campaigns.campaign import (
+    ACCEPTED,
+    CRASH,
+    FOREIGN,
+    HANG,
+    REFUSED,
+    WRONG,
+    Campaign,
+    WrongResultError,
+    campaigns,
+)
+from tests.campaigns.runner import run
 
 
 @pytest.mark.parametrize("name", campaigns())
@@ -39,8 +49,8 @@ def _known():
     return {"misbehaving": MISBEHAVING}
 
 
-def test_what_must_not_be_is_counted_and_the_tries_go_on(monkeypatch):
-    import campaigns.runner as runner
+def test_faults_are_counted_and_the_tries_continue(monkeypatch):
+    from tests.campaigns import runner
 
     monkeypatch.setattr(runner, "_PROCESSES", runner.multiprocessing.get_context("fork"))
     monkeypatch.setattr(runner, "campaigns", _known)
@@ -52,9 +62,9 @@ def test_what_must_not_be_is_counted_and_the_tries_go_on(monkeypatch):
 
 
 def test_a_try_without_an_answer_is_a_hang(monkeypatch):
-    import campaigns.runner as runner
+    from tests.campaigns import runner
 
-    hang = Campaign("hang", 2, lambda folder: None, lambda *given: __import__("time").sleep(600))
+    hang = Campaign("hang", 2, lambda folder: None, lambda *args: __import__("time").sleep(600))
     monkeypatch.setattr(runner, "_PROCESSES", runner.multiprocessing.get_context("fork"))
     monkeypatch.setattr(runner, "campaigns", lambda: {"hang": hang})
     monkeypatch.setattr(runner, "HANG_SECONDS", 0.2)

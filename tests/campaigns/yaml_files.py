@@ -1,4 +1,4 @@
-"""Rules and settings files, mutated: read within moments, and refused by name or read as what they say."""
+"""Rules and settings files, mutated: they are read quickly, and refused by name or read correctly."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .campaign import Campaign, WrongResultError
-from .mutation import mutated
+from tests.campaigns.campaign import Campaign, WrongResultError
+from tests.campaigns.mutation import mutated
 
 TAGS = (
     "timestamp x",

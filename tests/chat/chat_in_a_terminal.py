@@ -1,4 +1,4 @@
-"""The chat with a terminal of its own."""
+"""The chat in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 class ChatInATerminal:
-    """`local_chat.py` with a terminal of its own; what it shows is read without colours and cursor movements.
+    """`local_chat.py` in a pseudo-terminal; its output is read without colours and cursor movements.
 
     Attributes:
         drawn: what was shown last, with them.
@@ -46,7 +46,7 @@ class ChatInATerminal:
             "float32",
             *arguments,
         ]
-        # A session of its own makes the terminal the process's, so that Ctrl-C reaches it.
+        # A new session makes this the controlling terminal, so that Ctrl-C reaches the process.
         self.process = subprocess.Popen(
             list(map(str, words)),
             cwd=CHECKOUT,
@@ -73,7 +73,7 @@ class ChatInATerminal:
                 self.raw += os.read(self.master, 65536).decode(errors="replace")
             except OSError:
                 raise AssertionError(f"waited for {expected!r}, the chat ended with {self.unread!r}") from None
-            # All of it anew, for a sequence may have come in two parts.
+            # The whole output again, because a sequence may arrive in two parts.
             self.unread = SEQUENCE.sub("", REDRAWN.sub("", self.raw))
         shown, _, self.unread = self.unread.partition(expected)
         self.drawn = self.raw

@@ -1,4 +1,4 @@
-"""A tiny model on disk whose tokens are words, so that whole chats take moments and answers are readable."""
+"""A tiny model on disk whose tokens are words, so that chats are fast and answers readable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_conversations import new_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.chat.tiny_conversations import new_model
 
 SPECIAL = ("<unknown>", "<begin>", "<end>")
 WORDS = ("user", "assistant", "system", *(f"word{number}" for number in range(90)))

@@ -1,4 +1,4 @@
-"""Documents of several formats, small and made here."""
+"""Small documents of several formats."""
 
 from __future__ import annotations
 

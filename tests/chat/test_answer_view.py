@@ -1,4 +1,4 @@
-"""Answers as they are shown in a terminal."""
+"""Answers in a terminal."""
 
 from __future__ import annotations
 

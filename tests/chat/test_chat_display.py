@@ -1,4 +1,4 @@
-"""What the chat shows beside the answers."""
+"""The chat's banner, tables and messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_short_prefill_shows_nothing():
     assert shown(bar) == ""
 
 
-def test_after_ctrl_c_the_bar_says_what_it_waits_for():
+def test_after_ctrl_c_the_bar_names_the_pending_step():
     interrupt = Interrupt()
     bar = PrefillBar(interrupt)
     bar.report(2, 4, 1000, 2000)
@@ -90,10 +90,10 @@ def test_the_context_is_shown_turn_by_turn_with_what_waits():
     turns = tuple(Turn(10 * number, number) for number in range(1, 13))
     talk = SimpleNamespace(turns=turns, context_tokens=858, text_tokens=len)
     session = cast("ChatSession", SimpleNamespace(conversation=talk, capacity=1000))
-    asked = [ChatQuestion(prompt=f"What is {number}?") for number in range(5, 13)]
+    questions = [ChatQuestion(prompt=f"What is {number}?") for number in range(5, 13)]
     waiting = ChatQuestion((Document("a.txt", "word"), Document("huge.txt", "a" * 32_001)))
     console = Console(file=io.StringIO(), width=80)
-    console.print(context_table(session, asked, waiting))
+    console.print(context_table(session, questions, waiting))
     rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert rows[:5] == ["turn tokens of the context", "1-2 33 3.3%", "3 30 3.0%", "its answer 3 0.3%", "4 40 4.0%"]
     assert rows[6] == "5 What is 5? 50 5.0%"

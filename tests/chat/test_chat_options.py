@@ -37,11 +37,11 @@ def error_of(*arguments: str) -> str:
 
 
 def test_without_flags_nothing_is_overridden_and_answers_are_greedy():
-    given = options()
-    assert given.mode == "long_context"
-    assert given.rules == "adaptive"
-    assert given.long_context == {}
-    assert (given.answer.temperature, given.answer.max_new_tokens, given.answer.torch_seed) == (0.0, 512, None)
+    flags = options()
+    assert flags.mode == "long_context"
+    assert flags.rules == "adaptive"
+    assert flags.long_context == {}
+    assert (flags.answer.temperature, flags.answer.max_new_tokens, flags.answer.torch_seed) == (0.0, 512, None)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_a_value_keeps_its_dashes():
 
 
 def test_ktransformers_names_are_accepted():
-    given = options(
+    flags = options(
         "--model_path", "folder", "--gguf_path", "w.gguf", "--optimize_config_path", "r.yaml", "--cpu_infer", "3"
     )
-    assert (given.model, given.gguf_path, given.rules) == ("folder", "w.gguf", "r.yaml")
-    assert given.long_context == {"threads_num": 3}
+    assert (flags.model, flags.gguf_path, flags.rules) == ("folder", "w.gguf", "r.yaml")
+    assert flags.long_context == {"threads_num": 3}
 
 
 def test_values_of_texts_are_stored_as_their_definition_spells_them():
-    given = options("--kv_type", "fp32", "--anchor_type", "BLOCK_MEAN", "--mode", "Normal")
-    assert given.long_context == {"kv_type": "FP32", "representative_type": "MEAN"}
-    assert given.mode == "normal"
+    flags = options("--kv_type", "fp32", "--anchor_type", "BLOCK_MEAN", "--mode", "Normal")
+    assert flags.long_context == {"kv_type": "FP32", "representative_type": "MEAN"}
+    assert flags.mode == "normal"
 
 
 def test_an_unknown_flag_is_an_error_with_the_nearest_spelling():
@@ -164,5 +164,5 @@ def test_help_shows_meaning_range_unit_and_default_of_every_setting(capsys: pyte
     for cls in (EngineSettings, RetrievalSettings, ShadowKVSettings, BoundedSettings):
         for row in describe(cls):
             shown = f"{row.doc} ({row.type}{f', in {row.unit}' if row.unit else ''}; default {row.default}"
-            # Where operators differ in it, who has it stands behind.
+            # If operators differ in a setting, the operators' names follow it.
             assert f"{shown})" in text or f"{shown} (" in text

@@ -1,4 +1,4 @@
-"""Where the first question comes from."""
+"""The sources of the first question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations on a tiny random model: stops, errors and interrupts leave them whole, whatever method answers."""
+"""Conversations on a tiny random model: stops, errors and interrupts leave them consistent under every method."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import simulated_cuda
-from small_recipes import small_recipe
-from tiny_conversations import FEW, TOKENIZER, conversation, new_model, replies
-from tiny_models import tiny_model
-from tiny_tokenizers import END
 
 import hetero_kv
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.models.turns import TurnTokens
+from tests.chat.tiny_conversations import FEW, TOKENIZER, conversation, new_model, replies
+from tests.support.devices import simulated_cuda
+from tests.support.small_recipes import small_recipe
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizers import END
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +50,7 @@ def test_the_peak_of_gpu_memory_is_that_of_the_models_gpu():
     assert elsewhere.peak_vram_bytes is None
 
 
-def test_methods_watch_what_the_question_attends_to_and_not_the_document(monkeypatch):
+def test_the_observation_window_is_the_question_and_not_the_document(monkeypatch):
     watched = []
 
     def observation(window):
@@ -62,16 +62,16 @@ def test_methods_watch_what_the_question_attends_to_and_not_the_document(monkeyp
     settings = {"preselect_block": True, "preselect_block_count": 2, "local_windows_len": 64, "max_seq_len": 3000}
     hetero_kv.inject(model, "ktransformers", command_line=settings)
     talk, turns = conversation(model), TurnTokens(TOKENIZER)
-    document, asked = "a text of no use\n" * 60, "What is asked?"
-    talk.ask(asked, document=document, **FEW)
+    document, question = "a text of no use\n" * 60, "What is asked?"
+    talk.ask(question, document=document, **FEW)
     template = turns.first("")
     behind = len(template) - template.index(TOKENIZER.convert_tokens_to_ids(END))
-    assert set(watched) == {len(turns.text(asked)) + behind}
+    assert set(watched) == {len(turns.text(question)) + behind}
     watched.clear()
-    talk.ask(asked + asked, **FEW)
-    assert set(watched) == {len(turns.text(asked + asked)) + behind}
+    talk.ask(question + question, **FEW)
+    assert set(watched) == {len(turns.text(question + question)) + behind}
     watched.clear()
-    talk.ask(document * 2 + asked, **FEW)
+    talk.ask(document * 2 + question, **FEW)
     assert set(watched) == {UNKNOWN_QUESTION}
 
 
@@ -83,7 +83,7 @@ def test_a_document_stands_before_its_question(model):
     assert talk._state.tokens == said._state.tokens
 
 
-def test_a_stop_while_answering_keeps_what_was_said(model):
+def test_a_stop_while_answering_keeps_the_partial_answer(model):
     talk, looks = conversation(model), []
     answer = talk.ask("hello", max_new_tokens=40, should_stop=lambda: looks.append(0) or len(looks) > 20)
     assert answer.finish_reason == "stopped"
@@ -156,7 +156,7 @@ class Interruption:
 
 
 def test_an_interrupt_at_any_moment_of_the_bookkeeping_leaves_a_conversation_that_goes_on(model):
-    """As if the question had never been asked; or, behind the last line, as if it had been answered."""
+    """The state is the one before the question or, behind the last line, the one after its answer."""
     begun = conversation(model, forks=1)
     begun.ask("hello", **FEW)
     without, answered = begun.fork(), begun.fork()

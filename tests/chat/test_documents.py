@@ -1,4 +1,4 @@
-"""Documents of several formats as texts, and those that are not read."""
+"""Documents of several formats become texts; others are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_documents import HTML, docx, pdf
 
 from hetero_kv.chat import formats
 from hetero_kv.chat.documents import document_in, documents_at
 from hetero_kv.errors import ConfigError
 from hetero_kv.text_decoding import decoded
+from tests.chat.sample_documents import HTML, docx, pdf
 
 SAMPLES = {
     "notes.txt": (b"It was cut.\r\n", "It was cut.\n"),
@@ -31,7 +31,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_document_is_what_it_says(tmp_path: Path, name: str):
+def test_a_documents_type_is_that_of_its_content(tmp_path: Path, name: str):
     content, text = SAMPLES[name]
     (tmp_path / name).write_bytes(content)
     document = document_in(tmp_path / name)
@@ -135,7 +135,7 @@ def test_paths_are_quoted_and_patterns_matched_as_a_shell_does(tmp_path: Path, m
     ]
 
 
-def test_what_is_not_there_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for words, message in (
         ("nowhere.txt", "'nowhere.txt' cannot be read: No such file or directory"),
@@ -209,7 +209,7 @@ def test_a_pipe_is_read_once_as_a_file_is(tmp_path: Path):
     writer.join()
 
 
-def test_what_a_shell_hands_on_as_a_file_is_read():
+def test_process_substitutions_are_read():
     program = (
         "from pathlib import Path; from hetero_kv.chat.documents import document_in;"
         "print([document_in(Path(path)).text for path in ('/dev/stdin', __import__('sys').argv[1])])"
@@ -220,5 +220,5 @@ def test_what_a_shell_hands_on_as_a_file_is_read():
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/tmp", "/nowhere"])
-def test_what_is_no_text_is_an_error_that_names_it(path: str):
+def test_a_file_without_text_is_an_error_that_names_it(path: str):
     assert any(words in error_of(Path(path)) for words in ("is binary", "Is a directory", "No such file"))

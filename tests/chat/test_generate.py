@@ -1,4 +1,4 @@
-"""Conversations on the small real model: turns go on, stops keep the conversation whole, the untouched model agrees."""
+"""Conversations on the small real model: later turns, stops, and agreement with the untouched model."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def test_a_conversations_tokens_are_those_of_the_chat_template(injected):
 
 
 def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):
-    def asked(**settings):
+    def recall(**settings):
         inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "max_seq_len": 600, **settings})
         try:
             return conversation(smollm2).ask(TEXT + "When?", max_new_tokens=4).statistics.of_layers.get("block_recall")
         finally:
             eject(smollm2.model)
 
-    assert asked() is None
-    little = asked(measure_recall=True, top_k_blocks=1)
-    everything = asked(measure_recall=True, top_k_blocks="all")
+    assert recall() is None
+    little = recall(measure_recall=True, top_k_blocks=1)
+    everything = recall(measure_recall=True, top_k_blocks="all")
     assert len(little) == smollm2.model.config.num_hidden_layers
     assert all(0 < share < 1 for share in little)
     assert everything == pytest.approx([1] * len(little), abs=1e-5)
@@ -111,7 +111,7 @@ def test_a_stop_during_prefill_leaves_the_conversation_as_it_was(injected):
     assert talk.ask("What is my name?", max_new_tokens=12).finish_reason in ("end", "max_new_tokens")
 
 
-def test_a_stop_while_answering_keeps_what_was_said(injected):
+def test_a_stop_while_answering_keeps_the_partial_answer(injected):
     talk, pieces = conversation(injected), []
     answer = talk.ask("Count to a hundred.", should_stop=lambda: len(pieces) > 5, on_text=pieces.append)
     assert answer.finish_reason == "stopped"
@@ -154,33 +154,33 @@ def test_forked_conversations_answer_as_if_each_were_alone(injected):
     talk = conversation(injected, forks=1)
     talk.ask(TEXT + "Understood?", max_new_tokens=4)
     before = talk.context_tokens
-    twin = talk.fork()
-    answers = [each.ask(question, max_new_tokens=8) for each, question in zip((talk, twin), questions, strict=True)]
+    fork = talk.fork()
+    answers = [each.ask(question, max_new_tokens=8) for each, question in zip((talk, fork), questions, strict=True)]
     assert [answer.text for answer in answers] == [alone(question) for question in questions]
     assert all(answer.statistics.prompt_tokens < 40 for answer in answers)
     talk.reset()
-    assert twin.context_tokens > before
-    assert twin.ask("Thank you.", max_new_tokens=4).statistics.prompt_tokens < 40
+    assert fork.context_tokens > before
+    assert fork.ask("Thank you.", max_new_tokens=4).statistics.prompt_tokens < 40
 
 
 def test_an_untouched_models_conversation_can_be_forked_too(smollm2):
     talk = conversation(smollm2)
     talk.ask("My name is Ada.", max_new_tokens=4)
-    twin = talk.fork()
-    twin.ask("Hello!", max_new_tokens=4)
-    assert talk.cache.get_seq_length() == talk.context_tokens - 1 < twin.context_tokens
+    fork = talk.fork()
+    fork.ask("Hello!", max_new_tokens=4)
+    assert talk.cache.get_seq_length() == talk.context_tokens - 1 < fork.context_tokens
 
 
 def test_forks_that_share_the_room_of_one_say_so_before_they_answer(injected):
     talk = conversation(injected, max_seq_len=300)
     talk.ask("My name is Ada.", max_new_tokens=2)
-    twin = talk.fork()
+    fork = talk.fork()
     talk.ask(TEXT, max_new_tokens=2)
     with pytest.raises(CacheFullError, match="reset or drop a fork"):
-        twin.ask(TEXT)
+        fork.ask(TEXT)
     talk.reset()
-    twin.ask(TEXT, max_new_tokens=2)
-    assert twin.ask("What is the librarian called?", max_new_tokens=4).finish_reason == "max_new_tokens"
+    fork.ask(TEXT, max_new_tokens=2)
+    assert fork.ask("What is the librarian called?", max_new_tokens=4).finish_reason == "max_new_tokens"
 
 
 def test_a_conversation_is_not_forked_in_the_middle_of_an_answer(injected):

@@ -1,4 +1,4 @@
-"""The line on which questions are typed, without a terminal."""
+"""The line editor, without a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def typed(keys: str, monkeypatch: pytest.MonkeyPatch, history: Path | None = Non
         (f"/file \x1b[200~{LONG}\x1b[201~\r", f"/file {LONG}", True),
     ],
 )
-def test_what_is_typed_is_a_text_or_a_command(keys: str, text: str, is_command: bool, monkeypatch: pytest.MonkeyPatch):
+def test_input_is_a_text_or_a_command(keys: str, text: str, is_command: bool, monkeypatch: pytest.MonkeyPatch):
     assert typed(keys, monkeypatch) == Typed(text, is_command)
 
 
@@ -83,7 +83,7 @@ def test_a_short_paste_stays_and_a_long_one_is_one_character():
     assert pastes.unfolded(chr(0x100050)) == chr(0x100050)
 
 
-def test_what_is_shown_has_labels_and_no_characters_that_command_the_terminal():
+def test_output_has_labels_and_no_control_characters():
     pastes = Pastes()
     line = f"a{pastes.folded(LONG)}\u202eb"
     processor, none = ShownLine(pastes), None

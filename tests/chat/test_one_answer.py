@@ -1,4 +1,4 @@
-"""`hetero-kv chat` where there is no terminal: one answer."""
+"""`hetero-kv chat` without a terminal prints one answer."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_standard_output_is_the_answer_alone(chat: Chat, tiny_model_folder: Path
 
 
 def test_a_prompt_file_is_the_document_and_the_prompt_its_question(chat: Chat, tmp_path: Path, monkeypatch: Any):
-    asked, ask = [], Conversation.ask
+    calls, ask = [], Conversation.ask
 
     def noted(talk: Conversation, question: str, *, document: str | None = None, **kwargs: Any) -> Any:
-        asked.append((question, document))
+        calls.append((question, document))
         return ask(talk, question, document=document, **kwargs)
 
     monkeypatch.setattr(Conversation, "ask", noted)
@@ -69,7 +69,7 @@ def test_a_prompt_file_is_the_document_and_the_prompt_its_question(chat: Chat, t
     chat("--prompt_file", tmp_path / "notes.txt", "--prompt", QUESTION)
     chat("--prompt_file", tmp_path / "notes.txt")
     chat("--prompt", QUESTION)
-    assert asked == [(QUESTION, "word4 word5\n"), ("word4 word5", None), (QUESTION, None)]
+    assert calls == [(QUESTION, "word4 word5\n"), ("word4 word5", None), (QUESTION, None)]
 
 
 def test_normal_and_long_context_mode_give_the_same_answer(chat: Chat):
@@ -163,7 +163,7 @@ def test_a_question_that_does_not_fit_is_an_error_that_names_max_seq_len(chat: C
     assert "max_seq_len" in err
 
 
-def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_warned_of(chat: Chat, caplog: pytest.LogCaptureFixture):
+def test_a_max_seq_len_beyond_the_models_context_gives_a_warning(chat: Chat, caplog: pytest.LogCaptureFixture):
     chat("--prompt", QUESTION, "--max_seq_len", 70_000)
     assert "max_seq_len: 70,000 tokens exceed the 65,536 that the model was trained for" in caplog.text
 
@@ -216,7 +216,7 @@ def test_a_gguf_path_alone_is_the_model(capsys: pytest.CaptureFixture[str]):
     assert "nowhere.gguf" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_the_answer_with_status_130_and_keeps_what_there_is(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_ends_the_answer_with_status_130_and_keeps_its_tokens(chat: Chat, monkeypatch: pytest.MonkeyPatch):
     ask = Conversation.ask
 
     def interrupted(self: Conversation, question: str, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Conversations that go on in another process: from a file, a name, the beginning of a prompt, the command line."""
+"""Conversations continue in another process: from a file, a name, a prompt's prefix, the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
-from small_recipes import small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_kv import Conversation, HeteroKVError, inject
@@ -22,6 +21,7 @@ from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.settings import ContextSettings
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
+from tests.support.small_recipes import small_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,7 +78,7 @@ def test_a_conversation_that_cannot_be_loaded_is_as_it_was(loaded, store):
     assert replies(talk, "word3") == replies(before, "word3")
 
 
-def test_what_cannot_be_saved_says_why(loaded, store, tiny_model_folder):
+def test_a_failed_save_says_why(loaded, store, tiny_model_folder):
     with pytest.raises(ContextError, match="the conversation is empty"):
         Conversation(*loaded).save_in(store, "nothing")
     untouched = Conversation(AutoModelForCausalLM.from_pretrained(tiny_model_folder), loaded[1])
@@ -100,7 +100,7 @@ def test_a_context_of_a_cache_is_one_turn(loaded, tmp_path):
     assert other.turns == (Turn(tokens, 0),)
 
 
-def test_a_first_prompt_begins_with_what_is_stored(loaded, recipe, store):
+def test_a_first_prompt_reuses_the_stored_prefix(loaded, recipe, store):
     prefixes = PrefixCache(store, writes=True)
     first = Conversation(*loaded, prefix_cache=prefixes)
     cost = first.ask("word1", document=DOCUMENT, **FEW).statistics.prompt_tokens
@@ -134,15 +134,15 @@ def test_a_store_that_fails_costs_a_warning_and_no_answer(loaded, tmp_path, capl
 
 @pytest.fixture
 def chat(tiny_model_folder, tmp_path, capsys):
-    """Runs the chat command with these flags; returns its exit status, and its JSON where it is asked for."""
+    """Runs the chat command with these flags; returns its exit status, and its JSON if the flags contain `--json`."""
     document = tmp_path / "document.txt"
     document.write_text(DOCUMENT)
 
     def run(*flags, document_too=True):
-        asked = ["--prompt_file", str(document)] if document_too else []
-        given = ["--model", str(tiny_model_folder), "--config", "quest", "--max_seq_len", "4096", "--block_size", "4"]
+        prompt = ["--prompt_file", str(document)] if document_too else []
+        common = ["--model", str(tiny_model_folder), "--config", "quest", "--max_seq_len", "4096", "--block_size", "4"]
         status = main(
-            ["chat", *given, "--max_new_tokens", "3", "--context_folder", str(tmp_path / "c"), *asked, *flags]
+            ["chat", *common, "--max_new_tokens", "3", "--context_folder", str(tmp_path / "c"), *prompt, *flags]
         )
         seen = capsys.readouterr()
         return status, json.loads(seen.out) if "--json" in flags and not status else seen.err
@@ -172,14 +172,14 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
     assert "removed 0 contexts" in capsys.readouterr().out
 
 
-def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp_path, capsys, monkeypatch):
+def test_mistakes_about_contexts_are_reported_before_a_model_loads(chat, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hetero_kv.chat.session.open_model", lambda *_, **__: pytest.fail("the model was opened"))
     (tmp_path / "file").touch()
     folder = ["--context_folder", str(tmp_path / "c")]
     assert main(["contexts", "list", *folder]) == 2
     assert f"there is no folder {tmp_path / 'c'}" in " ".join(capsys.readouterr().err.split())
     assert chat("--prompt", "word1", "--context", "lost")[0] == 2
-    # Who only reads makes none.
+    # Reading creates no folder.
     assert not (tmp_path / "c").exists()
     ContextStore(tmp_path / "c").close()
     for flags, said in (
@@ -290,7 +290,7 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     run_command(terminal, "/contexts")
     assert replies(talk, "word3") == expected
     assert notes[0].startswith("there are no contexts in ")
-    # One number, whoever is asked: an answer's last token counts, though it is computed with the next turn.
+    # Both report the same number: an answer's last token counts, though the next turn computes it.
     assert notes[1].startswith(f"saved my notes: {saved:,} tokens, ")
     assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turn"]
     assert notes[4] == [f"{saved:,}"]

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from chat_in_a_terminal import CTRL_C, CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
-from sample_documents import pdf
 
 from hetero_kv.chat.answer import ChatAnswer
 from hetero_kv.chat.commands import COMMANDS
@@ -22,6 +20,8 @@ from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.terminal import Terminal
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models import load_model
+from tests.chat.chat_in_a_terminal import CTRL_C, CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
+from tests.chat.sample_documents import pdf
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession
@@ -102,7 +102,7 @@ def test_a_paste_of_several_lines_is_one_question(chat: ChatInATerminal):
     assert prompt_tokens(chat) == 8
 
 
-def test_a_long_paste_is_shown_by_its_size_and_asked_as_it_is(chat: ChatInATerminal):
+def test_a_long_paste_is_shown_by_its_size_and_sent_unchanged(chat: ChatInATerminal):
     chat.type("one \x1b[200~" + "two three\n/quit\n" * 1000 + "\x1b[201~")
     shown = chat.until("[pasted 2,000 lines]")
     assert "quit" not in shown
@@ -115,7 +115,7 @@ def test_a_long_paste_is_shown_by_its_size_and_asked_as_it_is(chat: ChatInATermi
     assert prompt_tokens(chat) == 1 + 6 + 1
 
 
-def test_what_is_typed_during_an_answer_is_the_next_question(chat: ChatInATerminal):
+def test_input_during_an_answer_is_the_next_question(chat: ChatInATerminal):
     chat.type("one two\n")
     chat.until("word")
     chat.type("three \x1b[200~four\nfive\x1b[201~\n")
@@ -143,7 +143,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(chat: ChatInATerminal):
     assert "there is no command /stast; did you mean /stats?" in chat.say("/stast")
 
 
-def test_what_begins_with_a_slash_is_a_command_and_behind_a_space_a_question(chat: ChatInATerminal):
+def test_a_leading_slash_is_a_command_and_a_space_before_it_makes_a_question(chat: ChatInATerminal):
     assert "there is no command /usr/bin/env; known: /help, " in chat.say("/usr/bin/env is what?")
     assert "/quit takes no argument, and the line has 'now'" in chat.say("/quit now")
     assert "0 of 65,536 tokens" in chat.say("/stats")
@@ -152,7 +152,7 @@ def test_what_begins_with_a_slash_is_a_command_and_behind_a_space_a_question(cha
     assert prompt_tokens(chat) == 5 + 3
 
 
-def test_a_question_is_taken_back_and_asked_again(chat: ChatInATerminal):
+def test_a_question_is_undone_and_repeated(chat: ChatInATerminal):
     assert "error: there is no question to take back: the conversation is empty" in chat.say("/undo")
     assert "error: there is no question to repeat" in chat.say("/retry")
     chat.type("one two\n")
@@ -167,7 +167,7 @@ def test_a_question_is_taken_back_and_asked_again(chat: ChatInATerminal):
     assert re.search(r"left +65,536 +100\.0%", chat.say("/context"))
 
 
-def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: ChatInATerminal):
+def test_setting_the_system_message_restarts_the_conversation(chat: ChatInATerminal):
     assert "the model's own system message" in chat.say("/system")
     chat.type("one\n")
     stop_the_answer(chat)
@@ -255,7 +255,7 @@ def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_mode
         chat.close()
 
 
-def test_a_prompt_is_asked_at_once_and_what_earlier_chats_asked_is_there(tiny_model_folder: Path, tmp_path: Path):
+def test_a_prompt_runs_at_once_and_the_history_has_earlier_chats_questions(tiny_model_folder: Path, tmp_path: Path):
     (tmp_path / "chat_history").write_text('"word2 word3"\n')
     chat = ChatInATerminal(tiny_model_folder, "--prompt", "word1", "--max_new_tokens", 3)
     try:
@@ -278,10 +278,10 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
 
     loaded = load_model(str(tiny_model_folder), dtype="float32")
     talk = Conversation(loaded.model, loaded.tokenizer)
-    asked: list[str] = []
+    questions: list[str] = []
 
     def answer(session: object, question: ChatQuestion, **_: object) -> ChatAnswer:
-        asked.append(question.text)
+        questions.append(question.text)
         if question.text == "too much":
             raise OutOfMemory("no memory for the cache; shorten the question")
         return talk.ask(question.text, max_new_tokens=2)
@@ -300,7 +300,7 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
     options = SimpleNamespace(answer=SimpleNamespace(max_new_tokens=2))
     session = cast("ChatSession", SimpleNamespace(conversation=talk, options=options, capacity=99))
     assert Terminal(session, ChatQuestion()).run() == 0
-    assert asked == ["word1", "too much", "caf\udce9", "word2"]
+    assert questions == ["word1", "too much", "caf\udce9", "word2"]
     errors = capsys.readouterr().err
     assert "no memory for the cache" in errors
     assert "the text is not Unicode" in errors

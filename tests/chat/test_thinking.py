@@ -1,4 +1,4 @@
-"""Thoughts: told from answers however the text is cut into pieces, dimmed, and switched off where a template can."""
+"""Thoughts are separated from answers for any split of the text, dimmed, and switched off if the template can."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from chat_in_a_terminal import CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_conversations import FEW, conversation, new_model
-from tiny_tokenizers import TEMPLATE, byte_level
 
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.thinking import Thoughts
 from hetero_kv.cli import main
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
+from tests.chat.chat_in_a_terminal import CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
+from tests.chat.tiny_conversations import FEW, conversation, new_model
+from tests.support.tiny_tokenizers import TEMPLATE, byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,7 +36,7 @@ THINKING = TEMPLATE.replace(
 
 
 @given(st.sampled_from(sorted(TEXTS)), st.sets(st.integers(1, 40)))
-def test_thoughts_are_what_stands_between_the_signs(text: str, cuts: set[int]):
+def test_thoughts_are_the_text_between_the_markers(text: str, cuts: set[int]):
     said = {True: "", False: ""}
 
     def write(piece: str, is_thinking: bool) -> None:
@@ -94,7 +94,7 @@ def test_in_the_chat_thoughts_are_dim_and_the_answer_is_not(thinking_model_folde
         for _ in range(2):
             chat.type("yes\n")
             chat.until("tokens, first after")
-            # What is shown before the answer is finished is drawn anew.
+            # The unfinished answer is drawn again.
             *_, thought, answer = re.findall(r"(\x1b\[[\d;]*m)?(hm well|yes indeed)(?!.*\2)", chat.drawn, re.DOTALL)
             assert thought == ("\x1b[2;3m", "hm well")
             assert answer == ("", "yes indeed")

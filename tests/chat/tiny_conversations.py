@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from small_recipes import small_recipe
-from tiny_models import tiny_model
-from tiny_tokenizers import byte_level
-
 import hetero_kv
 from hetero_kv.chat.conversation import Conversation
+from tests.support.small_recipes import small_recipe
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizers import byte_level
 
 TOKENIZER = byte_level(add_prefix_space=False)
 #: Answers of these many tokens.

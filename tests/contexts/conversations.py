@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import torch
-from small_families import random_tokens
+
+from tests.support.small_families import random_tokens
 
 #: Tokens that are compared behind a load.
 NEXT = 20
 
 
 def said(model, cache, *parts):
-    """The conversation's turns, each a prompt and tokens that were fed one by one; returns all that were given."""
-    given = []
+    """Feed turns, each a prompt and then single tokens; return all tokens."""
+    fed = []
     with torch.no_grad():
         for prompt, answer in parts:
             model(prompt, past_key_values=cache)
             for at in range(answer.shape[1]):
                 model(answer[:, at : at + 1], past_key_values=cache)
-            given += [prompt, answer]
-    return torch.cat(given, dim=1)
+            fed += [prompt, answer]
+    return torch.cat(fed, dim=1)
 
 
 def goes_on(model, cache, tokens, seed):
-    """The next tokens, the likeliest each, behind a short turn: their ids, and all logits."""
+    """Logits of a short turn and of the greedy tokens after it."""
     logits = []
     with torch.no_grad():
         token = random_tokens(5, seed, len(tokens))

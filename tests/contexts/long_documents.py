@@ -1,13 +1,12 @@
-"""A document that is long enough for its file to be mapped, and a tiny model that has read it."""
+"""A document long enough for its file to be mapped, and a tiny model that reads it."""
 
 from __future__ import annotations
 
-from conversations import said
-from small_families import random_tokens
-from tiny_models import tiny_model
-
 from hetero_kv import HeteroCache, inject
 from hetero_kv.rules.rule_file import parse_rules
+from tests.contexts.conversations import said
+from tests.support.small_families import random_tokens
+from tests.support.tiny_models import tiny_model
 
 RULES = [
     {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},

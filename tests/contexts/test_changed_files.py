@@ -1,4 +1,4 @@
-"""A file that somebody changes while a context lies in it: nothing that follows from it is ever taken."""
+"""A mapped context's file changes: results that depend on it are refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
-from conversations import goes_on
-from long_documents import document, reader
-from small_families import random_tokens
 
 from hetero_kv import HeteroCache
 from hetero_kv.contexts import tensor_file
 from hetero_kv.engine.errors import DamagedContextError
+from tests.contexts.conversations import goes_on
+from tests.contexts.long_documents import document, reader
+from tests.support.small_families import random_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,20 +7,20 @@ import re
 
 import pytest
 import torch
-from conversations import goes_on, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from small_families import random_tokens
-from tiny_models import tiny_model
 from transformers import DynamicCache
-from variants import with_slow
 
 from hetero_kv import HeteroCache, HeteroKVError, inject
 from hetero_kv.contexts import identity, tensor_file
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
+from tests.contexts.conversations import goes_on, said
+from tests.support.slow_variants import with_slow
+from tests.support.small_families import random_tokens
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -122,7 +122,7 @@ def test_blocks_that_rows_share_are_written_once_and_shared_again(tmp_path):
     assert torch.equal(goes_on(model, loaded, loaded.lengths, 3), goes_on(model, cache, cache.lengths, 3))
 
 
-def test_what_only_chooses_blocks_may_be_another(tmp_path):
+def test_settings_that_only_choose_blocks_may_differ(tmp_path):
     saved(made(), tmp_path / "c")
     assert HeteroCache.load(tmp_path / "c", made(top_k_blocks=5)).lengths == [55]
 
@@ -173,14 +173,14 @@ def test_another_format_is_refused_with_the_version_that_reads_it(tmp_path, monk
     refused(tmp_path / "c", model, "'99.1'", f"reads format {identity.FORMAT}")
 
 
-def test_what_does_not_fit_is_refused_with_what_would(tmp_path):
+def test_a_too_small_capacity_is_refused_with_one_that_fits(tmp_path):
     model = made()
     saved(model, tmp_path / "c")
     with pytest.raises(HeteroKVError, match="max_seq_len to at least 55"):
         HeteroCache.load(tmp_path / "c", model, max_seq_len=40)
 
 
-def test_what_is_no_context_is_refused(tmp_path):
+def test_files_that_are_no_contexts_are_refused(tmp_path):
     model = made()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
@@ -192,7 +192,7 @@ def test_what_is_no_context_is_refused(tmp_path):
     refused(tmp_path / "text", model, "is not a safetensors file", kind=DamagedContextError)
 
 
-def test_what_cannot_be_saved_says_so_and_leaves_the_file(tmp_path, monkeypatch):
+def test_a_failed_save_says_so_and_leaves_the_file(tmp_path, monkeypatch):
     model = made()
     cache = saved(model, tmp_path / "c")
     before = (tmp_path / "c").read_bytes()
@@ -282,8 +282,8 @@ DAMAGED = [("blocks/0/1/values", 7, 22), ("cohorts/0/layers/0/keys", 0, 50)]
 
 
 @pytest.mark.parametrize(("name", "row", "computed"), DAMAGED)
-def test_what_is_damaged_is_computed_anew_from_its_tokens(tmp_path, caplog, name, row, computed):
-    # A layer with a window of its own cannot go back to the block.
+def test_damaged_blocks_are_recomputed_from_their_tokens(tmp_path, caplog, name, row, computed):
+    # A layer with a sliding window cannot return to the block.
     model = made() if row else tiny_model("gemma3_text")
     if not row:
         inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))

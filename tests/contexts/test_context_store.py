@@ -1,4 +1,4 @@
-"""A folder of contexts: blocks are shared, the longest beginning is found, and nothing whole is lost."""
+"""A folder of contexts: blocks are shared, the longest prefix is found, and no intact context is lost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sqlite3
 
 import pytest
 import torch
-from conversations import goes_on, said
-from small_families import FAMILIES, random_tokens
-from small_recipes import injected, new_cache
-from tiny_models import tiny_model
 
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
+from tests.contexts.conversations import goes_on, said
+from tests.support.small_families import FAMILIES, random_tokens
+from tests.support.small_recipes import injected, new_cache
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,11 +49,11 @@ def document(model, seed=1, tokens=COMMON):
     return cache, ids[0].tolist()
 
 
-def asked(model, cache, ids, seed, tokens=9):
+def with_question(model, cache, ids, seed, tokens=9):
     """A fork that has heard a question more, and its tokens."""
-    twin, question = cache.fork(), random_tokens(tokens, seed, 1)
-    said(model, twin, (question, question[:, :0]))
-    return twin, [*ids, *question[0].tolist()]
+    fork, question = cache.fork(), random_tokens(tokens, seed, 1)
+    said(model, fork, (question, question[:, :0]))
+    return fork, [*ids, *question[0].tolist()]
 
 
 def sizes(store):
@@ -67,12 +67,12 @@ def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store, count)
     assert not store.path(whole).stat().st_mode & 0o222
     stored, expected = [], {}
     for seed in range(count):
-        twin, tokens = asked(any_model, cache, ids, 50 + seed)
-        stored.append(store.save(twin, tokens, f"question {seed}"))
+        fork, tokens = with_question(any_model, cache, ids, 50 + seed)
+        stored.append(store.save(fork, tokens, f"question {seed}"))
         if seed % 11 == 0:
-            expected[seed] = goes_on(any_model, twin, [0], seed)
+            expected[seed] = goes_on(any_model, fork, [0], seed)
     assert store.total_bytes() == sum(sizes(store))
-    # Beside the blocks of the question there are those that it has closed.
+    # The question's blocks, and those that it completes.
     assert all(each.bytes < whole.bytes - 0.7 * blocks for each in stored)
     assert all(store.verify(each) == [] for each in stored)
     for seed, logits in expected.items():
@@ -81,7 +81,7 @@ def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store, count)
         assert torch.equal(goes_on(any_model, loaded.cache, [0], seed), logits)
 
 
-def test_what_goes_on_from_a_load_shares_what_it_came_from(model, store):
+def test_a_continued_context_shares_the_blocks_of_the_loaded_one(model, store):
     cache, ids = document(model)
     first = store.save(cache, ids, "first")
     loaded = store.load(first, model)
@@ -98,12 +98,12 @@ def test_other_tokens_share_nothing(model, store):
 def test_a_file_stays_while_another_context_needs_it(model, store):
     cache, ids = document(model)
     first = store.save(cache, ids, "document")
-    twin, tokens = asked(model, cache, ids, 7)
-    second = store.save(twin, tokens, "question")
+    fork, tokens = with_question(model, cache, ids, 7)
+    second = store.save(fork, tokens, "question")
     assert store.remove(first) == 0
     assert [each.name for each in store.contexts()] == ["question"]
     loaded = store.load(second, model)
-    assert torch.equal(goes_on(model, loaded.cache, [0], 3), goes_on(model, twin, [0], 3))
+    assert torch.equal(goes_on(model, loaded.cache, [0], 3), goes_on(model, fork, [0], 3))
     assert store.remove(second) == first.bytes + second.bytes
     assert sizes(store) == []
 
@@ -122,7 +122,7 @@ def test_a_name_that_is_saved_again_is_the_new_context(model, store):
 def test_the_longest_beginning_is_found(model, store):
     cache, ids = document(model)
     store.save(cache, ids, "document")
-    longer, tokens = asked(model, cache, ids, 7, 80)
+    longer, tokens = with_question(model, cache, ids, 7, 80)
     store.save(longer, tokens, "question")
     identity = cache.injection.identity
     found, common = store.longest(identity, [*ids, *random_tokens(30, 8, 1)[0].tolist()])
@@ -138,7 +138,7 @@ def test_the_longest_beginning_is_found(model, store):
     assert store.longest(identity, random_tokens(200, 9, 1)[0].tolist()) is None
 
 
-def test_what_was_used_least_recently_goes_first(model, tmp_path):
+def test_the_least_recently_used_context_is_removed_first(model, tmp_path):
     with ContextStore(tmp_path / "probe") as probe:
         size = probe.save(*document(model), "probe").bytes
     with ContextStore(tmp_path / "contexts", limit=round(3.5 * size)) as store:
@@ -189,12 +189,12 @@ def test_files_of_no_context_go_when_it_is_pruned(model, store):
 
 
 @pytest.mark.parametrize("damage", ["gone", "garbage", "another version"])
-def test_an_index_that_cannot_be_used_is_made_anew(model, tmp_path, damage):
+def test_an_unusable_index_is_rebuilt(model, tmp_path, damage):
     folder = tmp_path / "contexts"
     with ContextStore(folder) as store:
         cache, ids = document(model)
         store.save(cache, ids, "document")
-        store.save(*asked(model, cache, ids, 7), "question")
+        store.save(*with_question(model, cache, ids, 7), "question")
     path = folder / "index.sqlite"
     if damage == "gone":
         path.unlink()
@@ -217,15 +217,15 @@ def test_blocks_that_the_index_takes_for_others_are_not_shared(model, store):
     with sqlite3.connect(store.folder / "index.sqlite") as database:
         database.execute("UPDATE blocks SET row = (row + 1) % 20")
     database.close()
-    twin, tokens = asked(model, cache, ids, 7)
-    loaded = store.load(store.save(twin, tokens, "question"), model)
-    assert torch.equal(goes_on(model, loaded.cache, [0], 3), goes_on(model, twin, [0], 3))
+    fork, tokens = with_question(model, cache, ids, 7)
+    loaded = store.load(store.save(fork, tokens, "question"), model)
+    assert torch.equal(goes_on(model, loaded.cache, [0], 3), goes_on(model, fork, [0], 3))
 
 
-def test_damage_in_a_file_of_common_blocks_is_named_and_computed_anew(model, store, caplog):
+def test_damage_in_a_file_of_common_blocks_is_named_and_recomputed(model, store, caplog):
     cache, ids = document(model)
     first = store.save(cache, ids, "document")
-    second = store.save(*asked(model, cache, ids, 7), "question")
+    second = store.save(*with_question(model, cache, ids, 7), "question")
     content = bytearray(store.path(first).read_bytes())
     content[content.index(cache.layers[1].pool.values[12, 0, 0].numpy().tobytes())] ^= 64
     store.path(first).unlink()

@@ -1,4 +1,4 @@
-"""A saved context belongs to all bytes of the weights and to what is active on them."""
+"""A saved context belongs to all bytes of the weights and to the adapters that are active."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
 from torch import nn
 
 from hetero_kv import HeteroCache, inject
@@ -14,6 +13,7 @@ from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.engine.errors import ContextError
+from tests.support.tiny_models import tiny_model
 
 SETTINGS = {"block_size": 4, "max_seq_len": 128, "kv_type": "FP32"}
 PROMPT = (torch.arange(40) % 90 + 2)[None]
@@ -135,12 +135,12 @@ def test_a_checkpoint_with_a_few_other_embeddings_is_another(tmp_path):
     HeteroCache.load(path, llama())
 
 
-def test_what_hooks_compute_is_not_known(tmp_path):
+def test_contexts_of_models_with_hooks_are_unidentifiable(tmp_path):
     path = tmp_path / "context.safetensors"
     model = llama()
     prefilled(model).save(path)
 
-    def steered(module, given, output):
+    def steered(module, args, output):
         return output * 1.5
 
     handle = model.model.layers[0].mlp.register_forward_hook(steered)
@@ -164,7 +164,7 @@ def test_other_activations_and_scales_of_attention_are_another_model(tmp_path):
             HeteroCache.load(path, llama(change))
 
 
-def test_the_context_cache_goes_by_what_is_active(tmp_path, caplog):
+def test_the_context_cache_depends_on_the_active_adapters(tmp_path, caplog):
     prefixes = PrefixCache(ContextStore(tmp_path), writes=True)
     model = llama(adapted)
     tokens = (torch.arange(100) % 90 + 2).tolist()
@@ -177,7 +177,7 @@ def test_the_context_cache_goes_by_what_is_active(tmp_path, caplog):
     for adapter in adapters(model):
         adapter.active_adapters = ["B"]
     assert prefixes.begun(HeteroCache(model), prompt) is None
-    handle = model.lm_head.register_forward_hook(lambda *given: None)
+    handle = model.lm_head.register_forward_hook(lambda *args: None)
     assert prefixes.begun(HeteroCache(model), prompt) is None
     assert "has a forward hook" in caplog.text
     handle.remove()

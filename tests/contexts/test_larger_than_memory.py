@@ -1,4 +1,4 @@
-"""A context whose blocks lie in files needs no memory for them, and they are read before they are attended to."""
+"""Blocks that lie in files take no memory, and are read ahead of attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conversations import goes_on
-from long_documents import document, reader
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
@@ -24,6 +22,8 @@ from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.families.retrieval import block_read_ahead
 from hetero_kv.planning import plan
 from hetero_kv.store import read_ahead
+from tests.contexts.conversations import goes_on
+from tests.contexts.long_documents import document, reader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,8 +46,8 @@ def told(model, tmp_path_factory):
 
 @pytest.fixture
 def little_memory(model, told, monkeypatch):
-    """As much as the rest of a context takes with half of its blocks, beside what the document's cache is to have."""
-    # Caches that other tests have left behind are not beside it.
+    """Free memory for half of the blocks and the rest of a context, in addition to the document's cache."""
+    # Caches of other tests reserve nothing.
     monkeypatch.setattr(reservations, "_live", weakref.WeakSet([told[0].groups[0].store]))
     planned = plan.Plan.of(model.hetero_kv_injection, resident=ResidentPrefix(told[0].lengths[0]))
     needed = planned.dram_needed(ROOM) - told[0].dram_bytes / 2
@@ -94,7 +94,7 @@ def test_where_addresses_are_limited_mapped_pages_count(model, told, little_memo
         HeteroCache.load(told[1], model, max_seq_len=ROOM)
 
 
-def test_what_is_damaged_is_computed_anew_only_where_there_is_room(model, told, little_memory, tmp_path):
+def test_damaged_blocks_are_recomputed_only_where_they_fit(model, told, little_memory, tmp_path):
     cache, path = told
     content, at = (
         bytearray(path.read_bytes()),
@@ -107,10 +107,10 @@ def test_what_is_damaged_is_computed_anew_only_where_there_is_room(model, told, 
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The ranges of memory that the system is asked to read, [address, bytes]."""
+def read_ranges(monkeypatch):
+    """The ranges of memory, [address, bytes], that the system is told to read ahead."""
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(read_ahead, "will_need", lambda *given: ranges.append(given))
+    monkeypatch.setattr(read_ahead, "will_need", lambda *args: ranges.append(args))
     return ranges
 
 
@@ -144,26 +144,26 @@ def no_waits(monkeypatch):
     return waits
 
 
-def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(model, told, asked, no_waits):
+def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(model, told, read_ranges, no_waits):
     cache, path = told
-    loaded, twin = HeteroCache.load(path, model, verify=False), cache.fork()
-    asked.clear()
-    assert torch.equal(decoded(model, loaded, 5), decoded(model, twin, 5))
+    loaded, fork = HeteroCache.load(path, model, verify=False), cache.fork()
+    read_ranges.clear()
+    assert torch.equal(decoded(model, loaded, 5), decoded(model, fork, 5))
     for layer in loaded.layers:
         # Three that are chosen by each head, the first, and those at the end: of 300.
-        blocks = blocks_in(asked, layer.pool.keys)
-        assert blocks == blocks_in(asked, layer.pool.values)
+        blocks = blocks_in(read_ranges, layer.pool.keys)
+        assert blocks == blocks_in(read_ranges, layer.pool.values)
         assert 0 in blocks
         assert 4 <= len(blocks) <= 12
-    asked.clear()
+    read_ranges.clear()
     for token in range(6, 6 + 2 * read_ahead._QUIET_LOOKS):
-        assert torch.equal(decoded(model, loaded, token), decoded(model, twin, token))
+        assert torch.equal(decoded(model, loaded, token), decoded(model, fork, token))
         if token == 6 + read_ahead._QUIET_LOOKS:
-            asked.clear()
-    assert asked == []
+            read_ranges.clear()
+    assert read_ranges == []
     no_waits["ru_majflt"] += 1
-    assert torch.equal(decoded(model, loaded, 7), decoded(model, twin, 7))
-    assert asked != []
+    assert torch.equal(decoded(model, loaded, 7), decoded(model, fork, 7))
+    assert read_ranges != []
 
 
 def test_blocks_of_16_tokens_in_few_bits_are_mapped_and_go_on_as_they_were(tmp_path):
@@ -178,28 +178,28 @@ def test_blocks_of_16_tokens_in_few_bits_are_mapped_and_go_on_as_they_were(tmp_p
 
 @pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
 def test_of_a_preselected_context_the_candidates_alone_are_scored(
-    head_select_mode, tmp_path, asked, no_waits, monkeypatch
+    head_select_mode, tmp_path, read_ranges, no_waits, monkeypatch
 ):
     model = reader(preselect_block=True, preselect_block_count=9, head_select_mode=head_select_mode)
     cache, ids = document(model)
     cache.save(tmp_path / "document", [ids])
-    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
     numbers, chosen = [], []
 
-    def noted(q, representatives, ids, *given, **options):
+    def noted(q, representatives, ids, *args, **options):
         numbers.append(ids.size)
-        return block_scores(q, representatives, ids, *given, **options)
+        return block_scores(q, representatives, ids, *args, **options)
 
     monkeypatch.setattr(block_read_ahead, "block_scores", noted)
     call = RetrievalStep.__call__
 
-    def stepped(step, *given):
-        result = call(step, *given)
-        chosen.append(given[8].tolist())
+    def stepped(step, *args):
+        result = call(step, *args)
+        chosen.append(args[8].tolist())
         return result
 
     monkeypatch.setattr(RetrievalStep, "__call__", stepped)
-    expected = decoded(model, twin, 5)
+    expected = decoded(model, fork, 5)
     assert torch.equal(decoded(model, loaded, 5), expected)
     # Of each of two kv heads, those that were preselected; fewer are attended to.
     assert numbers == [2 * 9] * 3
@@ -213,35 +213,39 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
         {"target_mass": 0.5, "layer_step": 2},
     ],
 )
-def test_blocks_that_are_chosen_by_estimates_are_read_before_too(settings, tmp_path, asked, no_waits, monkeypatch):
+def test_blocks_that_are_chosen_by_estimates_are_read_before_too(
+    settings, tmp_path, read_ranges, no_waits, monkeypatch
+):
     model = reader(group_reduce="softmax", residual_attention="estimate", **settings)
     cache, ids = document(model)
     cache.save(tmp_path / "document", [ids])
-    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
-    asked.clear()
+    loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    read_ranges.clear()
     attended, call = [], EstimatingStep.__call__
 
-    def noted(step, *given):
-        largest = call(step, *given)
-        table, first, end, _, positions = given[4:9]
+    def noted(step, *args):
+        largest = call(step, *args)
+        table, first, end, _, positions = args[4:9]
         chosen = (first + positions[positions >= 0]).tolist()
         attended.append({*range(first), *chosen, *range(end, table.shape[1])})
         return largest
 
     monkeypatch.setattr(EstimatingStep, "__call__", noted)
-    expected = decoded(model, twin, 5)
+    expected = decoded(model, fork, 5)
     of_layers = list(attended)
     assert torch.equal(decoded(model, loaded, 5), expected)
     for layer, places in zip(loaded.layers, of_layers, strict=True):
         ids = loaded.sequences[0].tables[layer.layout].ids
-        assert blocks_in(asked, layer.pool.keys) == {int(ids[place]) for place in places}
-        assert blocks_in(asked, layer.pool.values) == blocks_in(asked, layer.pool.keys)
+        assert blocks_in(read_ranges, layer.pool.keys) == {int(ids[place]) for place in places}
+        assert blocks_in(read_ranges, layer.pool.values) == blocks_in(read_ranges, layer.pool.keys)
         assert 4 < len(places) < 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"layer_step": 2}, {"head_select_mode": "SEPARATE"}])
-def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(settings, tmp_path, asked, no_waits, monkeypatch):
-    """Nothing else of them is looked at: what has not been asked for may be anything."""
+def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
+    settings, tmp_path, read_ranges, no_waits, monkeypatch
+):
+    """The other blocks hold garbage until they are read."""
     means = {
         "representative_type": "MEAN",
         "group_reduce": "softmax",
@@ -255,21 +259,21 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(settings, 
         layer.self_attn.q_proj.weight.data *= 3
     cache, ids = document(model)
     cache.save(tmp_path / "document", [ids])
-    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
-    expected = decoded(model, twin, 5)
-    asked.clear()
+    loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    expected = decoded(model, fork, 5)
+    read_ranges.clear()
     counts, call = [], EstimatingStep.__call__
 
-    def with_what_was_asked_for(step, *given):
+    def with_what_was_asked_for(step, *args):
         (layer,) = (layer for layer in loaded.layers if layer.token_step is step)
-        known = blocks_in(asked, layer.pool.keys)
-        assert known == blocks_in(asked, layer.pool.values)
-        table, first, end = given[4:7]
+        known = blocks_in(read_ranges, layer.pool.keys)
+        assert known == blocks_in(read_ranges, layer.pool.values)
+        table, first, end = args[4:7]
         context = set(table[0, first:end].tolist())
         unknown = list(context - known)
         layer.pool.keys[unknown], layer.pool.values[unknown] = torch.nan, torch.nan
-        largest = call(step, *given)
-        counts.append((len(context & known), step.taken[5], len(np.unique(given[8][given[8] >= 0]))))
+        largest = call(step, *args)
+        counts.append((len(context & known), step.taken[5], len(np.unique(args[8][args[8] >= 0]))))
         return largest
 
     monkeypatch.setattr(EstimatingStep, "__call__", with_what_was_asked_for)
@@ -280,13 +284,13 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(settings, 
     assert read.sum() < 0.9 * candidates.sum()
 
 
-def test_a_question_has_all_blocks_read_a_layer_ahead(model, told, asked, no_waits):
+def test_a_question_has_all_blocks_read_a_layer_ahead(model, told, read_ranges, no_waits):
     loaded = HeteroCache.load(told[1], model, verify=False)
-    asked.clear()
+    read_ranges.clear()
     whole = set(range(len(loaded.sequences[0].tables[loaded.layers[0].layout].ids) - 1))
     seen = []
     loaded.on_progress = lambda *_: seen.append(
-        tuple(blocks_in(asked, layer.pool.keys) >= whole for layer in loaded.layers)
+        tuple(blocks_in(read_ranges, layer.pool.keys) >= whole for layer in loaded.layers)
     )
     goes_on(model, loaded, [0], 3)
     assert list(dict.fromkeys(seen)) == [(False, False, False), (True, True, False), (True, True, True)]

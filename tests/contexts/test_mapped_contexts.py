@@ -1,16 +1,16 @@
-"""A context that is loaded is mapped, not read, and what is written to it is the process's own."""
+"""A loaded context is mapped copy-on-write, not read."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conversations import goes_on, said
-from long_documents import document, reader
-from small_families import random_tokens
 
 from hetero_kv import HeteroCache
 from hetero_kv.contexts import tensor_file
 from hetero_kv.contexts.store import ContextStore
+from tests.contexts.conversations import goes_on, said
+from tests.contexts.long_documents import document, reader
+from tests.support.small_families import random_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

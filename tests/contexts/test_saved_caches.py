@@ -1,16 +1,17 @@
-"""A cache that was saved and loaded goes on bit for bit as the one that was not, in every family."""
+"""A loaded cache continues bit for bit like the saved one, in every family."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conversations import goes_on, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_families import FAMILIES, SELDOM, random_tokens
-from small_recipes import injected, new_cache
-from tiny_models import tiny_model
-from variants import with_slow
+
+from tests.contexts.conversations import goes_on, said
+from tests.support.slow_variants import with_slow
+from tests.support.small_families import FAMILIES, SELDOM, random_tokens
+from tests.support.small_recipes import injected, new_cache
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +29,7 @@ turns = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 14)), min_size=1, 
 
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(sizes=turns, batch=st.integers(1, 2), seed=st.integers(0, 99))
-def test_what_follows_a_load_is_what_would_have_followed(model, tmp_path_factory, sizes, batch, seed):
+def test_a_loaded_cache_continues_as_the_saved_one(model, tmp_path_factory, sizes, batch, seed):
     cache = new_cache(model)
     parts = [
         (random_tokens(prompt, seed + index, batch), random_tokens(answer, seed - index - 1, batch))

@@ -1,4 +1,4 @@
-"""A pool for steps that estimate, and what they should make of it, in a few lines of torch."""
+"""A pool for estimating steps, and their reference in a few lines of torch."""
 
 import math
 
@@ -27,7 +27,7 @@ class Problem:
         vectors = torch.stack([keys.mean(2), keys.std(2, correction=0)][:representative_num], dim=2)
         self.representatives = vectors.contiguous().numpy()
         self.value_means = values.mean(2, keepdim=True).numpy()
-        # Nobody reads what stands for groups that there are none of.
+        # Entries of missing groups are never read.
         self.of_groups = np.full_like(self.representatives, np.nan), np.full_like(self.value_means, np.nan)
         self.lengths = np.full(POOL, BLOCK, np.int32)
         self.table = rng.permutation(POOL)[: ROWS * BLOCKS].reshape(ROWS, BLOCKS).astype(np.int32)
@@ -98,16 +98,16 @@ def around_means(q, vectors, cap):
 def grouped(problem, row, choice, most, shared, softcap, allowed):
     """Of a row: which blocks each list may take, and the weights and masses of groups, -inf of what is opened."""
     size, lists = choice.group_blocks, 1 if shared else KV_HEADS
-    wanted = -(-most * choice.group_factor // size) if allowed is None else len(allowed)
+    count = -(-most * choice.group_factor // size) if allowed is None else len(allowed)
     groups, every = CONTEXT // size, list(range(CONTEXT))
-    if size == 1 or wanted >= groups:
+    if size == 1 or count >= groups:
         return [every] * lists, *[torch.empty(KV_HEADS, GROUP, 0).double()] * 2
     last, _ = problem.grouped(row, size)
     q = torch.from_numpy(problem.q).view(ROWS, KV_HEADS, GROUP, DIM)[row].double()
     vectors = torch.from_numpy(problem.of_groups[0][last]).double()
     mean, likely = around_means(q, vectors, capping(softcap))
     if allowed is None:
-        opened = [order.argsort(descending=True)[:wanted].tolist() for order in reduced(likely, choice.reduce, shared)]
+        opened = [order.argsort(descending=True)[:count].tolist() for order in reduced(likely, choice.reduce, shared)]
     else:
         opened = [[block // size for block in allowed]] * lists
     weights, masses = mean + math.log(size * BLOCK), spread(mean, likely, size * BLOCK)

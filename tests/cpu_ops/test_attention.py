@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_formats import decoded, encoded
-from variants import with_slow
 
 from cpu_ops import list_attention
 from cpu_ops.attention import attend_blocks, compile_for
@@ -16,6 +14,8 @@ from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.exponential import exp2, log2, tanh
 from cpu_ops.merge import merge_partials
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from tests.support.slow_variants import with_slow
+from tests.support.storage_formats import decoded, encoded
 
 NUM_BLOCKS, MAX_BLOCKS = 24, 20
 
@@ -188,7 +188,7 @@ def test_kernels_of_different_widths_are_kept_apart():
 
 
 @shapes
-def test_results_are_written_into_the_given_arrays(shape):
+def test_results_are_written_into_the_output_arrays(shape):
     arguments = problem(shape, 2, True, 0)
     out = np.full((2, shape.kv_heads, shape.group, shape.v_dim), np.nan, np.float32)
     lse = np.full(out.shape[:3], np.nan, np.float32)

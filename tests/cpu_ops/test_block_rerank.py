@@ -1,4 +1,4 @@
-"""The masses of candidates, from their keys or from coarse copies, against torch."""
+"""The masses of candidate blocks, from their keys or from coarse copies, equal torch's."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ def test_candidates_have_the_mass_of_their_keys_scores(coarse, softcap):
     stored = storage.Q4_0.encode(keys - means) if coarse else keys
     array = stored.numpy().view(storage.Q4_0.kernel_dtype) if coarse else stored.numpy()
     weights, masses = np.full((2, 1, 2, 2, 3), 7, np.float32)
-    # Keys that are scored as they are take nothing from the means.
+    # Scores by the keys themselves do not use the means.
     shapes = array.shape, means.shape, array.dtype, means.numpy().dtype
     region = block_rerank.region_for(q.shape, *shapes, differ=coarse)
-    given_keys = array.view(np.uint8) if coarse else array
+    region_keys = array.view(np.uint8) if coarse else array
     of_tokens = np.full((1, 2, 2, 8), 7, np.float32)
-    arguments = q, given_keys, means.numpy(), table, positions, 0.5, softcap, weights, masses, of_tokens
-    call_region("candidates", f"{given_keys.dtype},float32", region, arguments, threads=2)
+    arguments = q, region_keys, means.numpy(), table, positions, 0.5, softcap, weights, masses, of_tokens
+    call_region("candidates", f"{region_keys.dtype},float32", region, arguments, threads=2)
     decoded = storage.Q4_0.decode(stored) + means if coarse else keys
     expected = torch.full((2, 2, 3), 7.0)
     scores = torch.einsum("hgd,bhtd->hgbt", torch.from_numpy(q[0]), decoded[table[0]]) * 0.5

@@ -1,4 +1,4 @@
-"""Entries that kernels append, gather, rank and rotate are what torch's functions make of them."""
+"""Kernels that append, gather, rank and rotate entries equal torch's functions."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_of_the_lowest_the_last_is_left_out(numbers, whole):
     assert all_but_lowest(scores)[0, 0].tolist() == [i for i in range(len(numbers)) if i != lowest]
 
 
-def test_what_is_not_a_number_is_lowest_and_infinity_stays():
+def test_nan_ranks_lowest_and_infinity_stays():
     nan, inf = float("nan"), float("inf")
     scores = np.array([[[1, nan, -inf], [inf, 3, inf], [nan, nan, 0], [2, 2, nan]]], np.float32)
     assert all_but_lowest(scores)[0].tolist() == [[0, 2], [0, 2], [0, 2], [0, 1]]
@@ -101,8 +101,8 @@ def test_received_attention_is_the_column_sums_of_one_query(threads, count, soft
     found = received_attention(
         q.view(ROWS, HEADS, group, K_DIM).numpy(), lse.numpy(), keys.numpy(), count, scale, softcap
     )
-    wanted = column_sums(q, lse.view(ROWS, HEADS * group, 1), keys[:, :, :count], scale, softcap)
-    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-7)
+    expected = column_sums(q, lse.view(ROWS, HEADS * group, 1), keys[:, :, :count], scale, softcap)
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_keys_that_do_not_fit_the_query_are_refused():
@@ -119,8 +119,8 @@ def test_rotated_rows_are_those_of_torch(threads, layout):
     rotated = torch.zeros_like(vectors)
     channels = layout.offset, layout.interleaved
     rotate_rows(vectors.numpy(), rotated.numpy(), (5, 17), cos.numpy(), sin.numpy(), 9, channels)
-    wanted = rotate(vectors[:, :, 5:17], cos[9:21], sin[9:21], layout)
-    torch.testing.assert_close(rotated[:, :, 5:17], wanted)
+    expected = rotate(vectors[:, :, 5:17], cos[9:21], sin[9:21], layout)
+    torch.testing.assert_close(rotated[:, :, 5:17], expected)
     assert not rotated[:, :, :5].any()
     assert not rotated[:, :, 17:].any()
 
@@ -135,7 +135,7 @@ def test_positions_without_angles_and_entries_that_are_not_there_are_refused(whe
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int16])
-def test_what_was_compiled_before_is_what_a_token_runs(dtype):
+def test_a_token_runs_the_precompiled_kernels(dtype):
     cached_entries.compile_for(np.dtype(dtype))
     rotary.compile_kernels()
     kernels = [append_token, cached_entries._gather(False), gather_numbers, all_but_lowest, rotary._kernel(False)]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_formats import decoded, encoded
-from variants import with_slow
 
 from cpu_ops.attention import attend_blocks
 from cpu_ops.causal_attention import attend_blocks_causal
 from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from tests.support.slow_variants import with_slow
+from tests.support.storage_formats import decoded, encoded
 
 NUM_BLOCKS, MAX_BLOCKS = 30, 12
 
@@ -114,7 +114,7 @@ def test_every_vector_width_computes_the_same(isa, q_len):
         assert_close(attend_blocks_causal(*arguments), reference(*arguments), arguments)
 
 
-def test_one_query_is_what_attend_blocks_computes():
+def test_one_query_equals_attend_blocks():
     # A shape that test_attention.py has too.
     arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, 1, 5, False, 3)
     out, lse = attend_blocks(arguments[0][:, 0].copy(), *arguments[1:])

@@ -1,4 +1,4 @@
-"""Choosing blocks natively is what numpy's reductions and the top-k choose."""
+"""Native block selection equals numpy's reductions and top-k."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def test_the_best_blocks_are_those_of_the_reduced_scores(
 
 @settings(deadline=None)
 @given(first=st.integers(0, 4), context=st.integers(0, 9), after=st.integers(0, 4), lists=st.integers(1, 3))
-def test_attended_ids_are_what_comes_before_the_chosen_and_what_comes_behind(first, context, after, lists):
+def test_attended_ids_are_the_initial_chosen_and_local_blocks(first, context, after, lists):
     blocks, end = first + context + after, first + context
     table = np.arange(100, 100 + 2 * blocks, dtype=np.int32).reshape(2, blocks)
     positions = np.stack(

@@ -1,4 +1,4 @@
-"""Single tokens of the blocks that are looked at: against a reference in torch that says the same in a few lines."""
+"""Selection of single tokens within candidate blocks equals a short reference in torch."""
 
 import math
 
@@ -31,9 +31,9 @@ from tests.cpu_ops.estimating_problems import (
 AROUND = [*range(FIRST), *range(END, BLOCKS)]
 
 
-def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, beside=-math.inf, given_blocks=None):
+def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, beside=-math.inf, allowed_blocks=None):
     """Per row: candidates of each list, out, lse, and the mass of what was attended to and of everything."""
-    inside, lists, wanted = slice(FIRST, END), 1 if shared else KV_HEADS, choice.tokens // BLOCK
+    inside, lists, blocks = slice(FIRST, END), 1 if shared else KV_HEADS, choice.tokens // BLOCK
     for row in range(ROWS):
         exact, mean, likely = scores_of(problem, row, softcap)
         window = exact[:, :, AROUND].flatten(2).logsumexp(-1)
@@ -41,14 +41,14 @@ def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, bes
         exact, mean, likely = exact[:, :, inside], mean[:, :, inside], likely[:, :, inside]
         looked, masses = exact.logsumexp(-1), spread(mean, likely)
         nothing = torch.full_like(seen, -math.inf)
-        if given_blocks is not None:
-            candidates = [[b for b in own if b >= 0] for own in given_blocks[row]]
+        if allowed_blocks is not None:
+            candidates = [[b for b in own if b >= 0] for own in allowed_blocks[row]]
         else:
             if choice.rerank == 0:
                 masses = looked.clone()
             by = masses if choice.rerank == 0 else likely
             every = [list(range(CONTEXT))] * lists
-            candidates = taken(by, masses, every, choice.candidates, choice, wanted, shared, seen, nothing)
+            candidates = taken(by, masses, every, choice.candidates, choice, blocks, shared, seen, nothing)
         elsewhere = masses.clone()
         for head in range(KV_HEADS):
             own = candidates[0 if shared else head]
@@ -96,7 +96,7 @@ def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, bes
     rerank=st.sampled_from([2, 3, 0]),
     target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
     least=st.integers(0, 2),
-    wanted=st.integers(1, CONTEXT),
+    blocks=st.integers(1, CONTEXT),
     shared=st.booleans(),
     softcap=st.sampled_from([0.0, 3.0]),
     estimates=st.booleans(),
@@ -105,20 +105,20 @@ def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, bes
     representative_num=st.sampled_from([1, 2]),
     seed=st.integers(0, 10**6),
 )
-def test_tokens_and_what_is_left_of_their_blocks_are_the_references(
-    reduce, rerank, target, least, wanted, shared, softcap, estimates, beside, size, representative_num, seed
+def test_chosen_tokens_and_the_rest_of_their_blocks_equal_the_references(
+    reduce, rerank, target, least, blocks, shared, softcap, estimates, beside, size, representative_num, seed
 ):
     problem = Problem(seed, size, representative_num)
-    choice = BlockChoice(reduce, rerank, target, least, tokens=wanted * BLOCK)
+    choice = BlockChoice(reduce, rerank, target, least, tokens=blocks * BLOCK)
     step = problem.step(choice, estimates=estimates, softcap=softcap)
-    most = min(CONTEXT, wanted * choice.candidates)
+    most = min(CONTEXT, blocks * choice.candidates)
     problem.run(step, most=most, shared=shared, softcap=softcap, beside=beside)
     kept = {"shared": shared, "softcap": softcap, "estimates": estimates, "beside": beside}
     assert_same(problem, reference(problem, choice, **kept))
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_tokens_are_chosen_among_given_blocks(shared):
+def test_tokens_are_chosen_from_candidate_blocks(shared):
     problem = Problem(7)
     blocks = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
     blocks = np.ascontiguousarray(blocks[:, :1]) if shared else blocks
@@ -126,13 +126,13 @@ def test_tokens_are_chosen_among_given_blocks(shared):
     step = problem.step(choice)
     problem.run(step, which=AS_GIVEN, positions=blocks, shared=shared)
     assert_same(problem, reference(problem, choice, shared=shared, given_blocks=blocks.tolist()))
-    # So many tokens of each list that has any, of the blocks that it was given.
+    # This many tokens of each non-empty list, all from its candidate blocks.
     assert step.taken.tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
 
 
-# Two fourteenths are beside; with five of the twelve tokens it is a half.
-@pytest.mark.parametrize(("target", "wanted"), [(0.0, 6), (0.49, 5), (0.99, 12)])
-def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, wanted):
+# Two of fourteen equal tokens lie outside the lists; five of the other twelve make a share of one half.
+@pytest.mark.parametrize(("target", "count"), [(0.0, 6), (0.49, 5), (0.99, 12)])
+def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, count):
     # One of four places holds no block.
     scores = np.zeros((1, 1, 2, 4 * BLOCK), np.float32)
     places, blocks = np.array([[[0, 1, -1, 2]]], np.int32), np.array([[[5, 3, -1, 4]]], np.int32)
@@ -140,12 +140,12 @@ def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, 
     beside, elsewhere = np.full((1, 1, 2), math.log(2), np.float32), np.full((1, 1, 2), -np.inf, np.float32)
     chosen, counts = np.empty((1, 1, 4 * BLOCK), np.int32), np.empty((1, 1, 3), np.int32)
     most = 6 if target == 0 else 12
-    given_arrays = scores, places, blocks, weights, masses, beside, elsewhere
-    arguments = *given_arrays, False, SOFTMAX, target, 0, most, chosen, counts
+    inputs = scores, places, blocks, weights, masses, beside, elsewhere
+    arguments = *inputs, False, SOFTMAX, target, 0, most, chosen, counts
     call_region("choose tokens", "", chosen_tokens.choosing_region(), arguments, threads=1)
     every = [block * BLOCK + t for block in (5, 3, 4) for t in range(BLOCK)]
-    assert counts[0, 0].tolist() == [wanted, -(-wanted // BLOCK), wanted // BLOCK]
-    assert chosen[0, 0, :wanted].tolist() == every[:wanted]
+    assert counts[0, 0].tolist() == [count, -(-count // BLOCK), count // BLOCK]
+    assert chosen[0, 0, :count].tolist() == every[:count]
 
 
 def test_with_room_for_every_token_nothing_is_estimated():

@@ -1,4 +1,4 @@
-"""The instruction set that kernels are made for is the CPU's best, or the one that was set."""
+"""Kernels use the CPU's best instruction set, or the one that is set."""
 
 import llvmlite.binding as llvm
 import pytest

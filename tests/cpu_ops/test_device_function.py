@@ -21,7 +21,7 @@ def _kernel(numbers):
 
 def test_a_kernel_calls_it_with_its_options():
     assert _kernel(np.array([3.0, 2.0])) == 2.5
-    # Not ZeroDivisionError: an option that was given is in force.
+    # Not ZeroDivisionError: the option is in force.
     assert _kernel(np.array([3.0, 0.0])) == np.inf
 
 
@@ -29,8 +29,8 @@ def test_python_is_refused_before_and_after_it_was_compiled():
     numbers = np.array([3.0, 2.0])
 
     @device_function
-    def fresh(given):
-        return given[0]
+    def fresh(values):
+        return values[0]
 
     with pytest.raises(TypeError, match="fresh is compiled for kernels only"):
         fresh(numbers)

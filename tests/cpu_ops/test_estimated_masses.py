@@ -33,25 +33,25 @@ def expected_shares(of_blocks, beside, elsewhere, shared):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_shares_are_of_everything_that_receives_attention(shared):
-    given = masses(1)
-    given[0][0, 1, 2, 4], given[1][1, 0, 1], given[2][0, 0, 0] = -math.inf, -math.inf, -math.inf
-    expected = expected_shares(*given, shared)
-    for found, wanted in zip(estimated_shares(*[each.numpy() for each in given], shared), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    problem = masses(1)
+    problem[0][0, 1, 2, 4], problem[1][1, 0, 1], problem[2][0, 0, 0] = -math.inf, -math.inf, -math.inf
+    expected = expected_shares(*problem, shared)
+    for found, reference in zip(estimated_shares(*[each.numpy() for each in problem], shared), expected, strict=True):
+        np.testing.assert_allclose(found, reference, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("reduce", [SOFTMAX, LARGEST_SOFTMAX])
 @pytest.mark.parametrize("lower", [0.0, 200.0])
 def test_a_softmax_and_shares_are_found_at_one_look(shared, reduce, lower):
-    # Blocks that receive next to nothing beside the rest are ordered all the same.
+    # Blocks with negligible mass are ordered too.
     of_blocks, beside, elsewhere = masses(2)
     of_blocks = of_blocks - lower
     arrays = [each.numpy() for each in (of_blocks, beside, elsewhere)]
     found = softmax_and_shares(*arrays, shared, reduce == LARGEST_SOFTMAX)
     expected = reduced(arrays[0], shared, reduce), *expected_shares(of_blocks, beside, elsewhere, shared)
-    for part, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(part, wanted, rtol=1e-5, atol=1e-7)
+    for part, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(part, reference, rtol=1e-5, atol=1e-7)
 
 
 def test_the_fewest_blocks_reach_a_target_ties_in_their_order():
@@ -62,7 +62,7 @@ def test_the_fewest_blocks_reach_a_target_ties_in_their_order():
         return int(fewest_blocks(scores, shares, np.array([before], np.float32), target, least, most)[0])
 
     assert [count(target) for target in (0.1, 0.2, 0.25, 0.26, 0.54, 0.56, 0.66)] == [1, 1, 2, 3, 3, 4, 5]
-    # More than there is takes everything that may be taken, and limits hold whatever is asked for.
+    # An unreachable target takes all allowed tokens, and the limits apply to every target.
     assert count(0.9) == 5
     assert count(0.9, most=2) == 2
     assert count(0.1, least=3) == 3

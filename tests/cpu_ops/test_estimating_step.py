@@ -1,4 +1,4 @@
-"""A step that estimates: against a reference in torch that says the same in a few lines."""
+"""An estimating step equals a short reference in torch."""
 
 import math
 
@@ -52,7 +52,7 @@ choices = st.builds(
     representative_num=st.sampled_from([1, 2]),
     seed=st.integers(0, 10**6),
 )
-def test_what_is_chosen_attended_to_and_estimated_is_the_references(
+def test_choices_attention_and_estimates_equal_the_references(
     choice, most, shared, softcap, estimates, among, beside, size, representative_num, seed
 ):
     problem = Problem(seed, size, representative_num)
@@ -79,18 +79,18 @@ def test_with_all_groups_opened_a_step_is_the_one_without_groups(choice, most, s
         np.testing.assert_array_equal(grouped, alone)
 
 
-def test_given_blocks_have_their_groups_opened():
+def test_groups_of_candidate_blocks_are_opened():
     problem = Problem(11)
-    given_positions = np.array([[[1, 4, -1], [0, 8, -1]], [[7, -1, -1], [-1, -1, -1]]], np.int32)
+    candidates = np.array([[[1, 4, -1], [0, 8, -1]], [[7, -1, -1], [-1, -1, -1]]], np.int32)
     step = problem.step(BlockChoice(group_blocks=2))
-    problem.run(step, which=AS_GIVEN, positions=given_positions)
+    problem.run(step, which=AS_GIVEN, positions=candidates)
     # The last block of the nine is in no group, and always scored.
     opened = [[0, 2], [0], [3], []]
     assert step.taken.tolist() == [5, 0, 4 + 2 * sum(map(len, opened)), 4 * 4, sum(map(len, opened)), 5, 5]
     for row in range(ROWS):
         exact, mean, _ = scores_of(problem, row, 0.0)
         for head in range(KV_HEADS):
-            own = [p for p in given_positions[row, head] if p >= 0]
+            own = [p for p in candidates[row, head] if p >= 0]
             scored = [b for b in range(CONTEXT) if b == 8 or b // 2 in opened[row * KV_HEADS + head]]
             rest = [FIRST + b for b in scored if b not in own]
             _, (keys, values) = problem.grouped(row, 2)
@@ -127,14 +127,14 @@ def test_with_every_block_attended_to_nothing_is_estimated():
     np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
 
 
-def test_given_blocks_are_attended_to_as_far_as_there_are_any():
+def test_candidate_blocks_may_be_few_or_none():
     problem = Problem(7)
-    given_positions = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
-    problem.run(problem.step(BlockChoice(), estimates=False), which=AS_GIVEN, positions=given_positions)
+    candidates = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
+    problem.run(problem.step(BlockChoice(), estimates=False), which=AS_GIVEN, positions=candidates)
     exact = [scores_of(problem, row, 0.0)[0] for row in range(ROWS)]
     for row in range(ROWS):
         for head in range(KV_HEADS):
-            blocks = [0, *(1 + p for p in given_positions[row, head] if p >= 0), 10, 11]
+            blocks = [0, *(1 + p for p in candidates[row, head] if p >= 0), 10, 11]
             expected = exact[row][head][:, blocks].flatten(1).logsumexp(-1)
             np.testing.assert_allclose(problem.masses[0, row, head], expected, rtol=1e-5)
 

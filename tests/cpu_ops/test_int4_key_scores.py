@@ -1,4 +1,4 @@
-"""The masses of blocks by coarse copies of their keys, against a few lines of torch that say the same."""
+"""The masses of blocks by coarse copies of their keys equal a short reference in torch."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
                 weights, masses = np.full((2, 1, KV_HEADS, GROUP, 5), 7, np.float32)
                 places = positions.shape[2] or 5
                 of_tokens = np.full((1, KV_HEADS, GROUP, places * BLOCK), 7, np.float32)
-                given = (
+                arguments = (
                     q.numpy(),
                     codes.numpy(),
                     means.numpy(),
@@ -68,7 +68,7 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
                     masses,
                     of_tokens,
                 )
-                call_region("candidates", "uint8,float32", region, given, threads=2)
+                call_region("candidates", "uint8,float32", region, arguments, threads=2)
                 # Of as many tokens as have the mean's score each, and of the tokens themselves.
                 for found, every in ((weights, all_mean.expand_as(capped)), (masses, capped)):
                     expected = every.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Processes that save kernels at the same moment do not take each other's for their own."""
+"""Processes that save kernels at the same moment do not mix them up."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_a_process_that_ends_while_it_saves_leaves_no_others_kernel_under_its_na
     ],
 )
 def test_no_kernel_closes_over_a_function_which_no_other_process_would_find_in_the_cache(kernel):
-    held = [cell.cell_contents for cell in kernel().py_func.__closure__ or ()]
-    assert held
-    assert not [each for each in held if isinstance(each, Dispatcher)]
+    captured = [cell.cell_contents for cell in kernel().py_func.__closure__ or ()]
+    assert captured
+    assert not [each for each in captured if isinstance(each, Dispatcher)]
 
 
 _FAMILY = """

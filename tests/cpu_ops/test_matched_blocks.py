@@ -28,7 +28,7 @@ def problem(past, n, heads=3, dtype=torch.float32, dim=8):
 
 
 def reference(q, past_k, k, runs, starts, softcap):
-    """[heads, blocks, key blocks]: the most that a key block has of every sixteenth query's attention, beside runs."""
+    """[heads, blocks, key blocks]: the largest attention of a key block, outside the runs, by every sixteenth query."""
     past, n, total = len(past_k), len(k), len(past_k) + len(k)
     blocks, key_blocks = -(-n // QUERY_BLOCK), -(-total // QUERY_BLOCK)
     found = torch.zeros(len(q), blocks, key_blocks)
@@ -46,7 +46,7 @@ def reference(q, past_k, k, runs, starts, softcap):
     return found
 
 
-# Keys are multiplied where they lie where their words fill tiles (64 numbers), and else as they are gathered.
+# Keys are multiplied in place if they fill tiles (64 numbers), else while they are gathered.
 @pytest.mark.parametrize(
     ("dtype", "dim", "softcap"),
     [(torch.float32, 8, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
@@ -55,8 +55,8 @@ def reference(q, past_k, k, runs, starts, softcap):
 def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, dim, softcap):
     q, past_k, k = problem(past, n, dtype=dtype, dim=dim)
     runs, starts = runs_of([LINES] * 3, past, n)
-    wanted = reference(q, past_k, k, runs, starts, softcap)
-    _are_best(best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap), wanted)
+    expected = reference(q, past_k, k, runs, starts, softcap)
+    _are_best(best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap), expected)
 
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
@@ -69,11 +69,11 @@ def test_blocks_are_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
     _are_best(found, reference(q, past_k, k, runs, starts, softcap))
 
 
-def _are_best(found, wanted):
+def _are_best(found, expected):
     found = torch.from_numpy(found)
-    assert found.shape == (*wanted.shape[:2], 2)
+    assert found.shape == (*expected.shape[:2], 2)
     assert (found.diff(dim=2) >= 0).all()
-    for each, shares in zip(found.flatten(0, 1), wanted.flatten(0, 1), strict=True):
+    for each, shares in zip(found.flatten(0, 1), expected.flatten(0, 1), strict=True):
         there = shares[shares > 0].sort(descending=True).values[:2]
         # Of nearly equal ones either.
         torch.testing.assert_close(shares[each[each >= 0].long()].sort(descending=True).values, there)
@@ -90,11 +90,11 @@ def test_any_number_of_threads_finds_the_same():
     assert np.array_equal(matched_blocks(apart, past_k, k, runs, starts, SCALE), one)
 
 
-def test_what_does_not_fit_is_refused():
+def test_arrays_of_wrong_shapes_are_refused():
     q, past, k = np.zeros((1, 70, 16), np.float32), np.zeros((9, 16), np.float32), np.zeros((70, 16), np.float32)
     runs, starts = np.array([[0, 64], [0, 70]], np.int32), np.array([0, 1, 2])
     matched_blocks(q, past, k, runs, starts, SCALE)
-    for given in (
+    for arguments in (
         (q[:, :64], past, k, runs, starts),
         (q[:, :, :8], past, k, runs, starts),
         (q, past[:, :8], k, runs, starts),
@@ -108,12 +108,12 @@ def test_what_does_not_fit_is_refused():
         (*(np.zeros((*each.shape[:-1], 24), np.uint16) for each in (q, past, k)), runs, starts),
     ):
         with pytest.raises(ValueError, match=r"fit|lie within|must be a multiple|are not those of"):
-            matched_blocks(*given, SCALE)
+            matched_blocks(*arguments, SCALE)
     with pytest.raises(ValueError, match="scale is 0"):
         matched_blocks(q, past, k, runs, starts, 0.0)
-    for given in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
+    for arguments in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
         with pytest.raises(TypeError, match="must be float32, or bits"):
-            matched_blocks(*given, runs, starts, SCALE)
+            matched_blocks(*arguments, runs, starts, SCALE)
 
 
 def test_a_sentence_that_stands_twice_sees_itself():

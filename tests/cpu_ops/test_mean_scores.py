@@ -1,13 +1,13 @@
-"""Scores by means and deviations, as these are stored."""
+"""Scores by stored means and deviations."""
 
 import numpy as np
 import pytest
 import torch
-from storage_formats import decoded, encoded
 
 from cpu_ops import mean_scores
 from cpu_ops.parallel_region import call_region
 from cpu_ops.storage import Q8_0, storage_of
+from tests.support.storage_formats import decoded, encoded
 
 
 @pytest.mark.parametrize("dtype", [np.float32, Q8_0])

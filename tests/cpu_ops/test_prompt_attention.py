@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rounded_attention import attention_and_bound
 
 from cpu_ops import prompt_attention
 from cpu_ops.amx_tiles import multiplies_by_tiles
@@ -17,6 +16,7 @@ from cpu_ops.cpu_features import available, forced_isa, has
 from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
 from cpu_ops.prompt_attention_tiles import tiles_region
 from gpu_ops.attention import chunk_attention, sliding_window_attention
+from tests.cpu_ops.rounded_attention import attention_and_bound
 
 pytestmark = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
 SCALE = 0.3
@@ -74,11 +74,11 @@ def assert_close(out, lse, expected, expected_lse, bound, allowed_lse=1e-5):
 def test_a_chunk_attends_to_its_past_and_causally_to_itself(
     batch, kv_heads, group, past, n, softcap, window, threads, by_tiles, seed
 ):
-    given_arrays = problem(batch, kv_heads, group, past, n, 32, 48, seed)
+    inputs = problem(batch, kv_heads, group, past, n, 32, 48, seed)
     with kernel(by_tiles):
-        out, lse = attend_prompt(*bits(*given_arrays), SCALE, softcap, window, threads)
+        out, lse = attend_prompt(*bits(*inputs), SCALE, softcap, window, threads)
     out = torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2)
-    assert_close(out, torch.from_numpy(lse), *reference(*given_arrays, softcap, window))
+    assert_close(out, torch.from_numpy(lse), *reference(*inputs, softcap, window))
 
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
@@ -90,15 +90,13 @@ def test_tiles_are_taken_where_there_are_any():
 
 @pytest.mark.parametrize("by_tiles", KERNELS)
 def test_more_queries_than_one_item_holds(by_tiles):
-    given_arrays = problem(1, 2, 7, 100, 300, 16, 16, 3)
+    inputs = problem(1, 2, 7, 100, 300, 16, 16, 3)
     with kernel(by_tiles):
-        out, lse = attend_prompt(*bits(*given_arrays), SCALE)
-        one, one_lse = attend_prompt(*bits(*given_arrays), SCALE, threads=1)
+        out, lse = attend_prompt(*bits(*inputs), SCALE)
+        one, one_lse = attend_prompt(*bits(*inputs), SCALE, threads=1)
     np.testing.assert_array_equal(out, one)
     np.testing.assert_array_equal(lse, one_lse)
-    assert_close(
-        torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2), torch.from_numpy(lse), *reference(*given_arrays)
-    )
+    assert_close(torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2), torch.from_numpy(lse), *reference(*inputs))
 
 
 @pytest.mark.parametrize("by_tiles", KERNELS)
@@ -124,10 +122,10 @@ def test_scores_may_rise_from_token_to_token(by_tiles, rise):
 
 
 @pytest.mark.parametrize("by_tiles", KERNELS)
-def test_what_a_query_does_not_see_weighs_nothing_at_large_scales(by_tiles):
-    given_arrays = problem(1, 1, 2, 0, 300, 16, 16, 4)
+def test_masked_keys_have_no_weight_at_large_scales(by_tiles):
+    inputs = problem(1, 1, 2, 0, 300, 16, 16, 4)
     with kernel(by_tiles):
-        out, lse = attend_prompt(*bits(*given_arrays), 4.0, window=20)
+        out, lse = attend_prompt(*bits(*inputs), 4.0, window=20)
     assert np.isfinite(lse).all()
     assert torch.from_numpy(out).view(torch.bfloat16).isfinite().all()
 
@@ -135,24 +133,24 @@ def test_what_a_query_does_not_see_weighs_nothing_at_large_scales(by_tiles):
 def test_dense_attention_takes_it_for_prompts_in_bfloat16():
     if not attends_in_bfloat16(32, 48):
         pytest.skip("torch's kernels are faster here")
-    given_arrays = problem(1, 2, 2, 70, 40, 32, 48, 5)
-    out, lse = chunk_attention(*given_arrays, SCALE)
-    native, native_lse = attend_prompt(*bits(*given_arrays), SCALE)
+    inputs = problem(1, 2, 2, 70, 40, 32, 48, 5)
+    out, lse = chunk_attention(*inputs, SCALE)
+    native, native_lse = attend_prompt(*bits(*inputs), SCALE)
     assert torch.equal(out.transpose(1, 2).contiguous(), torch.from_numpy(native).view(torch.bfloat16))
     assert torch.equal(lse, torch.from_numpy(native_lse))
-    q, past_k, past_v, k, v = given_arrays
+    q, past_k, past_v, k, v = inputs
     out, lse = sliding_window_attention(q, torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), 50, SCALE)
-    assert_close(out, lse, *reference(*given_arrays, window=50))
+    assert_close(out, lse, *reference(*inputs, window=50))
 
 
-def test_what_it_cannot_compute_is_refused():
-    given_arrays = bits(*problem(1, 2, 2, 10, 5, 32, 48, 6))
+def test_unsupported_inputs_are_refused():
+    inputs = bits(*problem(1, 2, 2, 10, 5, 32, 48, 6))
     with pytest.raises(ValueError, match="do not fit"):
-        attend_prompt(*given_arrays[:3], given_arrays[3][:, :1], given_arrays[4], SCALE)
+        attend_prompt(*inputs[:3], inputs[3][:, :1], inputs[4], SCALE)
     with pytest.raises(TypeError, match="bits of bfloat16"):
-        attend_prompt(given_arrays[0].astype(np.float32), *given_arrays[1:], SCALE)
+        attend_prompt(inputs[0].astype(np.float32), *inputs[1:], SCALE)
     with pytest.raises(ValueError, match="scale is 0"):
-        attend_prompt(*given_arrays, 0.0)
+        attend_prompt(*inputs, 0.0)
     with pytest.raises(ValueError, match="multiples of 16"):
         attend_prompt(*bits(*problem(1, 1, 1, 0, 4, 24, 16, 0)), SCALE)
     with forced_isa("avx2" if "avx2" in available() else "generic"):

@@ -1,4 +1,4 @@
-"""What a layer does to a prompt's tokens between its products, against torch's own steps one by one."""
+"""The steps of a prompt layer between its products equal torch's."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def rotated(x, cos, sin):
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-def assert_near(mine, wanted):
-    assert mine.dtype is wanted.dtype
-    torch.testing.assert_close(mine, wanted, rtol=STEP[wanted.dtype], atol=STEP[wanted.dtype] / 10)
+def assert_near(mine, expected):
+    assert mine.dtype is expected.dtype
+    torch.testing.assert_close(mine, expected, rtol=STEP[expected.dtype], atol=STEP[expected.dtype] / 10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,12 +70,12 @@ def test_rotation(dtype, has_norm, positions, batch, heads, half):
         turned.to(dtype) for turned in (torch.cat([angles, angles], -1).cos(), torch.cat([angles] * 2, -1).sin())
     )
     before = normed(x, weight, 1e-6) if has_norm else x
-    wanted = rotated(before, cos[:, None], sin[:, None])
+    expected = rotated(before, cos[:, None], sin[:, None])
     mine = x.reshape(batch * positions, -1).clone()
     rotate_heads(bits(mine), bits(cos), bits(sin), weight.numpy() if has_norm else None, 1e-6)
     # A norm that was rounded to the other side, times a cosine and a sine.
     torch.testing.assert_close(
-        mine.view_as(wanted), wanted, rtol=STEP[dtype], atol=(4 if has_norm else 1) * STEP[dtype]
+        mine.view_as(expected), expected, rtol=STEP[dtype], atol=(4 if has_norm else 1) * STEP[dtype]
     )
 
 
@@ -86,13 +86,13 @@ def test_rotation(dtype, has_norm, positions, batch, heads, half):
 def test_gates(dtype, kind, rows, width, scale):
     gate, up = (numbers(rows, width, dtype=dtype) * scale).to(dtype), numbers(rows, width, dtype=dtype, seed=1)
     activated = functional.silu(gate) if kind == SILU else functional.gelu(gate, approximate="tanh")
-    wanted, before = activated * up, up.clone()
+    expected, before = activated * up, up.clone()
     gate_rows(bits(gate), bits(up), kind)
     assert torch.equal(up, before)
-    torch.testing.assert_close(gate, wanted, rtol=STEP[dtype], atol=1e-6 * max(scale, 1))
+    torch.testing.assert_close(gate, expected, rtol=STEP[dtype], atol=1e-6 * max(scale, 1))
 
 
-def test_what_bfloat16_rounds_between_the_steps_is_rounded_here():
+def test_intermediate_results_are_rounded_to_bfloat16():
     """Else a prompt's numbers would differ from the layer's own in every second place."""
     x, weight = numbers(64, 896, dtype=torch.bfloat16), numbers(896, dtype=torch.bfloat16, seed=1)
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Products with packed weights are products with the numbers that the gguf package makes of the same blocks."""
+"""Products with packed weights equal products with the weights that the gguf package dequantises."""
 
 import threading
 
@@ -9,7 +9,6 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from variants import with_slow
 
 from cpu_ops import weight_dots
 from cpu_ops.activations import quantize_rows
@@ -17,7 +16,8 @@ from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
 from cpu_ops.weight_formats import FORMATS, format_named
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
-from tests.quantized_blocks import dequantized, random_blocks
+from tests.support.quantized_blocks import dequantized, random_blocks
+from tests.support.slow_variants import with_slow
 
 CODED = [name for name, layout in FORMATS.items() if not layout.number]
 
@@ -38,20 +38,20 @@ def activations(rows, columns, seed=0):
 def require_products(out, x, numbers, name):
     """That out is x, as int8 codes where weights are codes too, times numbers, to float32's rounding of the sums."""
     exact = (x if FORMATS[name].number else quantized_activations(x)[3]).astype(np.float64)
-    wanted = exact @ numbers.T.astype(np.float64)
+    expected = exact @ numbers.T.astype(np.float64)
     sizes = np.abs(exact) @ np.abs(numbers.T.astype(np.float64))
-    assert (np.abs(out - wanted) <= 1e-5 * sizes + 1e-30).all()
+    assert (np.abs(out - expected) <= 1e-5 * sizes + 1e-30).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_described_as_ggml_has_it(name):
     columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    # A number is a block of its own there.
+    # There, every number is one block.
     blocks = FORMATS[name].columns if FORMATS[name].number else 1
     assert (columns * blocks, size * blocks) == (FORMATS[name].columns, FORMATS[name].block_bytes)
 
 
-# Beside the best instruction set a few formats stand for the others, whose kinds are coded alike.
+# On other instruction sets than the best a few formats suffice: the others have the same code.
 _BY_ISA = [(name, isa) for name in FORMATS for isa in available()]
 _SELDOM = [
     (name, isa)
@@ -102,7 +102,7 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_is_the_same_whatever_rows_are_beside_it(name):
+def test_a_row_does_not_depend_on_the_other_rows(name):
     columns = 2 * FORMATS[name].columns
     matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
     x = activations(7, columns)
@@ -112,7 +112,7 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(name):
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "F16"])
-def test_rows_that_pass_a_few_tiles_at_a_time_are_what_they_are_alone(name):
+def test_rows_in_groups_of_tiles_equal_each_row_alone(name):
     """Of a matrix so wide that two tiles fill what stays in a core's cache."""
     matrix, x = PackedMatrix.of_blocks(random_blocks(name, 90, 4096), name, 4096), activations(9, 4096)
     alone = np.concatenate([multiply(x[row : row + 1], [matrix])[0] for row in range(9)])
@@ -155,9 +155,9 @@ def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     for dtype, number in numbers_of.items() if name in ("Q5_1", "Q6_K", "F16") else [(np.uint16, torch.bfloat16)]:
         out = np.empty((columns, 48), dtype)
         unpack_tiles(matrix, out, first_tile=1)
-        wanted = torch.from_numpy(numbers[16:]).to(number)
+        expected = torch.from_numpy(numbers[16:]).to(number)
         view = torch.from_numpy(out).view(number) if dtype is np.uint16 else torch.from_numpy(out)
-        assert torch.equal(view[:, :34].T, wanted)
+        assert torch.equal(view[:, :34].T, expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,11 +184,11 @@ def test_an_activation_that_is_no_number_is_not_lost(odd):
 def test_several_python_threads_multiply_at_once():
     blocks = random_blocks("Q5_0", 200, 256)
     matrix, x = PackedMatrix.of_blocks(blocks, "Q5_0", 256), activations(3, 256)
-    wanted = multiply(x, [matrix])[0].copy()
+    expected = multiply(x, [matrix])[0].copy()
     wrong = []
 
     def work():
-        wrong.extend(1 for _ in range(30) if not (multiply(x, [matrix])[0] == wanted).all())
+        wrong.extend(1 for _ in range(30) if not (multiply(x, [matrix])[0] == expected).all())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -216,7 +216,7 @@ def test_runs_of_rows_have_matrices_of_their_own(names):
             assert (whole[first:end] == alone).all()
 
 
-def test_what_does_not_fit_is_refused():
+def test_arrays_of_wrong_shapes_are_refused():
     matrix = PackedMatrix.of_blocks(random_blocks("Q8_0", 20, 64), "Q8_0", 64)
     with pytest.raises(ValueError, match="must be"):
         multiply(activations(1, 96), [matrix])

@@ -1,4 +1,4 @@
-"""One call for a token's retrieval does what storing, scoring, choosing and attending do one after the other."""
+"""One retrieval call equals storing, scoring, choosing and attending in sequence."""
 
 import numba
 import numpy as np
@@ -38,7 +38,7 @@ class Problem:
         if dtype == np.uint16:
             tensors = [tensor.bfloat16() for tensor in tensors]
         self.numbers = [tensor.float().numpy() for tensor in tensors]
-        self.given = [(t if dtype == np.float32 else t.view(torch.uint16)).numpy() for t in tensors]
+        self.inputs = [(t if dtype == np.float32 else t.view(torch.uint16)).numpy() for t in tensors]
         self.score = score
         self.step = RetrievalStep(
             self.keys, self.values, self.representatives, self.lengths, GROUP, score, False, dtype, 2
@@ -53,11 +53,11 @@ class Problem:
         table = self.table if table is None else table
         flags = allowed, positions.shape[1] == 1, largest
         return self.step(
-            *self.given, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
+            *self.inputs, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
         )
 
     def expected(self, ids, threads=None):
-        """Attention over lists of blocks [rows, lists, blocks]; of long ones as so many threads divide them."""
+        """Attention over lists of blocks [rows, lists, blocks], divided among threads if they are long."""
         counts = np.full(ids.shape[:2], ids.shape[2], np.int32)
         q = self.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
         out, lse = attend_blocks(q, self.keys, self.values, ids, counts, self.lengths, 0.25, threads=threads)
@@ -108,7 +108,7 @@ def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candida
     positions = np.empty((ROWS, lists, 300), np.int32)
     flags = allowed, lists == 1, largest
     problem.step(
-        *problem.given, -1, table, first, end, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse
+        *problem.inputs, -1, table, first, end, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse
     )  # fmt: skip
     q = problem.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
     context = np.ascontiguousarray(table[:, first:end])
@@ -154,7 +154,7 @@ def test_a_choice_among_candidates_is_that_among_all_with_the_others_forbidden(
     np.testing.assert_array_equal(problem.lse, lse)
 
 
-def test_candidates_outside_the_context_or_fewer_than_wanted_are_refused():
+def test_candidates_outside_the_context_or_too_few_are_refused():
     problem, positions = Problem(), np.empty((ROWS, 1, 2), np.int32)
     for wrong in (-1, END - FIRST):
         allowed = np.tile(np.array([1, 2, wrong], np.int32), (ROWS, 1, 1))
@@ -210,25 +210,25 @@ def test_arrays_that_do_not_fit_the_pool_are_refused():
             np.float32, 2,
         )  # fmt: skip
     with pytest.raises(TypeError):
-        problem.step(*problem.given[::-1], 0, None, 0, 0, 0, None, None, True, True, 1.0, 0.0, None, None)
+        problem.step(*problem.inputs[::-1], 0, None, 0, 0, 0, None, None, True, True, 1.0, 0.0, None, None)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "table", "positions", "out", "lse"])
 def test_arrays_of_a_call_that_are_not_those_it_is_bound_to_are_refused(which):
     problem = Problem()
-    q, k, v = problem.given
-    given = {
+    q, k, v = problem.inputs
+    call = {
         "q": q, "k": k, "v": v, "table": problem.table, "positions": np.zeros((ROWS, 1, 1), np.int32),
         "out": problem.out, "lse": problem.lse,
     }  # fmt: skip
-    short = {name: array[:-1] if name == "table" else array[..., :-1].copy() for name, array in given.items()}
+    short = {name: array[:-1] if name == "table" else array[..., :-1].copy() for name, array in call.items()}
     short["positions"] = np.zeros((ROWS, KV_HEADS + 1, 1), np.int32)
-    given[which] = short[which]
+    call[which] = short[which]
     before = problem.keys.copy()
     with pytest.raises(ValueError, match="that it was bound to"):
         problem.step(
-            given["q"], given["k"], given["v"], POSITION, given["table"], FIRST, END, AS_GIVEN, given["positions"],
-            NOTHING_FORBIDDEN, True, False, 0.25, 0.0, given["out"], given["lse"],
+            call["q"], call["k"], call["v"], POSITION, call["table"], FIRST, END, AS_GIVEN, call["positions"],
+            NOTHING_FORBIDDEN, True, False, 0.25, 0.0, call["out"], call["lse"],
         )  # fmt: skip
     np.testing.assert_array_equal(problem.keys, before)
 

@@ -1,11 +1,12 @@
-"""The bound of attention in bfloat16, on any CPU: two roundings stay within it, a third one does not."""
+"""The error bound of attention in bfloat16, on any CPU: two roundings keep it, a third breaks it."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rounded_attention import attention_and_bound
+
+from tests.cpu_ops.rounded_attention import attention_and_bound
 
 SCALE = 0.3
 
@@ -34,13 +35,13 @@ def problem(tokens, seed):
 @given(tokens=st.integers(1, 300), stale=st.floats(0, 8), seed=st.integers(0, 999))
 @example(tokens=130, stale=0.7, seed=2)
 def test_rounded_weights_and_outputs_stay_within_the_bound(tokens, stale, seed):
-    given_tensors = problem(tokens, seed)
-    out, _, bound = attention_and_bound(*given_tensors, SCALE)
-    assert bool(((rounded_attention(*given_tensors, stale).double() - out).abs() <= bound).all())
+    tensors = problem(tokens, seed)
+    out, _, bound = attention_and_bound(*tensors, SCALE)
+    assert bool(((rounded_attention(*tensors, stale).double() - out).abs() <= bound).all())
 
 
 def test_scores_rounded_to_bfloat16_exceed_the_bound():
-    given_tensors = problem(130, 2)
-    out, _, bound = attention_and_bound(*given_tensors, SCALE)
-    found = rounded_attention(*given_tensors, 0.0, round_scores=True).double()
+    tensors = problem(130, 2)
+    out, _, bound = attention_and_bound(*tensors, SCALE)
+    found = rounded_attention(*tensors, 0.0, round_scores=True).double()
     assert bool(((found - out).abs() > bound).any())

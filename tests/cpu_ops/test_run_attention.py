@@ -1,4 +1,4 @@
-"""Attention to chosen keys against the softmax formula in float64 of the same numbers, masked to what was chosen."""
+"""Attention to chosen keys equals the masked softmax formula in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounded_attention import attention_and_bound
 
 from cpu_ops import run_attention, run_attention_tiles
 from cpu_ops.amx_tiles import multiplies_by_tiles
@@ -19,6 +18,7 @@ from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.run_attention_tiles import attend_by_tiles
 from gpu_ops.attention import chunk_attention
 from gpu_ops.chosen_keys import block_means, chosen_attention
+from tests.cpu_ops.rounded_attention import attention_and_bound
 
 SCALE = 0.3
 BITS = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
@@ -47,10 +47,10 @@ def problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, seed):
     k, v = (torch.randn(batch, kv_heads, past + n, dim, generator=generator).to(dtype) for dim in (k_dim, v_dim))
     own = (each[:, :, past:].transpose(1, 2).contiguous().transpose(1, 2) for each in (k, v))
     # In buffers with room behind the last token.
-    held = [torch.full((batch, kv_heads, past + 40, dim), torch.nan, dtype=dtype) for dim in (k_dim, v_dim)]
-    for buffer, each in zip(held, (k, v), strict=True):
+    buffers = [torch.full((batch, kv_heads, past + 40, dim), torch.nan, dtype=dtype) for dim in (k_dim, v_dim)]
+    for buffer, each in zip(buffers, (k, v), strict=True):
         buffer[:, :, :past] = each[:, :, :past]
-    return q, *(buffer[:, :, :past] for buffer in held), *own
+    return q, *(buffer[:, :, :past] for buffer in buffers), *own
 
 
 def seen_by(runs, starts, lists, past, n):
@@ -72,30 +72,30 @@ def reference(q, past_k, past_v, k, v, seen, softcap):
 
 def random_runs(rng, lists, past, n, share):
     """Runs of `lists` heads whose key blocks are chosen at random, some of them as lines."""
-    none, given_lines, given_bands, besides = np.empty((0, 2), np.int32), [], [], []
+    none, columns, bands, besides = np.empty((0, 2), np.int32), [], [], []
     for each in range(lists):
         if each % 2:
             lines = np.flatnonzero(rng.random(past + n) < share)
-            given_lines.append(np.stack([lines, lines + 1], 1))
-            given_bands.append(np.array([[0, 9], [70, 71], [90, 140]]))
+            columns.append(np.stack([lines, lines + 1], 1))
+            bands.append(np.array([[0, 9], [70, 71], [90, 140]]))
             besides.append(None)
         else:
             chosen = rng.random((-(-n // QUERY_BLOCK), -(-(past + n) // QUERY_BLOCK))) < share
-            given_lines.append(none)
-            given_bands.append(none)
+            columns.append(none)
+            bands.append(none)
             besides.append(np.sort(np.where(chosen, np.arange(chosen.shape[1]), -1), axis=1))
-    return runs_of_heads(given_lines, given_bands, besides, past, n)
+    return runs_of_heads(columns, bands, besides, past, n)
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS)
 @pytest.mark.parametrize(("batch", "past", "n", "share"), [(2, 333, 150, 0.3), (1, 0, 64, 0.5), (1, 200, 1, 0.0)])
 def test_a_chunk_attends_to_its_runs(dtype, k_dim, v_dim, softcap, batch, past, n, share):
     kv_heads, group = 2, 2
-    given_tensors = problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, 3)
+    tensors = problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, 3)
     runs, starts = random_runs(np.random.default_rng(5), batch * kv_heads * group, past, n, share)
-    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
+    out, lse = chosen_attention(*tensors, runs, starts, SCALE, softcap)
     seen = seen_by(runs, starts, batch * kv_heads * group, past, n)
-    expected, expected_lse, bound = reference(*given_tensors, seen, softcap)
+    expected, expected_lse, bound = reference(*tensors, seen, softcap)
     assert out.dtype is dtype
     allowed = 1e-5 if dtype is torch.float32 else bound
     assert bool(((out.double() - expected).abs() <= allowed).all())
@@ -117,29 +117,29 @@ def test_scores_may_rise_from_token_to_token(dtype, k_dim, v_dim, softcap, rise)
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])
-def test_a_token_alone_beside_neighbours_hides_none_behind_a_query(dtype, k_dim, v_dim, softcap):
+def test_a_single_token_next_to_a_range_hides_no_later_token(dtype, k_dim, v_dim, softcap):
     """It may be attended to behind them, and is before all of them."""
-    given_tensors = problem(dtype, 1, 1, 4, 64, 64, k_dim, v_dim, 3)
+    tensors = problem(dtype, 1, 1, 4, 64, 64, k_dim, v_dim, 3)
     runs, starts = np.tile([[3, 4], [64, 128]], (4, 1)), np.arange(0, 9, 2)
-    out, _ = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
-    expected, _, bound = reference(*given_tensors, seen_by(runs, starts, 4, 64, 64), softcap)
+    out, _ = chosen_attention(*tensors, runs, starts, SCALE, softcap)
+    expected, _, bound = reference(*tensors, seen_by(runs, starts, 4, 64, 64), softcap)
     allowed = 1e-5 if dtype is torch.float32 else bound
     assert bool(((out.double() - expected).abs() <= allowed).all())
 
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 def test_values_are_turned_for_some_kv_heads_at_a_time_or_none(monkeypatch):
-    given_tensors = problem(torch.bfloat16, 2, 3, 2, 100, 150, 64, 64, 3)
+    tensors = problem(torch.bfloat16, 2, 3, 2, 100, 150, 64, 64, 3)
     runs, starts = random_runs(np.random.default_rng(5), 12, 100, 150, 0.5)
-    together = chosen_attention(*given_tensors, runs, starts, SCALE)
+    together = chosen_attention(*tensors, runs, starts, SCALE)
     head_bytes = 250 // 32 * 32 * 64 * 2
     assert 6 * head_bytes <= run_attention_tiles._TRANSPOSED_BYTES
     for room in (0, 2 * head_bytes):
         monkeypatch.setattr(run_attention_tiles, "_TRANSPOSED_BYTES", room)
-        assert all(map(torch.equal, together, chosen_attention(*given_tensors, runs, starts, SCALE)))
+        assert all(map(torch.equal, together, chosen_attention(*tensors, runs, starts, SCALE)))
     # Tokens come in another order then.
     monkeypatch.setattr(run_attention_tiles, "_TRANSPOSED_FROM", 1000)
-    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE)
+    out, lse = chosen_attention(*tensors, runs, starts, SCALE)
     assert (out - together[0]).abs().max() <= 2**-7 * out.abs().max()
     assert (lse - together[1]).abs().max() < 1e-5
 
@@ -147,14 +147,14 @@ def test_values_are_turned_for_some_kv_heads_at_a_time_or_none(monkeypatch):
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 @pytest.mark.parametrize(("past", "n", "share"), [(333, 150, 0.3), (0, 64, 0.5), (200, 1, 0.0)])
 def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
-    given_tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 64, 64, 3)
+    tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 64, 64, 3)
     runs, starts = random_runs(np.random.default_rng(5), 4, past, n, share)
     calls: list[None] = []
-    monkeypatch.setattr(run_attention, "attend_by_tiles", lambda *given: calls.append(attend_by_tiles(*given)))
-    by_tiles = chosen_attention(*given_tensors, runs, starts, SCALE)
+    monkeypatch.setattr(run_attention, "attend_by_tiles", lambda *args: calls.append(attend_by_tiles(*args)))
+    by_tiles = chosen_attention(*tensors, runs, starts, SCALE)
     assert len(calls) == 1
     monkeypatch.setattr(run_attention, "multiplies_by_tiles", lambda: False)
-    by_dots = chosen_attention(*given_tensors, runs, starts, SCALE)
+    by_dots = chosen_attention(*tensors, runs, starts, SCALE)
     assert len(calls) == 1
     assert (by_tiles[0] - by_dots[0]).abs().max() <= 2**-7 * by_dots[0].abs().max()
     assert (by_tiles[1] - by_dots[1]).abs().max() < 1e-5
@@ -164,22 +164,22 @@ def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
 def test_torch_multiplies_by_its_own_tiles_behind_ours():
     """Its kernels keep the shapes of a thread's tiles from one call to the next."""
     left, right = (torch.randn(300, 300, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
-    given_tensors = problem(torch.bfloat16, 1, 2, 2, 70, 64, 16, 16, 3)
+    tensors = problem(torch.bfloat16, 1, 2, 2, 70, 64, 16, 16, 3)
     runs, starts = random_runs(np.random.default_rng(5), 4, 70, 64, 0.3)
     before = left @ right
     for _ in range(2):
-        chosen_attention(*given_tensors, runs, starts, SCALE)
+        chosen_attention(*tensors, runs, starts, SCALE)
         assert before.equal(left @ right)
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])
 def test_everything_chosen_is_dense_attention(dtype, k_dim, v_dim, softcap):
     past, n = 130, 200
-    given_tensors = problem(dtype, 1, 2, 2, past, n, k_dim, v_dim, 1)
+    tensors = problem(dtype, 1, 2, 2, past, n, k_dim, v_dim, 1)
     none = np.empty((0, 2), np.int32)
     runs, starts = runs_of_heads([none] * 4, [none] * 4, [np.tile(np.arange(6), (4, 1))] * 4, past, n)
-    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
-    dense, dense_lse = chunk_attention(*given_tensors, SCALE, softcap)
+    out, lse = chosen_attention(*tensors, runs, starts, SCALE, softcap)
+    dense, dense_lse = chunk_attention(*tensors, SCALE, softcap)
     allowed = 1e-5 if dtype is torch.float32 else 2**-7 * dense.abs().max()
     assert (out - dense).abs().max() <= allowed
     assert (lse - dense_lse).abs().max() < 1e-4
@@ -194,7 +194,7 @@ def test_any_number_of_threads_computes_the_same():
 
 @settings(max_examples=60, deadline=None)
 @given(past=st.integers(0, 300), n=st.integers(1, 200), seed=st.integers(0, 999), threads=st.integers(1, 2))
-def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed, threads):
+def test_a_blocks_queries_see_its_lines_bands_and_blocks(past, n, seed, threads):
     rng = np.random.default_rng(seed)
     heads, blocks = seed % 4 + 1, -(-n // QUERY_BLOCK)
     edges = [np.sort(rng.choice(past + n + 40, 2 * count, replace=False)).reshape(-1, 2) for count in range(heads)]
@@ -210,15 +210,20 @@ def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed,
     for head in range(heads):
         for block in range(blocks):
             own = range(past + block * QUERY_BLOCK, min(past + (block + 1) * QUERY_BLOCK, past + n))
-            wanted = {*own, *(token for first, stop in edges[head] for token in range(first, stop) if token < own.stop)}
-            wanted |= {query - away for query in own for band in bands[head] for away in range(*band) if away <= query}
+            expected = {
+                *own,
+                *(token for first, stop in edges[head] for token in range(first, stop) if token < own.stop),
+            }
+            expected |= {
+                query - away for query in own for band in bands[head] for away in range(*band) if away <= query
+            }
             for each in [] if besides[head] is None else besides[head][block][besides[head][block] >= 0]:
-                wanted |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
+                expected |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
             if block >= sparse:
-                wanted = {*range(own.stop)}
+                expected = {*range(own.stop)}
             item = head * blocks + block
             found = [token for first, stop in runs[starts[item] : starts[item + 1]] for token in range(first, stop)]
-            assert found == sorted(wanted)
+            assert found == sorted(expected)
 
 
 def test_blocks_of_other_blocks_of_queries_are_refused():
@@ -285,7 +290,7 @@ def test_means_of_blocks_across_past_and_chunk(dtype, past, n, block, leading):
         assert torch.allclose(means.double(), torch.stack([part.mean(-2) for part in parts], -2), atol=1e-5)
 
 
-def test_means_of_what_does_not_fit_are_refused():
+def test_means_of_wrong_shapes_are_refused():
     past, new = np.zeros((1, 2, 5, 4), np.float32), np.zeros((1, 2, 3, 4), np.float32)
     for before, own, block in ((past[:, :1], new, 2), (past[..., :3], new, 2), (past, new, 0)):
         with pytest.raises(ValueError, match="do not fit"):

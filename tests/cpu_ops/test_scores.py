@@ -1,14 +1,14 @@
-"""Block scores equal their definition and bound what they promise to bound."""
+"""Block scores equal their definitions and keep their bounds."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_formats import decoded, encoded
 
 from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.scores import block_scores
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from tests.support.storage_formats import decoded, encoded
 
 SHAPES = [
     ("dot", 1, 4, 64, np.float16),

@@ -1,4 +1,4 @@
-"""Memory of kernels begins on cache lines."""
+"""Scratch memory of kernels is aligned to cache lines."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_scratch_is_zeros_on_a_line(rows, columns):
     assert not memory.any()
 
 
-def test_what_lies_together_is_not_copied_and_what_does_not_begins_on_a_line():
+def test_contiguous_arrays_are_not_copied_and_others_are_copied_to_cache_lines():
     array = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
     assert neighbours_on_lines(array) is array
     turned = neighbours_on_lines(array.transpose(1, 0, 2))

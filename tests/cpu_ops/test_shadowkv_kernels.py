@@ -1,9 +1,8 @@
-"""Kernels of ShadowKV's decode step compute what torch computes on other devices."""
+"""Kernels of ShadowKV's decode step equal the torch functions of other devices."""
 
 import numpy as np
 import pytest
 import torch
-from variants import combined
 
 from cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
 from cpu_ops.contiguous_decode import TokenRange, attend_ranges
@@ -16,6 +15,7 @@ from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.slow_variants import combined
 
 
 def randoms(*shape, seed=0):
@@ -88,7 +88,7 @@ def test_tokens_beyond_a_range_are_refused():
         [RotaryLayout(9), RotaryLayout(3, 4, True), RotaryLayout(0)], [torch.float32, torch.bfloat16], ["FP16", "Q8_0"]
     ),
 )
-def test_slots_hold_what_torch_puts_into_them(layout, dtype, kind):
+def test_slots_equal_torchs(layout, dtype, kind):
     rows, heads, chunks, size, k_dim, v_dim, rank, slots = 2, 3, 12, 6, 18, 32, 9, 5
     pool = BlockPool(40, heads, size, 0, v_dim, storage.get(kind), 0)
     pool.values.copy_(pool.value_storage.encode(randoms(40, heads, size, v_dim)))

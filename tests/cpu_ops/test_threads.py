@@ -1,4 +1,4 @@
-"""How kernels get their threads."""
+"""The number of threads of kernels."""
 
 import numba
 import pytest

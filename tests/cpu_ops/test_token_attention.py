@@ -1,9 +1,8 @@
-"""Attention to tokens that lie anywhere in a pool, against torch, on every instruction set that the machine has."""
+"""Attention to scattered tokens of a pool equals torch's, on every instruction set of the machine."""
 
 import numpy as np
 import pytest
 import torch
-from variants import with_slow
 
 from cpu_ops import list_attention
 from cpu_ops.attention import NO_OFFSETS
@@ -11,6 +10,7 @@ from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.storage import numbers_of, storage_of
+from tests.support.slow_variants import with_slow
 
 ROWS, KV_HEADS, BLOCKS, BLOCK, DIM, SCALE = 2, 2, 7, 4, 24, 0.4
 
@@ -29,7 +29,7 @@ def test_it_is_attention_to_the_listed_tokens(isa, group, offset):
     counts = np.array([[[3], [0]], [[70], [28]]], np.int32)
     tokens = np.stack([rng.integers(0, BLOCKS * BLOCK, 70) for _ in range(ROWS * KV_HEADS)]).reshape(ROWS, KV_HEADS, 70)
     storage = storage_of(keys.dtype)
-    given_offsets = offsets.view(np.uint16) if offset else NO_OFFSETS
+    starts = offsets.view(np.uint16) if offset else NO_OFFSETS
     whole = (
         torch.from_numpy(keys.astype(np.float32)) + offset * torch.from_numpy(offsets.astype(np.float32))[:, :, None]
     )
@@ -45,7 +45,7 @@ def test_it_is_attention_to_the_listed_tokens(isa, group, offset):
                 out, lse = np.full(q.shape, 7, np.float32), np.full(q.shape[:3], 7, np.float32)
                 pool = (each.view(storage.kernel_dtype) for each in (keys, values))
                 lists = tokens.astype(np.int32), counts[:, :, 0].copy(), np.empty(0, np.int32), SCALE, softcap
-                kernel(all_threads(), region, 0, q[:, None], *pool, given_offsets, *lists, threads, out, lse)
+                kernel(all_threads(), region, 0, q[:, None], *pool, starts, *lists, threads, out, lse)
                 for row, head in np.ndindex(ROWS, KV_HEADS):
                     own = tokens[row, head, : counts[row, head, 0]]
                     scores = torch.from_numpy(q[row, head]) @ whole[head, own].T * SCALE

@@ -1,4 +1,4 @@
-"""Tokens that a kernel stores are what torch's conversion stores; bad places are refused."""
+"""Stored tokens equal torch's conversion; invalid positions are refused."""
 
 import numpy as np
 import pytest
@@ -60,9 +60,9 @@ def test_groups_are_encoded_as_torch_does_it_also_where_they_are_odd(seed, kind)
     values = torch.randn(1, KV_HEADS, V_DIM, generator=generator) * torch.tensor([0.0, 1e-7])[:, None]
     pool = new_pool(kind)
     store_token(keys.numpy(), values.numpy(), pool.key_array, pool.value_array, np.zeros((1, 1), np.int32), 0)
-    for pooled, given_numbers in ((pool.keys, keys), (pool.values, values)):
+    for pooled, numbers in ((pool.keys, keys), (pool.values, values)):
         # Of two numbers of one size either may give the scale its sign: what is read back is alike.
-        mine, theirs = kind.decode(pooled[:1, :, 0]), kind.decode(kind.encode(given_numbers))
+        mine, theirs = kind.decode(pooled[:1, :, 0]), kind.decode(kind.encode(numbers))
         torch.testing.assert_close(mine.abs(), theirs.abs(), rtol=0, atol=0)
 
 

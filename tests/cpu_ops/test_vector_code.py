@@ -1,4 +1,4 @@
-"""The kernels' inner loops become vector instructions of the processors they are written for, this one or not."""
+"""The kernels' inner loops compile to vector instructions, also for other processors than this one."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What vectors of the kernels compute, on every instruction set that this CPU has."""
+"""Vector operations of the kernels, on every instruction set of this CPU."""
 
 import numpy as np
 import pytest
@@ -17,10 +17,10 @@ def powers_of_two(typingctx, lanes, coarse, x, at, out):
 
     def codegen(context, builder, signature, arguments):
         v = Vectors(builder, width)
-        given, place = (
+        source, place = (
             array_pointer(context, builder, signature.args[each], arguments[each], arguments[3]) for each in (2, 4)
         )
-        v.store(v.exp2(v.load(given), is_coarse), place)
+        v.store(v.exp2(v.load(source), is_coarse), place)
         return context.get_dummy_value()
 
     return types.none(lanes, coarse, x, types.int64, out), codegen

@@ -1,4 +1,4 @@
-"""Attention by token and by distance, against plain torch."""
+"""Vertical and slash scores equal plain torch."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_queries_that_see_nothing_of_a_span_add_nothing_at_large_scales():
 
 
 def test_any_number_of_threads_finds_the_same():
-    given_arrays = [each.numpy() for each in problem(64, 3000, 150, 16)]
-    one, two = (vertical_slash_scores(*given_arrays, SCALE, threads=threads) for threads in (1, 2))
+    inputs = [each.numpy() for each in problem(64, 3000, 150, 16)]
+    one, two = (vertical_slash_scores(*inputs, SCALE, threads=threads) for threads in (1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -94,7 +94,7 @@ def test_line_sums_of_one_query_on_one_token():
     assert np.allclose(by_distance, 1, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused():
+def test_arrays_of_wrong_shapes_are_refused():
     q, past, k = np.ones((2, 4, 16), np.float32), np.ones((9, 16), np.float32), np.ones((70, 16), np.float32)
     vertical_slash_scores(q, past, k, 1.0)
     for arrays in (

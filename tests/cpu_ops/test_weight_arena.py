@@ -1,4 +1,4 @@
-"""Packed weights lie in large arrays, apart from each other, and these go with the last of their parts."""
+"""Packed weights lie in large arrays without overlap; an array is freed with its last part."""
 
 import gc
 import weakref

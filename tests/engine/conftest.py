@@ -20,7 +20,7 @@ def short_turns_behind_any_past(monkeypatch):
 
 @pytest.fixture
 def one_thread_and_no_collections():
-    """Threads would wait for each other longer than they work; the garbage collector comes at moments of its own."""
+    """Threads would wait for each other longer than they work; the garbage collector would run at random moments."""
     # Numba's threads have torch use as many when they start.
     of_kernels, threads = numba.get_num_threads(), torch.get_num_threads()
     numba.set_num_threads(1)

@@ -15,11 +15,10 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from interrupted_forwards import Moments, is_ours
-
 import cpu_ops
 import gpu_ops
 import hetero_kv.store
+from tests.engine.interrupted_forwards import Moments, is_ours
 
 _STORES_AND_KERNELS = tuple(package.__path__[0] for package in (hetero_kv.store, cpu_ops, gpu_ops))
 #: What torch says on a CPU without memory.
@@ -64,8 +63,8 @@ def sampled(places: int, drawn: int, chance: random.Random) -> list[int]:
 
 
 def require_no_leak(*caches: Any) -> None:
-    """Fail unless the blocks are held by the sequences of these caches, all that have their stores, and nobody else."""
-    held: dict[int, Counter[int]] = {}
+    """Fail unless exactly the sequences of these caches, which are all caches of their stores, reference the blocks."""
+    referenced: dict[int, Counter[int]] = {}
     allocators: dict[int, Any] = {}
     for cache in caches:
         for group in cache.groups:
@@ -74,13 +73,13 @@ def require_no_leak(*caches: Any) -> None:
                 assert len(allocator.pools) <= len(group.layers)
             for sequence in group.sequences:
                 for table in sequence.tables.values():
-                    held.setdefault(id(table.allocator), Counter()).update(table.ids.tolist())
+                    referenced.setdefault(id(table.allocator), Counter()).update(table.ids.tolist())
                     if table.length:
                         lengths = table.allocator.lengths[table.ids]
                         assert (lengths[:-1] == table.allocator.block_size).all()
                         assert lengths.sum() >= table.length
     for key, allocator in allocators.items():
-        holders = held.get(key, Counter())
+        holders = referenced.get(key, Counter())
         counted = {block: allocator.references(block) for block in range(allocator.num_blocks)}
         assert {block: count for block, count in counted.items() if count} == dict(holders)
         assert allocator.free_blocks == allocator.num_blocks - len(holders)

@@ -1,4 +1,4 @@
-"""Small paged layers for tests of forks, and what they hold."""
+"""Small paged layers for tests of forks, and their contents."""
 
 from __future__ import annotations
 

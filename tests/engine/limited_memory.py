@@ -1,4 +1,4 @@
-"""A conversation in a process whose address space is all but used up; a script that prints what it saw as JSON."""
+"""A conversation in a process whose address space is almost full; a script that prints what it saw as JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import psutil
 import torch
-from small_recipes import injected, new_cache, small_recipe
-from tiny_models import tiny_model
 
 from hetero_kv.errors import OutOfMemoryError
+from tests.support.small_recipes import injected, new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
 
 #: Bytes that are left to what needs no array: Python's own objects and small tensors.
 LEFT = 24 << 20

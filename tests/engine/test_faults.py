@@ -1,4 +1,4 @@
-"""Whatever fails half-way, wherever it does: no block leaks, and the next answer is the one without the failure."""
+"""After a failure at any point no block leaks, and the next answer is the one without the failure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import partial
 
 import pytest
 import torch
-from faults import RAISED, Faults, require_no_leak, sampled
-from interrupted_forwards import Moments
-from small_families import FAMILIES, REORDERED, SELDOM, STORED_ALIKE, random_tokens
-from small_recipes import injected, new_cache
-from tiny_models import tiny_model
-from variants import with_slow
 
 from hetero_kv.errors import HeteroKVError
+from tests.engine.faults import RAISED, Faults, require_no_leak, sampled
+from tests.engine.interrupted_forwards import Moments
+from tests.support.slow_variants import with_slow
+from tests.support.small_families import FAMILIES, REORDERED, SELDOM, STORED_ALIKE, random_tokens
+from tests.support.small_recipes import injected, new_cache
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("short_turns_behind_any_past", "one_thread_and_no_collections")
 
@@ -45,7 +45,7 @@ def failed(faults, call):
 def failed_part(model, cache, part, from_end, at, error):
     """Where a part's call failed: at a place, or as far from its end where it has fewer places than were counted.
 
-    What earlier tries have planned and allocated is there, and not done anew.
+    Plans and allocations of earlier tries are reused.
     """
     before, faults = cache.snapshot(), Faults(at, error)
     while failed(faults, partial(model, part, past_key_values=cache)) is None:
@@ -100,7 +100,7 @@ def test_a_forward_that_fails_at_each_of_its_places_leaks_nothing_and_changes_no
     assert tries > 300
 
 
-#: What is done to a fork of a conversation, beside which another fork stands.
+#: Operations on a fork of a conversation that has another fork.
 OPERATIONS = {
     "fork": lambda cache, other: cache.fork(),
     "crop": lambda cache, other: cache.crop(-7),
@@ -151,26 +151,26 @@ def require_done_or_not_done(family, chosen):
     gc.collect()
     gc.freeze()
     for name, operate in OPERATIONS.items():
-        twins = cache.fork(), cache.fork()
-        before = states(model, *twins)
+        forks = cache.fork(), cache.fork()
+        before = states(model, *forks)
         try:
-            operate(*twins)
+            operate(*forks)
         except HeteroKVError:
             assert name == "crop"
             continue
-        after, allowed = states(model, *twins), allowed_error(family)
+        after, allowed = states(model, *forks), allowed_error(family)
         for kind in (Faults, Moments):
             counted = kind()
             counted.run(partial(operate, cache.fork(), cache.fork()))
             for at in chosen(counted.passed):
-                twins = cache.fork(), cache.fork()
-                where = failed(kind(at), partial(operate, *twins))
+                forks = cache.fork(), cache.fork()
+                where = failed(kind(at), partial(operate, *forks))
                 gc.collect()
-                require_no_leak(cache, *twins)
-                found = states(model, *twins)
+                require_no_leak(cache, *forks)
+                found = states(model, *forks)
                 assert any(are_same(found, each, allowed) for each in (before, after)), f"{name}, {where}"
                 tries += 1
-                del twins
+                del forks
                 require_no_leak(cache)
     return tries
 

@@ -1,4 +1,4 @@
-"""Forked caches: contents, sharing, room, and blocks that are given back."""
+"""Forked caches: contents, sharing, capacity, and freed blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ import gc
 
 import pytest
 import torch
-from caches import CAPACITY, append, forward, new_cache
-from forked_layers import (
-    BATCH,
-    allocator_of,
-    contents,
-    paged,
-    random_tokens,
-    watched,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -23,15 +14,24 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.window.layer import WindowLayer
+from tests.engine.forked_layers import (
+    BATCH,
+    allocator_of,
+    contents,
+    paged,
+    random_tokens,
+    watched,
+)
+from tests.support.caches import CAPACITY, append, forward, new_cache
 
 
 def test_a_fork_takes_no_memory_until_it_goes_its_own_way():
     cache = new_cache(paged)
     append(cache, *random_tokens(22))
     before = cache.dram_bytes
-    twin = cache.fork()
-    assert twin.dram_bytes == cache.dram_bytes == twin.shared_bytes == before
-    append(twin, *random_tokens(1, 1))
+    fork = cache.fork()
+    assert fork.dram_bytes == cache.dram_bytes == fork.shared_bytes == before
+    append(fork, *random_tokens(1, 1))
     # The last block was not full: one copy for each of the batch's rows.
     assert cache.dram_bytes == before + BATCH * cache.layers[0].pool.bytes_per_block
 
@@ -49,7 +49,7 @@ def test_planned_forks_grow_to_full_length():
 def test_a_turn_that_the_forks_have_left_no_blocks_for_is_refused_before_any_layer_takes_it():
     cache = new_cache(paged, watched)
     append(cache, *random_tokens(30))
-    twin = cache.fork()
+    fork = cache.fork()
     assert cache.room < CAPACITY - 30
     room = cache.room
     with pytest.raises(CacheFullError, match=rf"shares with its forks .* room for {room}; .*forks=1"):
@@ -57,51 +57,51 @@ def test_a_turn_that_the_forks_have_left_no_blocks_for_is_refused_before_any_lay
     assert {layer.get_seq_length() for layer in cache.layers} == {30}
     append(cache, *random_tokens(room, 1))
     cache.reset()
-    assert twin.room == CAPACITY - 30
+    assert fork.room == CAPACITY - 30
 
 
 def test_a_dropped_fork_gives_its_blocks_back_even_in_a_reference_cycle():
     cache = new_cache(paged)
     append(cache, *random_tokens(20))
-    twin = cache.fork()
-    append(twin, *random_tokens(9, 1))
+    fork = cache.fork()
+    append(fork, *random_tokens(9, 1))
     taken = allocator_of(cache.layers[0]).free_blocks
-    twin.cycle = twin
-    del twin
+    fork.cycle = fork
+    del fork
     gc.collect()
     assert allocator_of(cache.layers[0]).free_blocks > taken
     assert cache.shared_bytes == 0
 
 
-def test_a_reset_fork_begins_anew_with_a_store_of_its_own():
+def test_a_reset_fork_gets_its_own_store():
     cache = new_cache(paged)
     append(cache, *random_tokens(30))
-    twin = cache.fork()
-    twin.reset()
+    fork = cache.fork()
+    fork.reset()
     # It is planned by the memory that is free then.
     cache._maker.capacity = CAPACITY // 2
     with pytest.raises(CacheFullError, match=f"max_seq_len is {CAPACITY // 2} tokens"):
-        append(twin, *random_tokens(CAPACITY, 1))
-    append(twin, *random_tokens(CAPACITY // 2, 1))
-    assert twin.layers[0].pool is not cache.layers[0].pool
+        append(fork, *random_tokens(CAPACITY, 1))
+    append(fork, *random_tokens(CAPACITY // 2, 1))
+    assert fork.layers[0].pool is not cache.layers[0].pool
     assert all(map(torch.equal, contents(cache.layers[0]), random_tokens(30)))
 
 
 def test_a_fork_of_an_empty_cache_is_an_empty_cache():
     cache = new_cache(paged)
-    twin = cache.fork()
+    fork = cache.fork()
     append(cache, *random_tokens(5))
-    assert twin.get_seq_length() == 0
-    append(twin, *random_tokens(7, batch=1))
-    assert (len(cache.lengths), len(twin.lengths)) == (2, 1)
+    assert fork.get_seq_length() == 0
+    append(fork, *random_tokens(7, batch=1))
+    assert (len(cache.lengths), len(fork.lengths)) == (2, 1)
 
 
 def test_layers_of_a_fork_share_selections_with_each_other_and_not_with_the_first_cache():
     cache = new_cache(paged, paged)
     append(cache, *random_tokens(20))
     cache.layers[0].group.shared["selections"] = {"key": [1]}
-    twin = cache.fork()
-    shared = [layer.group.shared for layer in twin.layers]
+    fork = cache.fork()
+    shared = [layer.group.shared for layer in fork.layers]
     assert shared[0] is shared[1]
     assert shared[0] == {"selections": {"key": [1]}}
     shared[0]["selections"].clear()
@@ -116,8 +116,8 @@ def test_progress_of_a_fork_is_not_reported_to_the_first_caches_listener():
 def test_a_deep_copy_is_a_fork():
     cache = new_cache(paged)
     append(cache, *random_tokens(20))
-    twin = copy.deepcopy({"prompt": cache})["prompt"]
-    assert twin.layers[0].pool is cache.layers[0].pool
+    fork = copy.deepcopy({"prompt": cache})["prompt"]
+    assert fork.layers[0].pool is cache.layers[0].pool
 
 
 def test_a_cache_is_not_forked_while_a_prompt_is_prefilled():
@@ -133,7 +133,7 @@ def test_a_cache_is_not_forked_while_a_prompt_is_prefilled():
 
 @given(window=st.integers(1, 9), before=st.integers(0, 20), pieces=st.lists(st.integers(1, 12), max_size=6))
 def test_forked_windows_go_their_own_ways(window, before, pieces):
-    def held(layer, seen, sign):
+    def positions_of(layer, seen, sign):
         keys, values = layer.extend(*positions(seen, 1, sign))
         assert torch.equal(values, -keys)
         return keys[0, 0, :, 0].tolist()
@@ -147,14 +147,14 @@ def test_forked_windows_go_their_own_ways(window, before, pieces):
     layer = WindowLayer(window)
     if before:
         layer.extend(*positions(0, before))
-    twin, seen = layer.fork({}), before
+    fork, seen = layer.fork({}), before
     for count in pieces:
         layer.extend(*positions(seen, count))
-        twin.extend(*positions(seen, count, -1))
+        fork.extend(*positions(seen, count, -1))
         seen += count
     past = range(max(0, seen - (window - 1)), seen)
-    assert held(layer, seen, 1) == [*past, seen]
-    assert held(twin, seen, -1) == [p if p < before else -p for p in past] + [-seen]
+    assert positions_of(layer, seen, 1) == [*past, seen]
+    assert positions_of(fork, seen, -1) == [p if p < before else -p for p in past] + [-seen]
 
 
 def test_transformers_own_layers_are_forked_whole():
@@ -163,13 +163,13 @@ def test_transformers_own_layers_are_forked_whole():
 
     cache = cache_of(DynamicLayer(), DynamicSlidingWindowLayer(8))
     append(cache, *random_tokens(20))
-    twin = cache.fork()
-    append(twin, *random_tokens(3, 1))
-    assert (cache.get_seq_length(), twin.get_seq_length()) == (20, 23)
+    fork = cache.fork()
+    append(fork, *random_tokens(3, 1))
+    assert (cache.get_seq_length(), fork.get_seq_length()) == (20, 23)
     assert torch.equal(cache.layers[1].keys, random_tokens(20)[0][:, :, -7:])
 
     recurrent = cache_of(LinearAttentionLayer())
     recurrent.layers[0].update_recurrent_state(torch.ones(1, 2, 3))
-    twin = recurrent.fork()
-    twin.layers[0].update_recurrent_state(torch.zeros(1, 2, 3))
+    fork = recurrent.fork()
+    fork.layers[0].update_recurrent_state(torch.zeros(1, 2, 3))
     assert recurrent.layers[0].recurrent_states[0].sum() == 6

@@ -1,11 +1,17 @@
-"""Random histories of forked caches, beside plain tensors."""
+"""Random histories of forked caches, compared with plain tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from caches import CAPACITY, append, forward, new_cache
-from forked_layers import (
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from transformers.cache_utils import DynamicLayer
+
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.rollback import rollback_on_error
+from tests.engine.forked_layers import (
     BATCH,
     BLOCK,
     HEADS,
@@ -16,13 +22,7 @@ from forked_layers import (
     rows_of,
     watched,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from transformers.cache_utils import DynamicLayer
-
-from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.engine.rollback import rollback_on_error
+from tests.support.caches import CAPACITY, append, forward, new_cache
 
 
 def closing(step, layer):
@@ -62,7 +62,7 @@ def accumulated(layer, row):
 
 
 class ForkedCaches(RuleBasedStateMachine):
-    """Random forks, turns, failed turns, steps back, beams, resets and drops of caches, beside plain tensors."""
+    """Random forks, turns, failed turns, steps back, beams, resets and drops of caches, compared with plain tensors."""
 
     @initialize(forks=st.integers(0, 3))
     def begin(self, forks):
@@ -155,11 +155,11 @@ class ForkedCaches(RuleBasedStateMachine):
             for layer in cache.layers:
                 if keys.shape[2] or not isinstance(layer, DynamicLayer):
                     assert all(map(torch.equal, contents(layer), (keys, values)))
-            for row, wanted in enumerate(received):
-                torch.testing.assert_close(accumulated(cache.layers[1], row), wanted)
+            for row, expected in enumerate(received):
+                torch.testing.assert_close(accumulated(cache.layers[1], row), expected)
 
     @invariant()
-    def every_block_is_held_by_exactly_its_sequences(self):
+    def every_block_belongs_to_exactly_its_sequences(self):
         for index, pool in enumerate(self.pools):
             holders = [int(b) for cache in self.caches for ids in rows_of(cache.layers[index]) for b in ids]
             assert all(pool.references(block) == holders.count(block) for block in range(pool.num_blocks))
@@ -176,9 +176,11 @@ class ForkedCaches(RuleBasedStateMachine):
             others = [other for other in self.caches if other is not cache]
             shared = 0
             for index, pool in enumerate(self.pools):
-                held = {int(b) for ids in rows_of(cache.layers[index]) for b in ids}
+                blocks = {int(b) for ids in rows_of(cache.layers[index]) for b in ids}
                 elsewhere = {int(b) for other in others for ids in rows_of(other.layers[index]) for b in ids}
-                shared += len(held & elsewhere) * sum(layer_pool.bytes_per_block for layer_pool in pool.pools.values())
+                shared += len(blocks & elsewhere) * sum(
+                    layer_pool.bytes_per_block for layer_pool in pool.pools.values()
+                )
             assert cache.shared_bytes == shared
 
 

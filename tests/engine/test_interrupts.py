@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a forward: the conversation goes on as if nothing had been asked."""
+"""Ctrl-C at any moment of a forward: the conversation continues from the state before the forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
-from interrupted_forwards import Moments
-from small_families import FAMILIES, REORDERED, SELDOM, random_tokens
-from small_recipes import injected, new_cache
-from tiny_models import tiny_model
-from variants import with_slow
+
+from tests.engine.interrupted_forwards import Moments
+from tests.support.slow_variants import with_slow
+from tests.support.small_families import FAMILIES, REORDERED, SELDOM, random_tokens
+from tests.support.small_recipes import injected, new_cache
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("short_turns_behind_any_past", "one_thread_and_no_collections")
 

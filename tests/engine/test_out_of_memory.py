@@ -1,4 +1,4 @@
-"""Memory that runs out half-way is an error of ours that says what fits, and the conversation goes on."""
+"""Memory that runs out half-way is an OutOfMemoryError that says what fits, and the conversation continues."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import NO_MEMORY
-from small_recipes import injected, small_recipe
-from tiny_models import tiny_model
 
 from hetero_kv import cli
 from hetero_kv.commands import methods
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.planning import plan
+from tests.engine.faults import NO_MEMORY
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
 
-TESTS = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[2]
 ERRORS = {
     "python": (MemoryError(), r"\(MemoryError\)"),
     "numpy": (MemoryError("Unable to allocate 1.00 TiB for an array"), r"\(MemoryError: Unable to allocate 1.00 TiB"),
@@ -71,7 +71,7 @@ def test_every_kind_of_it_is_one_error_and_nothing_has_changed(conversation, mon
     assert cache.get_seq_length() == 40
 
 
-def test_other_errors_stay_what_they_are(conversation, monkeypatch):
+def test_other_errors_are_unchanged(conversation, monkeypatch):
     model, cache = conversation
     monkeypatch.setattr(RetrievalAttention, "end_prefill", raising(RuntimeError("a kernel failed")))
     with pytest.raises(RuntimeError, match="a kernel failed"):
@@ -80,7 +80,7 @@ def test_other_errors_stay_what_they_are(conversation, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "advised"),
+    ("length", "advised"),
     [
         (40 + 9, r"which suffices by the plan.*: try again"),
         (40 + 5, r"shorten the input to about \d tokens, or set max_seq_len to 4\d"),
@@ -88,11 +88,11 @@ def test_other_errors_stay_what_they_are(conversation, monkeypatch):
         (500, r"blocks for max_seq_len 1024 need more: set max_seq_len to \d{3}"),
     ],
 )
-def test_it_says_what_fits_into_the_memory_that_is_free(conversation, monkeypatch, wanted, advised):
+def test_it_says_what_fits_into_the_memory_that_is_free(conversation, monkeypatch, length, advised):
     model, cache = conversation
     now = plan.Plan.of(model.hetero_kv_injection)
-    needed = now.dram_needed(wanted) / (1 - plan.RESERVE) - cache.dram_bytes
-    capacity = 1024 if wanted == 500 else wanted
+    needed = now.dram_needed(length) / (1 - plan.RESERVE) - cache.dram_bytes
+    capacity = 1024 if length == 500 else length
     monkeypatch.setattr(type(cache), "max_seq_len", property(lambda self: capacity))
     monkeypatch.setattr(plan, "free_dram", lambda: int(needed) + 64)
     monkeypatch.setattr(RetrievalAttention, "end_prefill", raising(MemoryError()))
@@ -116,8 +116,7 @@ def test_a_command_that_runs_out_of_it_ends_with_a_message(monkeypatch, capsys):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an address space is limited on Linux")
 def test_under_a_limit_a_conversation_is_told_and_goes_on_bit_for_bit():
-    paths = [str(path) for path in (TESTS.parent, TESTS, Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     script = Path(__file__).with_name("limited_memory.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from caches import append, forward, new_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.caches import append, forward, new_cache
 
 
 def cache_of(capacity=200, block_size=4, sink_tokens=4, local_len=8):
@@ -32,7 +32,7 @@ def tokens(count, seed=0, batch=1):
 
 
 @pytest.mark.parametrize("kind", [storage.FP16, storage.Q8_0])
-def test_what_stands_for_keys_beyond_its_types_range_is_a_number(kind):
+def test_representatives_of_huge_keys_are_finite(kind):
     pool = BlockPool(2, 1, 4, 32, 32, storage.FP32, 1, value_means=True, representative_storage=kind)
     pool.write(np.array([1], np.int32), 0, torch.full((1, 4, 32), 1e5), torch.ones(1, 4, 32))
     pool.represent(torch.tensor([1]), torch.full((1, 1, 1, 32), 1e5))

@@ -1,4 +1,4 @@
-"""Random lives of sequences: caches grow, go back, fork, lose rows and take each other's, and leave no block behind."""
+"""Random histories of sequences: caches grow, go back, fork, lose and gain rows, and leak no block."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ragged_rows import padded, together
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.ragged_rows import padded, together
+from tests.support.tiny_models import tiny_model
 
 BLOCK, CAPACITY, MOST_CACHES, MOST_ROWS = 4, 48, 5, 6
 _SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16}
@@ -69,7 +69,7 @@ class ResidentPrefix:
 
 
 class LivesOfSequences(RuleBasedStateMachine):
-    """Several caches of one model, beside the lists of tokens that they should hold."""
+    """Several caches of one model, and the lists of tokens that they should hold."""
 
     caches = st.integers(0, MOST_CACHES - 1)
 
@@ -78,19 +78,19 @@ class LivesOfSequences(RuleBasedStateMachine):
         torch.set_num_threads(1)
         # What is there already stays there: looking for garbage need not look at it.
         gc.freeze()
-        self.held: list[ResidentPrefix] = []
+        self.residents: list[ResidentPrefix] = []
         self.chance = torch.Generator().manual_seed(0)
         self.prompt([3, 10])
 
     def present(self, index):
-        return self.held[index % len(self.held)]
+        return self.residents[index % len(self.residents)]
 
     def some_tokens(self, count):
         return torch.randint(2, 97, (count,), generator=self.chance)
 
-    def say(self, held, parts, with_mask=True):
+    def say(self, resident, parts, with_mask=True):
         """A part more for each row: its logits are the untouched model's, or it does not fit and nothing changes."""
-        cache, most = held.cache, max(map(len, parts))
+        cache, most = resident.cache, max(map(len, parts))
         if most > cache.room:
             try:
                 found = together(INJECTED, cache, parts, with_mask)
@@ -103,109 +103,109 @@ class LivesOfSequences(RuleBasedStateMachine):
             [int(token) if here else None for token, here in zip(*row, strict=True)]
             for row in zip(token_ids, mask, strict=True)
         ]
-        held.rows = [old + more for old, more in zip(held.rows or [[]] * len(parts), new, strict=True)]
+        resident.rows = [old + more for old, more in zip(resident.rows or [[]] * len(parts), new, strict=True)]
         for row, logits in enumerate(found):
             with torch.no_grad():
-                expected = UNTOUCHED(torch.tensor([held.tokens(row)])).logits[0]
+                expected = UNTOUCHED(torch.tensor([resident.tokens(row)])).logits[0]
             torch.testing.assert_close(logits, expected[-len(logits) :], rtol=1e-4, atol=1e-4)
 
-    @precondition(lambda self: len(self.held) < MOST_CACHES)
+    @precondition(lambda self: len(self.residents) < MOST_CACHES)
     @rule(counts=st.lists(st.integers(1, 20), min_size=1, max_size=3))
     def prompt(self, counts):
-        self.held.append(ResidentPrefix(HeteroCache(INJECTED)))
-        self.say(self.held[-1], [self.some_tokens(count) for count in counts])
+        self.residents.append(ResidentPrefix(HeteroCache(INJECTED)))
+        self.say(self.residents[-1], [self.some_tokens(count) for count in counts])
 
     @rule(
         index=caches, counts=st.lists(st.integers(1, 9), min_size=MOST_ROWS, max_size=MOST_ROWS), rows=st.integers(1, 3)
     )
     def append(self, index, counts, rows):
-        held = self.present(index)
-        self.say(held, [self.some_tokens(count) for count in counts[: len(held.rows) or rows]])
+        resident = self.present(index)
+        self.say(resident, [self.some_tokens(count) for count in counts[: len(resident.rows) or rows]])
 
     @rule(index=caches, with_mask=st.booleans())
     def decode(self, index, with_mask):
-        held = self.present(index)
-        if held.rows:
-            self.say(held, [self.some_tokens(1) for _ in held.rows], with_mask)
+        resident = self.present(index)
+        if resident.rows:
+            self.say(resident, [self.some_tokens(1) for _ in resident.rows], with_mask)
 
     @rule(index=caches, columns=st.integers(1, 12))
     def crop(self, index, columns):
-        held = self.present(index)
+        resident = self.present(index)
         # What is left of a row may be nothing but padding; what is left of all of them is a token.
-        kept = [row[:-columns] for row in held.rows]
+        kept = [row[:-columns] for row in resident.rows]
         if any(token is not None for row in kept for token in row):
-            held.cache.crop(-columns)
-            held.rows = kept
+            resident.cache.crop(-columns)
+            resident.rows = kept
 
-    @precondition(lambda self: len(self.held) < MOST_CACHES)
+    @precondition(lambda self: len(self.residents) < MOST_CACHES)
     @rule(index=caches)
     def fork(self, index):
-        held = self.present(index)
-        self.held.append(ResidentPrefix(held.cache.fork(), [list(row) for row in held.rows]))
+        resident = self.present(index)
+        self.residents.append(ResidentPrefix(resident.cache.fork(), [list(row) for row in resident.rows]))
 
-    @precondition(lambda self: len(self.held) > 1)
+    @precondition(lambda self: len(self.residents) > 1)
     @rule(index=caches, forget=st.sampled_from(["reset", "drop"]))
     def leave(self, index, forget):
-        held = self.present(index)
+        resident = self.present(index)
         if forget == "reset":
-            held.cache.reset()
-            held.rows = []
+            resident.cache.reset()
+            resident.rows = []
         else:
-            self.held.remove(held)
-            del held
+            self.residents.remove(resident)
+            del resident
             gc.collect()
 
     @rule(index=caches, rows=st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=MOST_ROWS))
     def select(self, index, rows):
-        held = self.present(index)
-        if held.rows:
-            rows = [row % len(held.rows) for row in rows]
-            held.cache.select(rows)
-            held.rows = [list(held.rows[row]) for row in rows]
+        resident = self.present(index)
+        if resident.rows:
+            rows = [row % len(resident.rows) for row in rows]
+            resident.cache.select(rows)
+            resident.rows = [list(resident.rows[row]) for row in rows]
 
     @rule(index=caches, beams=st.lists(st.integers(0, MOST_ROWS - 1), min_size=MOST_ROWS, max_size=MOST_ROWS))
     def reorder(self, index, beams):
-        held = self.present(index)
-        if held.rows:
-            beams = [beam % len(held.rows) for beam in beams[: len(held.rows)]]
-            held.cache.reorder_cache(torch.tensor(beams))
-            held.rows = [list(held.rows[beam]) for beam in beams]
+        resident = self.present(index)
+        if resident.rows:
+            beams = [beam % len(resident.rows) for beam in beams[: len(resident.rows)]]
+            resident.cache.reorder_cache(torch.tensor(beams))
+            resident.rows = [list(resident.rows[beam]) for beam in beams]
 
     @rule(index=caches, other=caches)
     def extend(self, index, other):
-        held, joining = self.present(index), self.present(other)
-        if held is joining or not joining.rows or len(held.rows) + len(joining.rows) > MOST_ROWS:
+        resident, joining = self.present(index), self.present(other)
+        if resident is joining or not joining.rows or len(resident.rows) + len(joining.rows) > MOST_ROWS:
             return
         try:
-            held.cache.extend(joining.cache)
+            resident.cache.extend(joining.cache)
         except CacheFullError:
             return
-        columns = max(len(held.rows[0]) if held.rows else 0, len(joining.rows[0]))
-        held.pad(columns)
+        columns = max(len(resident.rows[0]) if resident.rows else 0, len(joining.rows[0]))
+        resident.pad(columns)
         joining.pad(columns)
-        held.rows += joining.rows
+        resident.rows += joining.rows
         joining.rows = []
 
     @invariant()
     def every_cache_tells_what_it_holds(self):
-        for held in self.held:
-            lengths = [len(held.tokens(row)) for row in range(len(held.rows))]
-            assert held.cache.lengths == lengths
-            assert [sequence.length for sequence in held.cache.sequences] == lengths
-            assert held.cache.get_seq_length() == (len(held.rows[0]) if held.rows else 0)
-            if held.rows:
-                mask = [[int(token is not None) for token in row] for row in held.rows]
-                assert held.cache.attention_mask.tolist() == mask
+        for resident in self.residents:
+            lengths = [len(resident.tokens(row)) for row in range(len(resident.rows))]
+            assert resident.cache.lengths == lengths
+            assert [sequence.length for sequence in resident.cache.sequences] == lengths
+            assert resident.cache.get_seq_length() == (len(resident.rows[0]) if resident.rows else 0)
+            if resident.rows:
+                mask = [[int(token is not None) for token in row] for row in resident.rows]
+                assert resident.cache.attention_mask.tolist() == mask
 
     def tables(self):
         """(layout, tokens, table) of every sequence of every cache."""
-        for held in self.held:
-            for row, sequence in enumerate(held.cache.sequences):
+        for resident in self.residents:
+            for row, sequence in enumerate(resident.cache.sequences):
                 for layout, table in sequence.tables.items():
-                    yield layout, held.tokens(row), table
+                    yield layout, resident.tokens(row), table
 
     @invariant()
-    def every_block_is_held_by_exactly_its_sequences(self):
+    def every_block_belongs_to_exactly_its_sequences(self):
         allocators, holders = {}, {}
         for _, tokens, table in self.tables():
             blocks = table.ids.tolist()
@@ -233,7 +233,7 @@ TestLivesOfSequences.settings = settings(max_examples=45, stateful_step_count=30
 
 
 def prompted(*counts):
-    """A cache of rows of so many tokens."""
+    """A cache with a row of each length."""
     generator = torch.Generator().manual_seed(1)
     cache = HeteroCache(INJECTED)
     together(INJECTED, cache, [torch.randint(2, 97, (count,), generator=generator) for count in counts])
@@ -276,8 +276,8 @@ def test_rows_that_leave_give_their_blocks_back():
 
 def test_rows_that_join_from_a_fork_are_shared_and_those_of_another_store_are_not():
     cache = prompted(9, 5)
-    twin = cache.fork()
-    cache.extend(twin)
+    fork = cache.fork()
+    cache.extend(fork)
     assert cache.lengths == [9, 5, 9, 5]
     assert blocks(cache)[:2] == blocks(cache)[2:]
     cache.extend(prompted(9, 5))

@@ -1,4 +1,4 @@
-"""Starts an evaluation again and again, kills each at a random moment but the last, and says what happened.
+"""Starts an evaluation repeatedly, kills every attempt but the last at a random moment, and prints what happened.
 
     python killed_run.py MODEL_FOLDER TEXT_FILE OUT KILLS SEED SAMPLES
 
@@ -73,9 +73,9 @@ def complete_lines(results: Path) -> list[str]:
 
 def killed(child: int, results: Path, rng: random.Random) -> None:
     """Kill the child at some moment after it has written a line or two more, or none."""
-    wanted = len(complete_lines(results)) + rng.choice((0, 0, 1, 1, 2))
+    lines = len(complete_lines(results)) + rng.choice((0, 0, 1, 1, 2))
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while len(complete_lines(results)) < wanted and os.waitid(os.P_PID, child, ended) is None:
+    while len(complete_lines(results)) < lines and os.waitid(os.P_PID, child, ended) is None:
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 0.3))
     # A child that has ended by itself is a zombie until it is waited for, so that the signal reaches no other process.

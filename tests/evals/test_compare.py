@@ -1,4 +1,4 @@
-"""Two runs side by side, sample by sample."""
+"""Two runs compared sample by sample."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from hetero_kv import HeteroKVError
 from hetero_kv.evals import RunOptions, compare, run
 from hetero_kv.evals.bootstrap import mean_interval
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 OPTIONS = RunOptions(lengths=(200,), depths=(0, 50, 100), samples=2)
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
 
 
 def knowing(*wrong):
@@ -28,7 +25,7 @@ def knowing(*wrong):
 
 
 def made(out, options=OPTIONS, baseline=None, **models):
-    import tiny_evaluation  # noqa: F401  its task
+    from tests.support import tiny_evaluation  # noqa: F401  its task
 
     run(["recite"], models, out, options, count_tokens=len, baseline=baseline)
     return out
@@ -78,7 +75,7 @@ def test_samples_that_only_one_run_has_are_counted_and_left_out(tmp_path):
     assert (found.pairs, found.unpaired) == (4, 4)
 
 
-def test_runs_of_other_seeds_asked_other_things(tmp_path):
+def test_runs_of_different_seeds_have_different_samples(tmp_path):
     a, b = (made(tmp_path / str(s), RunOptions(lengths=(200,), seed=s), m=knowing()) for s in (0, 1))
     with pytest.raises(HeteroKVError, match=r"sample recite/200/0/0 has different prompts in the two runs.* same seed"):
         compare(a, b)

@@ -1,13 +1,13 @@
-"""What `--config` names: a file, with settings of the engine and of the file's own operators."""
+"""What `--config` accepts: a file, settings of the engine and settings of the file's operators."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_models import tiny_model
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import config_specs
 from hetero_kv.rules.injection import eject, inject
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(

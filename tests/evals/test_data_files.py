@@ -1,4 +1,4 @@
-"""Public data files: which lines are samples, why others are none, and how much of a file is read."""
+"""Public data files: samples, skipped lines, and how much of a file is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from data_records import KV, PASSKEY, QASPER, RULER, written
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest
+from tests.evals.data_records import KV, PASSKEY, QASPER, RULER, written
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_tasks_of_data_files_cannot_be_generated_and_say_so(name):
         task.generate(TaskRequest((1024,), (), 1, 0, None, len))
 
 
-def test_what_a_file_gives_can_be_scored_again_by_the_tasks_name_alone(tmp_path):
+def test_answers_of_a_file_can_be_scored_again_by_the_tasks_name_alone(tmp_path):
     records = [KV, RULER, QASPER]
     for sample in read_data_file(written(tmp_path / "mixed.jsonl", *records)).samples:
         again = Sample(**{field: getattr(sample, field) for field in sample.__dataclass_fields__})

@@ -1,16 +1,16 @@
-"""The benchmarks' data files as they are published: asked in the benchmark's words, scored by its metric."""
+"""Published data files become prompts in the benchmark's words, scored by its metric."""
 
 from __future__ import annotations
 
 import gzip
 
 import pytest
-from data_records import KV, PASSKEY, QASPER, RULER, only, written
 
 from hetero_kv.evals.data_files import read_data_file
 from hetero_kv.evals.formats import infinitebench, longbench
 from hetero_kv.evals.formats.format import formats
 from hetero_kv.evals.tasks import registry
+from tests.evals.data_records import KV, PASSKEY, QASPER, RULER, only, written
 
 
 def test_lost_in_the_middles_prompt_is_worded_and_laid_out_as_published(tmp_path):
@@ -72,7 +72,7 @@ def test_a_ruler_prompt_with_a_chat_template_in_it_gets_no_other(tmp_path, openi
     assert sample.answer_prefix == ""
 
 
-def test_longbench_is_asked_in_its_datasets_words(tmp_path):
+def test_longbench_prompts_have_the_datasets_words(tmp_path):
     sample = only(written(tmp_path / "data.jsonl", QASPER))
     assert sample.task == "longbench/qasper"
     assert sample.max_new_tokens == 128
@@ -86,7 +86,7 @@ def test_longbench_is_asked_in_its_datasets_words(tmp_path):
 
 
 @pytest.mark.parametrize("name", longbench.DATASETS)
-def test_every_longbench_dataset_is_asked_and_its_expected_answer_scores_one(tmp_path, name):
+def test_every_longbench_dataset_loads_and_its_expected_answer_scores_one(tmp_path, name):
     expected = {
         "passage_count": "12",
         "passage_retrieval_en": "Paragraph 12",
@@ -145,7 +145,7 @@ def infinitebench_record(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", infinitebench.SUBSETS)
-def test_every_infinitebench_task_is_asked_and_its_expected_answer_scores_one(tmp_path, name):
+def test_every_infinitebench_task_loads_and_its_expected_answer_scores_one(tmp_path, name):
     sample = only(written(tmp_path / f"{name}.jsonl", infinitebench_record(name)))
     assert sample.task == f"infinitebench/{name}"
     assert "CONTEXT" in sample.turns[0]
@@ -164,7 +164,7 @@ def test_infinitebenchs_cue_begins_the_answer_instead_of_ending_the_question(tmp
     assert (sample.answer_prefix, sample.max_new_tokens) == ("The pass key is", 6)
 
 
-def test_infinitebenchs_prompts_take_what_their_tasks_add(tmp_path):
+def test_infinitebenchs_prompts_use_the_fields_of_their_tasks(tmp_path):
     choice = only(written(tmp_path / "longbook_choice_eng.jsonl", infinitebench_record("longbook_choice_eng")))
     assert "Question: INPUT\nA. wrong\nB. right\nC. worse\nD. worst\n" in choice.turns[0]
     assert choice.answers == (("right", "B"),)

@@ -1,12 +1,12 @@
-"""Where a run was made."""
+"""The record of a run's machine."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from hetero_kv.evals.environment import environment
+from tests.support.devices import simulated_cuda
 
 
 @pytest.mark.cuda

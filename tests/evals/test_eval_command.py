@@ -1,13 +1,13 @@
-"""`hetero-kv eval`: flags, errors and what is printed."""
+"""`hetero-kv eval`: flags, errors and output."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from tiny_evaluation import save_tiny
 
 from hetero_kv.cli import main
+from tests.support.tiny_evaluation import save_tiny
 
 SPARSE = ("--block_size", 4, "--local_windows_len", 16, "--sink_tokens", 8, "--top_k_blocks", 2)
 

@@ -1,16 +1,16 @@
-"""Fidelity: methods against the untouched model's own continuation, on texts that need no labels."""
+"""Fidelity: methods against the untouched model's continuation, on texts without labels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import force, full_attention_continuation
+from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
 QUESTION = "".join(f"Fact {n}: {n * 37 % 101} is the number of {chr(65 + n % 26)}. " for n in range(12))
 
@@ -117,7 +117,7 @@ def test_without_files_passages_of_the_haystack_are_gone_on_with(loaded, files, 
     assert [result.cost.prompt_tokens for result in of_method(done, "full")] == [100, 200]
 
 
-def test_the_baseline_is_what_methods_are_held_against_even_when_it_is_left_out(loaded, files, tmp_path, done):
+def test_methods_are_compared_with_the_baseline_even_when_it_is_left_out(loaded, files, tmp_path, done):
     model = ConfiguredModel(loaded, config_specs(["streaming"]), settings=SPARSE, baseline=False)
     alone = run(["fidelity"], model, tmp_path, RunOptions(prompt_files=files, max_new_tokens=12))
     assert [result.parts for result in alone.results] == [result.parts for result in of_method(done, "streaming")]

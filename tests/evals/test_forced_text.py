@@ -1,13 +1,13 @@
-"""Divergence, likelihood and entropy beside full attention, at the same tokens."""
+"""Divergence, likelihood and entropy of methods against full attention, at the same tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_evaluation import SPARSE, tiny_loaded
 
 from benchmarks.forced_text import DENSE, compared, log_probabilities
 from hetero_kv.evals import ConfiguredModel, config_specs
+from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
 FED = 12
 
@@ -24,7 +24,7 @@ def tokens():
 
 
 @torch.no_grad()
-def test_what_is_compared_with_are_the_models_own_likelihoods(model, tokens):
+def test_the_baseline_has_the_models_own_likelihoods(model, tokens):
     own = model.loaded.model(torch.tensor([tokens])).logits[0, -FED - 1 : -1].log_softmax(-1)
     torch.testing.assert_close(log_probabilities(model, DENSE, tokens, FED), own, rtol=0, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Haystacks: sentences, lengths, files, and where needles go."""
+"""Haystacks: sentences, lengths, files and needle positions."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_depth_is_a_share_of_the_characters():
 @given(st.lists(st.text("ab ", min_size=1, max_size=30), max_size=30), st.floats(min_value=0, max_value=100))
 def test_no_sentence_boundary_is_nearer_to_the_depth(sentences, depth):
     starts = [sum(len(s) + 1 for s in sentences[:i]) for i in range(len(sentences) + 1)]
-    wanted = depth / 100 * starts[-1]
-    found = abs(starts[position_at(sentences, depth)] - wanted)
-    assert found == pytest.approx(min(abs(start - wanted) for start in starts))
+    expected = depth / 100 * starts[-1]
+    found = abs(starts[position_at(sentences, depth)] - expected)
+    assert found == pytest.approx(min(abs(start - expected) for start in starts))
 
 
 @pytest.mark.parametrize("depth", [-1, 100.5])

@@ -1,4 +1,4 @@
-"""Streaming perplexity: the likelihood of every token, out of decode steps, against its position."""
+"""Streaming perplexity: the likelihood of every decoded token by position."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import HeteroKVError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.logits_task import LogitsTaskRequest, PromptFile
 from hetero_kv.evals.perplexity import Perplexity
+from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
 TEXT = "".join(f"Line {n}: the {n * n}th word. " for n in range(200))
 PREFILL = 80
@@ -104,7 +104,7 @@ def test_a_text_that_is_shorter_than_a_length_is_refused(loaded, tmp_path):
 
 
 @pytest.mark.parametrize(("length", "prefilled"), [(150, 75), (4096, 1024)])
-def test_where_nothing_is_asked_for_half_of_a_short_text_is_prefilled(length, prefilled):
+def test_by_default_half_of_a_short_text_is_prefilled(length, prefilled):
     text = "word " * length
     request = LogitsTaskRequest(
         lengths=(length,),

@@ -1,4 +1,4 @@
-"""Perplexity in strides, for methods of fixed memory, and the entries that these hold at the end."""
+"""Strided perplexity of fixed-memory methods, and the entries that they keep."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import statistics
 
 import pytest
 import torch
-from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals import perplexity as module
 from hetero_kv.evals.config_spec import settings_for
 from hetero_kv.evals.outcome import Result
+from tests.support.tiny_evaluation import SPARSE, tiny_loaded
+
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 LENGTH, PREFILL, STRIDE, BUDGET = 130, 60, 16, 30
 TEXT = "".join(f"Line {n}: the {n * n}th word. " for n in range(30))[:LENGTH]
@@ -29,11 +31,6 @@ BOUNDED = {
 @pytest.fixture(scope="module")
 def loaded():
     return tiny_loaded()
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
 
 
 @pytest.fixture
@@ -180,18 +177,18 @@ def test_a_stride_of_no_tokens_is_refused(stride):
 def test_every_task_reports_the_entries_that_bounded_methods_hold(measured, tmp_path, task):
     methods = [BOUNDED["cascade"], BOUNDED["h2o"], "pyramidkv:budget=30:recent_tokens=8"]
     done = measured(methods, STRIDE, baseline=True, task=task)
-    held = {result.method: result.cost.counted.get("cached_entries") for result in done.results}
-    assert held.pop("full") is None
-    assert list(held) == methods
-    assert all(0 < entries <= BUDGET for entries in held.values())
+    entries = {result.method: result.cost.counted.get("cached_entries") for result in done.results}
+    assert entries.pop("full") is None
+    assert list(entries) == methods
+    assert all(0 < number <= BUDGET for number in entries.values())
     (of_h2o,) = json.loads((tmp_path / "out" / "costs.json").read_text())[BOUNDED["h2o"]].values()
     assert of_h2o["cached_entries"] == BUDGET
     cost = (tmp_path / "out" / "report.md").read_text().partition("## Cost")[2]
     rows = [line.split("|")[1:-1] for line in cost.splitlines() if line.startswith("| ")]
-    entries = {row[0].strip(): row[-1].strip() for row in rows}
-    assert entries["method"] == "entries"
-    assert entries["full"] == ""
-    assert entries[BOUNDED["h2o"]] == str(BUDGET)
+    number = {row[0].strip(): row[-1].strip() for row in rows}
+    assert number["method"] == "entries"
+    assert number["full"] == ""
+    assert number[BOUNDED["h2o"]] == str(BUDGET)
 
 
 def test_a_report_without_bounded_methods_has_no_column_of_entries(measured, tmp_path):

@@ -1,9 +1,8 @@
-"""Evaluations say where a prompt's text ends and its question begins."""
+"""Evaluations mark where a prompt's text ends and its question begins."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv.evals import ConfiguredModel, config_specs
 from hetero_kv.evals.formats.format import Line
@@ -15,6 +14,7 @@ from hetero_kv.evals.prompt import Prompt
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest
+from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
 QUESTIONS = {
     "needle": "What is the special magic ",
@@ -52,8 +52,8 @@ def test_a_data_files_prompt_ends_with_its_question(tmp_path):
         'Key: "a"\n': sample_of(LostInTheMiddle(), file, ordered_kv_records=[["a", "1"]], key="a", value="1"),
         "What is it?": sample_of(Ruler(), tmp_path / "niah.jsonl", input=f"{niah}What is it?", outputs=["1"]),
     }
-    for asked, sample in samples.items():
-        assert asked in sample.question
+    for question, sample in samples.items():
+        assert question in sample.question
         assert sample.turns[0].endswith(sample.question)
         assert "text" not in sample.question.replace("above text", "")
 
@@ -61,8 +61,8 @@ def test_a_data_files_prompt_ends_with_its_question(tmp_path):
 def test_a_prompts_question_is_watched_with_its_prefix_and_by_all_who_share_its_prefill():
     loaded = tiny_loaded()
     subject = ConfiguredModel(loaded, config_specs(["kvretrieval"]), settings={**SPARSE, "preselect_block_count": 2})
-    asked = "What?"
-    sample = Sample("a", "a", (f"{'some text ' * 40}\n\n{asked}",), (("x",),), 0, None, 4, "It is", asked)
+    question = "What?"
+    sample = Sample("a", "a", (f"{'some text ' * 40}\n\n{question}",), (("x",),), 0, None, 4, "It is", question)
     prompt = subject.prompt(sample)
     # Tokens are bytes; behind the question stand the template's two, and what the answer is to begin with.
     assert prompt.question == len("What?") + 2 + len("It is")

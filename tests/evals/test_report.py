@@ -1,4 +1,4 @@
-"""What a run's results come to: summary, costs, report and plots."""
+"""Results become a summary, costs, a report and plots."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_costs_are_medians_by_method_and_length():
     assert costs(RESULTS)["full"]["2048"]["shared_prefills"] == 0
 
 
-def test_the_report_says_what_was_run_and_what_came_of_it(reported):
+def test_the_report_has_the_setup_and_the_results(reported):
     text = reported(attended={"full": {"1024": 1024.0}, "quest": {"1024": 300.0}})
     for part in (
         "- command: `hetero-kv eval --task needle`",
@@ -151,7 +151,7 @@ def test_the_report_says_what_was_run_and_what_came_of_it(reported):
         assert part in text
 
 
-def test_what_was_left_out_is_listed(reported):
+def test_skipped_samples_are_listed(reported):
     skipped = Result("needle/4096/0/0", "needle", "hash", 4096, 0.0, skipped="too long")
     text = reported([*RESULTS, skipped], skipped={"data.jsonl": [(3, "not JSON")]})
     assert "- sample needle/4096/0/0: too long" in text

@@ -1,4 +1,4 @@
-"""A run that was stopped, in whatever way, goes on without repeating or losing a sample."""
+"""A stopped run resumes without repeating or losing a sample."""
 
 from __future__ import annotations
 
@@ -10,36 +10,16 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from tiny_evaluation import SPARSE, save_tiny, tiny_loaded
 
 from hetero_kv import HeteroKVError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.checked_lines import with_checksum
+from tests.evals.counting_runs import OPTIONS, Counting, go
+from tests.support.tiny_evaluation import SPARSE, save_tiny, tiny_loaded
+
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 HERE = Path(__file__).parent
-OPTIONS = RunOptions(lengths=(200,), depths=(0, 50, 100))
-
-
-class Counting:
-    """A model that answers right and counts how often it is asked; it breaks down after `until` answers."""
-
-    def __init__(self, until=1000):
-        self.asked, self.until = [], until
-
-    def __call__(self, sample):
-        if len(self.asked) == self.until:
-            raise KeyboardInterrupt
-        self.asked.append(sample.id)
-        return [answers[0] for answers in sample.answers]
-
-
-def go(out, model, options=OPTIONS, baseline=None):
-    return run(["recite"], {"model": model}, out, options, count_tokens=len, baseline=baseline)
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
 
 
 def recorded(folder):
@@ -54,21 +34,21 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
         go(tmp_path, first)
     assert not (tmp_path / "summary.json").exists()
     go(tmp_path, second)
-    assert first.asked + second.asked == [f"recite/200/{depth}/0" for depth in (0, 50, 100)]
+    assert first.samples + second.samples == [f"recite/200/{depth}/0" for depth in (0, 50, 100)]
 
 
 @pytest.mark.parametrize("until", range(6))
 def test_a_run_of_two_methods_goes_on_with_either_as_if_it_had_not_stopped(tmp_path, until):
     both = {"first": Counting(), "second": Counting()}
     run(["recite"], both, tmp_path / "whole", OPTIONS, count_tokens=len)
-    # The two of a run that stops after so many answers of both together, and of the one that goes on.
-    asked, stopped = {"first": [], "second": []}, tmp_path / "stopped"
+    # The models of a run that stops after `most` answers in total, and those of the run that continues.
+    answered, stopped = {"first": [], "second": []}, tmp_path / "stopped"
 
     def answering(method, most):
         def answer(sample):
-            if sum(map(len, asked.values())) == most:
+            if sum(map(len, answered.values())) == most:
                 raise KeyboardInterrupt
-            asked[method].append(sample.id)
+            answered[method].append(sample.id)
             return [answers[0] for answers in sample.answers]
 
         return answer
@@ -76,7 +56,7 @@ def test_a_run_of_two_methods_goes_on_with_either_as_if_it_had_not_stopped(tmp_p
     with pytest.raises(KeyboardInterrupt):
         run(["recite"], {name: answering(name, until) for name in both}, stopped, OPTIONS, count_tokens=len)
     run(["recite"], {name: answering(name, 1000) for name in both}, stopped, OPTIONS, count_tokens=len)
-    assert asked == {name: model.asked for name, model in both.items()}
+    assert answered == {name: model.samples for name, model in both.items()}
     assert recorded(stopped) == recorded(tmp_path / "whole")
     assert (stopped / "summary.json").read_bytes() == (tmp_path / "whole" / "summary.json").read_bytes()
 
@@ -90,12 +70,12 @@ def test_a_line_that_a_kill_cut_off_is_dropped_and_its_sample_run_again(tmp_path
         results.write_bytes(b"".join(lines[:2]) + lines[2][:cut])
         again = Counting()
         go(tmp_path, again)
-        assert again.asked == ["recite/200/100/0"]
+        assert again.samples == ["recite/200/100/0"]
         assert results.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
         assert (tmp_path / "summary.json").read_bytes() == summary
 
 
-def test_a_finished_run_only_writes_its_reports_anew(tmp_path):
+def test_a_finished_run_only_rewrites_its_reports(tmp_path):
     go(tmp_path, Counting())
     files = ("summary.json", "costs.json", "report.md")
     before = {name: (tmp_path / name).read_bytes() for name in (*files, "results.jsonl", "run.json")}
@@ -103,7 +83,7 @@ def test_a_finished_run_only_writes_its_reports_anew(tmp_path):
         (tmp_path / name).unlink()
     again = Counting()
     go(tmp_path, again)
-    assert again.asked == []
+    assert again.samples == []
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 

@@ -1,4 +1,4 @@
-"""A run: the same samples for every method, a line each, answers that are the models' own."""
+"""A run gives every method the same samples, writes a line per answer, and answers are the models' own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from tiny_evaluation import SPARSE, WINDOW, tiny_loaded
 
 from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.chat.conversation import Conversation
@@ -15,6 +14,9 @@ from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
+from tests.support.tiny_evaluation import SPARSE, WINDOW, tiny_loaded
+
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 OPTIONS = RunOptions(lengths=(200, 300), depths=(50,))
 
@@ -22,11 +24,6 @@ OPTIONS = RunOptions(lengths=(200, 300), depths=(50,))
 @pytest.fixture(scope="module")
 def loaded():
     return tiny_loaded()
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +67,8 @@ def test_the_baseline_answers_what_transformers_alone_generates(loaded, tmp_path
         tokens = []
         for turn, question in enumerate(sample.turns):
             end = [] if not turn or tokens[-1] == 0 else [0]
-            asked = tokenizer(f"<|user|>{question}<|end|><|assistant|>")["input_ids"]
-            prompt = torch.tensor([[*tokens, *end, *asked]])
+            turn_tokens = tokenizer(f"<|user|>{question}<|end|><|assistant|>")["input_ids"]
+            prompt = torch.tensor([[*tokens, *end, *turn_tokens]])
             output = loaded.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=sample.max_new_tokens
             )

@@ -1,4 +1,4 @@
-"""A run's folder that was damaged, edited or cannot be written is an error of ours, and loses nothing."""
+"""A damaged, edited or read-only run folder is a HeteroKVError and loses nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import re
 import stat
 
 import pytest
-from test_resume import OPTIONS, Counting, go
 
 from hetero_kv import HeteroKVError
 from hetero_kv.cli import main
 from hetero_kv.evals import compare
 from hetero_kv.evals.checked_lines import with_checksum, without_checksum
 from hetero_kv.evals.run_folder import read_results
+from tests.evals.counting_runs import OPTIONS, Counting, go
 
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture
@@ -146,7 +143,7 @@ def test_a_line_that_was_taken_out_is_run_again(out):
     write_lines(out, lines[:1] + lines[2:])
     again = Counting()
     go(out, again)
-    assert again.asked == ["recite/200/50/0"]
+    assert again.samples == ["recite/200/50/0"]
     assert sorted(answers_of(out)) == sorted(before)
 
 
@@ -158,7 +155,7 @@ def test_a_folder_from_before_there_were_checksums_goes_on(out):
     write_lines(out, [without_checksum(line, is_required=True) for line in lines_of(out)[:2]])
     again = Counting()
     go(out, again)
-    assert again.asked == ["recite/200/100/0"]
+    assert again.samples == ["recite/200/100/0"]
     assert answers_of(out) == before
     assert ["checksum" in line for line in lines_of(out)] == [False, False, True]
     assert len(compare(out, out)) == 1
@@ -234,7 +231,7 @@ def test_files_are_the_users_alone_under_a_umask_that_says_so(tmp_path):
     assert {mode for name, mode in modes.items() if name != ".lock"} == {0o600}
 
 
-def test_what_a_killed_run_left_beside_its_files_is_gone_when_it_goes_on(out):
+def test_a_resumed_run_removes_temporary_files_of_a_killed_one(out):
     (out / "plots").mkdir()
     for name in ("summary.json.partial", "run.json.partial", "plots/a.png.partial"):
         (out / name).write_text("half")
@@ -258,5 +255,5 @@ def test_the_command_ends_with_an_error_and_no_traceback(out, capsys):
     assert main(["eval", "--compare", "x" * 5000, str(out)]) == 2
 
 
-def test_results_are_as_many_as_were_asked_for(out):
+def test_a_run_has_a_result_per_sample(out):
     assert len(read_results(out)) == len(OPTIONS.depths)

@@ -1,4 +1,4 @@
-"""Settings of every family from every place alike, and an error for those that nothing takes."""
+"""Every family's settings come from every source, and unused settings are errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_evaluation import save_tiny
-from tiny_models import tiny_model
 
 from hetero_kv import eject, inject
 from hetero_kv.cli import main
@@ -16,6 +14,8 @@ from hetero_kv.evals.config_spec import config_specs, config_words, require_effe
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.settings_file import read_settings_file
+from tests.support.tiny_evaluation import save_tiny
+from tests.support.tiny_models import tiny_model
 
 INFINIPOT = (
     "top_k_blocks has no effect here: it is a setting of InfLLMStreamAttention, RetrievalAttention and "
@@ -188,10 +188,10 @@ def test_a_key_of_an_extended_file_is_not_the_childs_mistake():
 
 def test_the_settings_file_may_hold_what_the_rules_do_not_use(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("long_context: {rank: 8, beta: 20, top_k_blocks: 4, policy: TOVA}")
-    given = read_settings_file(tmp_path / "config.yaml")
-    assert given == {"rank": 8, "beta": 20.0, "top_k_blocks": 4, "policy": "tova"}
+    read = read_settings_file(tmp_path / "config.yaml")
+    assert read == {"rank": 8, "beta": 20.0, "top_k_blocks": 4, "policy": "tova"}
     model = tiny_model("llama")
-    injection = inject(model, "d2o", settings_file=given)
+    injection = inject(model, "d2o", settings_file=read)
     # A beta of 20 is pyramidkv's.
     assert {operator.settings.beta for operator in injection.attention_operators()} == {0.7}
     eject(model)

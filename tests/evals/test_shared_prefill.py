@@ -1,12 +1,10 @@
-"""A cache filled from a recorded prefill goes on exactly as one whose prompt was prefilled under the same rules."""
+"""A cache filled from a recorded prefill continues exactly like one that prefilled under the same rules."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import ALIKE, ARCHITECTURES, tiny_model
-from variants import combined, with_slow
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.operator import AttentionOperator
@@ -15,6 +13,8 @@ from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.slow_variants import combined, with_slow
+from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
 CHUNK = 32
@@ -200,7 +200,7 @@ def test_recording_leaves_an_injected_model_and_its_caches_as_they_were(model):
     assert recording.cache_for(model).get_seq_length() == 50
 
 
-def test_the_chunk_size_is_that_of_the_injected_rules_unless_given(model):
+def test_the_chunk_size_defaults_to_that_of_the_injected_rules(model):
     reports = []
     inject(model, "dense", command_line=small("dense"))
     record_prefill(model, random_tokens(70), on_progress=lambda *report: reports.append(report))

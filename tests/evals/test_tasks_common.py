@@ -1,4 +1,4 @@
-"""What holds for every task with made-up samples: seeds, identities, lengths, errors."""
+"""Properties of every task with generated samples: seeds, identities, lengths, errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_tasks_of_the_papers_are_registered():
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_every_task_says_what_it_is(name):
+def test_every_task_has_a_description(name):
     task = registry.get(name)
     assert task.name == name
     assert task.meaning
@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_samples_and_another_seed_others(generate, 
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_lengths_samples_do_not_depend_on_what_else_is_asked_for(generate, name):
+def test_a_lengths_samples_do_not_depend_on_the_other_lengths(generate, name):
     alone = {sample.id: sample for sample in generate(name, lengths=(4096,), depths=(50.0,), samples=1)}
     among = {sample.id: sample for sample in generate(name, lengths=(2048, 4096), depths=(0.0, 50.0), samples=2)}
     assert alone.items() <= among.items()
@@ -167,7 +167,7 @@ def test_a_length_that_cannot_hold_the_task_is_refused_with_what_the_task_takes(
 
 
 @pytest.mark.parametrize("name", [name for name in GENERATED if registry.get(name).uses_depth])
-def test_depths_are_asked_for_and_lie_in_the_text(generate, name):
+def test_samples_have_the_requested_depths(generate, name):
     with pytest.raises(HeteroKVError, match="no depth is given"):
         generate(name, depths=())
     with pytest.raises(HeteroKVError, match="depth 101"):

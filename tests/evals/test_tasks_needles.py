@@ -83,7 +83,7 @@ def test_a_passkey_is_scored_exactly_and_by_digits_in_their_place():
     assert task.score(sample, [f" {key[:3]}"]).parts == {"exact": 0.0, "digits": pytest.approx(0.6)}
 
 
-def test_kv_retrieval_is_a_json_object_of_distinct_uuids_with_the_wanted_pair_at_its_depth():
+def test_kv_retrieval_is_a_json_object_of_distinct_uuids_with_the_queried_pair_at_its_depth():
     for sample in samples("kv_retrieval"):
         ((value,),) = sample.answers
         lines = sample.turns[0].split("\n")
@@ -123,7 +123,7 @@ def test_each_turn_asks_for_another_needle_of_the_same_text():
             assert sum(turn.count(value) for turn in sample.turns) == 1
 
 
-def test_a_multi_turn_texts_quarters_hold_one_needle_each_and_are_asked_for_in_random_order():
+def test_a_multi_turn_texts_quarters_have_one_needle_each_queried_in_random_order():
     orders = set()
     for seed in range(6):
         request = TaskRequest((3000,), (), 1, seed, None, lambda text: len(text.split()))

@@ -63,21 +63,21 @@ def test_needles_have_the_published_number_form_and_haystack(name):
 
 
 @pytest.mark.parametrize("name", NIAH)
-def test_the_answers_are_the_values_of_the_keys_asked_for_and_stand_nowhere_else(name):
+def test_the_answers_are_the_values_of_the_queried_keys_and_occur_once(name):
     for sample in samples(name):
         question = sample.turns[0].split("\n")[-1]
         values: dict[str, list[str]] = {}
         for _, key, value in NEEDLE.findall(sample.turns[0]):
             values.setdefault(key, []).append(value)
-        asked = sample.metadata["queries"]
+        queried = sample.metadata["queries"]
         assert [key for key in values if key in question] != []
-        assert sorted(sample.answers[0]) == sorted(value for key in asked for value in values[key])
-        assert all(key in question for key in asked)
-        assert not [key for key in values if key not in asked and f"{key} " in question.replace(",", " ")]
+        assert sorted(sample.answers[0]) == sorted(value for key in queried for value in values[key])
+        assert all(key in question for key in queried)
+        assert not [key for key in values if key not in queried and f"{key} " in question.replace(",", " ")]
         assert all((sample.turns[0] + sample.answer_prefix).count(value) == 1 for value in sample.answers[0])
 
 
-def test_one_value_is_asked_for_in_the_singular():
+def test_a_question_for_one_value_is_in_the_singular():
     sample = samples("niah_single_1", number=1)[0]
     (key,) = sample.metadata["queries"]
     lines = sample.turns[0].split("\n")
@@ -90,7 +90,7 @@ def test_one_value_is_asked_for_in_the_singular():
     assert sample.max_new_tokens == 128
 
 
-def test_several_values_are_asked_for_in_the_plural():
+def test_a_question_for_several_values_is_in_the_plural():
     sample = samples("niah_multiquery", number=1)[0]
     first, second, third, last = sample.metadata["queries"]
     keys = f"{first}, {second}, {third}, and {last}"
@@ -150,8 +150,8 @@ def test_common_words_of_short_prompts_occur_six_times_and_others_once():
 
 
 def _check_common_words(sample: Sample, common: int, uncommon: int, example: tuple[int, int, int]) -> None:
-    shown, asked = (part for part in sample.turns[0].split("Below is a numbered list of words.") if part)
-    words = _numbered(asked.split("\n")[1])
+    shown, queried = (part for part in sample.turns[0].split("Below is a numbered list of words.") if part)
+    words = _numbered(queried.split("\n")[1])
     counts = Counter(words)
     assert {word for word, times in counts.items() if times == common} == set(sample.answers[0])
     assert len(sample.answers[0]) == 10
@@ -177,8 +177,8 @@ def _numbered(text: str) -> list[str]:
 
 def test_where_the_vocabulary_ends_uncommon_words_are_pairs_and_all_different():
     (sample,) = samples("cwe", length=130_000, number=1)
-    asked = sample.turns[0].split("Below is a numbered list of words.")[-1]
-    counts = Counter(_numbered(asked.split("\n")[1]))
+    queried = sample.turns[0].split("Below is a numbered list of words.")[-1]
+    counts = Counter(_numbered(queried.split("\n")[1]))
     assert len(counts) > len(english_words())
     assert set(counts.values()) == {30, 3}
 

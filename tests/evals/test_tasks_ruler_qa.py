@@ -1,4 +1,4 @@
-"""RULER's question answering, built from files in SQuAD's and HotpotQA's form."""
+"""RULER's question answering, built from files in the formats of SQuAD and HotpotQA."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Fidelity: what full attention would have said, forced through a method and compared step by step."""
+"""Fidelity: full attention's answer, forced through a method and compared step by step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.evals.generation import greedy
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import Continuation, Fidelity, force, full_attention_continuation
+from tests.support.tiny_models import tiny_model
 
 SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
 PROMPT = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Eviction policies as their papers say them, in plain torch over the dense attention matrix, one sequence at a time.
+"""Eviction policies by their papers, in plain torch over the dense attention matrix, one sequence at a time.
 
 A pass is what lies between two evictions: a whole prompt, a stride of one, or a generated token.
 """
@@ -88,7 +88,7 @@ class RoCo:
 
 
 def kept_positions(policy, passes, budget, scale, rotate=None, **of_model):
-    """The positions [kv_heads, held] that are kept after every pass (q [heads, n, dim], k [kv_heads, n, dim]).
+    """The positions [kv_heads, kept] that remain after every pass (q [heads, n, dim], k [kv_heads, n, dim]).
 
     `rotate` turns vectors [heads, n, dim] to the places from a start on, where keys come before rotation. `of_model` is
     the softcap and the sinks of `probabilities`.
@@ -97,14 +97,14 @@ def kept_positions(policy, passes, budget, scale, rotate=None, **of_model):
     for q, k in passes:
         heads, n, _ = k.shape
         new = torch.arange(length, length + n).expand(heads, n)
-        held = 0 if keys is None else keys.shape[1]
+        kept = 0 if keys is None else keys.shape[1]
         keys = k if keys is None else torch.cat([keys, k], 1)
         positions = new if positions is None else torch.cat([positions, new], 1)
         marks = {
             name: torch.cat([marks.get(name, torch.zeros(heads, 0)), torch.zeros(heads, n)], 1).double()
             for name in ("sum", "square", "count")
         }
-        turned = (rotate(q, held), rotate(keys, 0)) if rotate else (q, keys)
+        turned = (rotate(q, kept), rotate(keys, 0)) if rotate else (q, keys)
         p = probabilities(*turned, scale, **of_model)
         index, marks = policy.keep(p, marks, min(budget, keys.shape[1]))
         if keys.shape[1] > budget:

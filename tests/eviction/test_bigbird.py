@@ -1,33 +1,33 @@
-"""BigBird's pattern: the first tokens, the newest, and whole random blocks, of exactly as many tokens as the budget."""
+"""BigBird's pattern: the first tokens, the newest and whole random blocks fill the budget exactly."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_kept_sets import bounded, tokens
-from tiny_models import tiny_model
 
 from gpu_ops.draws import uniform
 from hetero_kv.settings.setting import ConfigError
+from tests.eviction.bounded_runs import bounded, tokens
+from tests.support.tiny_models import tiny_model
 
 BUDGET, STRIDE, BLOCK, FIRST, LAST, SEED = 40, 23, 4, 8, 12, 3
 
 
 def kept(length, head, layer_idx, sizes):
     """The positions that stay of `length` tokens that came in passes of these sizes."""
-    held, seen = [], 0
+    entries, seen = [], 0
     for size in sizes:
-        held, seen = held + list(range(seen, seen + size)), seen + size
-        middle = held[FIRST : len(held) - LAST]
+        entries, seen = entries + list(range(seen, seen + size)), seen + size
+        middle = entries[FIRST : len(entries) - LAST]
 
         def rank(position):
             block = torch.full((1, head + 1, 1), position // BLOCK)
             return -float(uniform(block, SEED, layer_idx)[0, head]), position
 
         drawn = sorted(middle, key=rank)[: BUDGET - FIRST - LAST]
-        held = sorted({*held[:FIRST], *drawn, *held[-LAST:]})
+        entries = sorted({*entries[:FIRST], *drawn, *entries[-LAST:]})
         if seen == length:
-            return held
+            return entries
     raise AssertionError(f"{length} is no end of a pass")
 
 

@@ -1,34 +1,34 @@
-"""CaM: what stays, and which values are added to it, is what the paper says."""
+"""CaM keeps entries, and adds values to them, as its paper says."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dense_policies import probabilities
-from test_d2o import FEW, passes, received, run, turns  # noqa: F401
-from test_kept_sets import bounded, tokens
-from tiny_models import tiny_model
 
 from gpu_ops.draws import uniform
 from hetero_kv import eject
 from hetero_kv.families.bounded.entries import no_entries
 from hetero_kv.families.bounded.eviction.cam import CaM, CaMSettings
+from tests.eviction.bounded_runs import bounded, tokens
+from tests.eviction.dense_policies import probabilities
+from tests.eviction.merged_runs import passes, turns
+from tests.support.tiny_models import tiny_model
 
 BUDGET, RECENT, SEED = 40, 10, 5
 
 
 def reference(calls, layer_idx, scale):
     """(positions, values) of one layer's heads after each pass, with one evicted value merged after the other."""
-    held = None
+    entries = None
     for q, k, v in calls:
-        if held is None:
-            held = [[] for _ in k]
-        first = max((entry[2] for entry in held[0]), default=-1) + 1
-        for head, keys, values in zip(held, k.double(), v.double(), strict=True):
+        if entries is None:
+            entries = [[] for _ in k]
+        first = max((entry[2] for entry in entries[0]), default=-1) + 1
+        for head, keys, values in zip(entries, k.double(), v.double(), strict=True):
             head += [[key, value, first + i, 0.0, 0] for i, (key, value) in enumerate(zip(keys, values, strict=True))]
-        keys = torch.stack([torch.stack([entry[0] for entry in head]) for head in held])
+        keys = torch.stack([torch.stack([entry[0] for entry in head]) for head in entries])
         seen = probabilities(q, keys, scale)
-        for number, head in enumerate(held):
+        for number, head in enumerate(entries):
             for i, entry in enumerate(head):
                 entry[3] += float(seen[number, :, :, i].sum())
                 entry[4] += min(q.shape[1], len(head) - i)
@@ -41,27 +41,27 @@ def reference(calls, layer_idx, scale):
                 if float(uniform(at, SEED, layer_idx)[0, number]) < total / queries / recent_mean:
                     for entry in recent:
                         entry[1] = entry[1] + value / RECENT
-            held[number] = [entry for entry in head if all(entry is not one for one in gone)]
-        yield [[entry[2] for entry in head] for head in held], [[entry[1] for entry in head] for head in held]
+            entries[number] = [entry for entry in head if all(entry is not one for one in gone)]
+        yield [[entry[2] for entry in head] for head in entries], [[entry[1] for entry in head] for head in entries]
 
 
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", {}), ("qwen3", {"num_attention_heads": 6})])
 def test_the_entries_and_what_is_added_to_their_values_are_those_of_the_reference(
-    received,  # noqa: F811
+    received,
     architecture,
     heads,
 ):
     model = tiny_model(architecture, **heads)
     cache = bounded(model, policy="cam", budget=BUDGET, recent_ratio=RECENT / BUDGET, seed=SEED)
     with torch.no_grad():
-        held = []
+        entries = []
         for part in turns():
             model(part, past_key_values=cache)
-            held.append([layer.entries for layer in cache.layers])
+            entries.append([layer.entries for layer in cache.layers])
     for index in range(len(cache.layers)):
         scale = model.model.layers[index].self_attn.scaling
         steps = reference(passes(received[index]), index, scale)
-        for step, (positions, values) in zip(held, steps, strict=True):
+        for step, (positions, values) in zip(entries, steps, strict=True):
             assert step[index].positions[0].tolist() == positions
             expected = torch.stack([torch.stack(head) for head in values])
             torch.testing.assert_close(step[index].values[0].double(), expected, rtol=1e-4, atol=1e-4)
@@ -89,7 +89,7 @@ def test_another_seed_keeps_the_same_entries_with_other_values_and_h2o_keeps_the
     ("dtype", "recent", "at_once"),
     [("bfloat16", 1024, 1), ("bfloat16", 1024, 3), ("float16", 1024, 1), ("bfloat16", 100, 1), ("bfloat16", 7, 1)],
 )
-def test_what_half_precision_adds_few_at_a_time_is_what_float32_adds(dtype, recent, at_once):
+def test_sums_in_half_precision_equal_those_in_float32(dtype, recent, at_once):
     """All values 1, each evicted merged: what is added to an entry grows with the tokens that it was recent for."""
     steps = recent + 50
     added = {}

@@ -1,17 +1,17 @@
-"""Cascading KV cache: what a cascade holds is what algorithm 2 holds, token by token."""
+"""Cascading KV cache: a cascade keeps what algorithm 2 keeps, token by token."""
 
 from __future__ import annotations
 
-import dense_policies as dense
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kept_sets import bounded, passes, recorded, rotation_of, tokens  # noqa: F401
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
+from tests.eviction import dense_policies as dense
+from tests.eviction.bounded_runs import bounded, passes, rotation_of, tokens
+from tests.support.tiny_models import tiny_model
 
 PROMPT, GENERATED, STRIDE, SINKS, GAMMA = 133, 200, 23, 5, 0.99
 
@@ -74,20 +74,20 @@ def test_a_stride_leaves_what_its_tokens_leave_one_after_the_other(sinks, count,
     window, rows = count + more, 3
     generator = torch.Generator().manual_seed(seed % 2**32)
     references = [SubCaches(sinks, window, count) for _ in range(rows)]
-    held, seen = torch.empty(rows, 0, dtype=torch.int64), 0
+    entries, seen = torch.empty(rows, 0, dtype=torch.int64), 0
     for stride in [sinks + window, *strides]:
-        held = torch.cat([held, torch.arange(seen, seen + stride).expand(rows, -1)], 1)
+        entries = torch.cat([entries, torch.arange(seen, seen + stride).expand(rows, -1)], 1)
         # Few values, so that many are equal.
-        scores = torch.randint(0, 5, held.shape, generator=generator).float()
-        for reference, row, numbers in zip(references, scores.tolist(), held.tolist(), strict=True):
+        scores = torch.randint(0, 5, entries.shape, generator=generator).float()
+        for reference, row, numbers in zip(references, scores.tolist(), entries.tolist(), strict=True):
             for token in range(seen, seen + stride):
                 reference.add(token, dict(zip(numbers, row, strict=True)))
-        if held.shape[1] > sinks + window:
+        if entries.shape[1] > sinks + window:
             kept = survivors(scores, sub_cache_sizes(window, count), sinks, seen - sinks)
             assert kept.shape == (rows, sinks + window)
-            held = held.gather(1, kept)
+            entries = entries.gather(1, kept)
         seen += stride
-        assert held.tolist() == [reference.tokens for reference in references]
+        assert entries.tolist() == [reference.tokens for reference in references]
 
 
 @settings(deadline=None)
@@ -105,15 +105,15 @@ def test_sub_caches_share_the_window_and_the_newest_have_the_rest(count, more):
 def test_the_tokens_in_the_cache_span_what_equation_4_says(count, stride):
     window, sinks = 8 * count, 4
     sizes = sub_cache_sizes(window, count)
-    held = torch.arange(sinks + window)
+    kept = torch.arange(sinks + window)
     for start in range(sinks + window, 5000, stride):
-        held = torch.cat([held, torch.arange(start, start + stride)])
-        held = held[survivors(torch.rand(len(held)), sizes, sinks, start - sinks)]
-    span = int(held[-1] - held[sinks] + 1)
+        kept = torch.cat([kept, torch.arange(start, start + stride)])
+        kept = kept[survivors(torch.rand(len(kept)), sizes, sinks, start - sinks)]
+    span = int(kept[-1] - kept[sinks] + 1)
     expected = window // count * sum(2 ** (i - 1) for i in range(1, count + 1))
     # The oldest entry of a sub-cache may have lost or won, and may be about to go.
     assert abs(span - expected) < 2**count
-    for level, cut in enumerate(held[sinks:].flip(0).split(8)):
+    for level, cut in enumerate(kept[sinks:].flip(0).split(8)):
         assert abs(int(cut[0] - cut[-1]) - 7 * 2**level) < 2 ** (level + 1)
 
 
@@ -125,7 +125,7 @@ def test_the_tokens_in_the_cache_span_what_equation_4_says(count, stride):
         ("phi", {"num_key_value_heads": 4}, 8, 75),
     ],
 )
-def test_the_kept_entries_are_those_of_algorithm_2(recorded, architecture, heads, count, budget):  # noqa: F811
+def test_the_kept_entries_are_those_of_algorithm_2(recorded, architecture, heads, count, budget):
     model = tiny_model(architecture, **heads, num_hidden_layers=2)
     cache = bounded(
         model, policy="cascade", budget=budget, stride=STRIDE, sink_tokens=SINKS, sub_caches=count, gamma=GAMMA
@@ -191,11 +191,11 @@ def test_a_fork_goes_on_in_the_same_schedule():
     cache = bounded(model, **SMALL)
     with torch.no_grad():
         model(tokens(77), past_key_values=cache)
-        twin, alone = cache.fork(), HeteroCache(model)
+        fork, alone = cache.fork(), HeteroCache(model)
         model(tokens(77), past_key_values=alone)
         for part in tokens(21, 4).split(1, dim=1):
             model(part, past_key_values=cache)
-        model(tokens(31, 5), past_key_values=twin)
+        model(tokens(31, 5), past_key_values=fork)
         model(tokens(31, 5), past_key_values=alone)
-    for mine, its in zip(twin.layers, alone.layers, strict=True):
+    for mine, its in zip(fork.layers, alone.layers, strict=True):
         assert mine.entries.positions.equal(its.entries.positions)

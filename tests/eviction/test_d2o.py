@@ -1,4 +1,4 @@
-"""D2O: what stays, what is merged into it, and how layers share the budget, is what the paper says."""
+"""D2O keeps and merges entries, and shares the budget among layers, as its paper says."""
 
 from __future__ import annotations
 
@@ -7,62 +7,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense_policies import probabilities
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kept_sets import bounded, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.d2o import D2O, D2OSettings, shared_out
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
-from hetero_kv.operators import BoundedAttention
 from hetero_kv.rules.rule_file import load_rules
+from tests.eviction.bounded_runs import BUDGET, PROMPT, bounded, tokens
+from tests.eviction.dense_policies import probabilities
+from tests.eviction.merged_runs import FEW, passes, run, turns
+from tests.support.tiny_models import tiny_model
 
-PROMPT, GENERATED, FEW, BUDGET, SINKS = 117, 200, 20, 40, 4
-
-
-def turns(generated=FEW, batch=1):
-    """A prompt and single tokens."""
-    return [tokens(PROMPT, batch=batch), *tokens(generated, 1, batch).split(1, dim=1)]
-
-
-def run(model, cache, parts):
-    """Logits, and each layer's entries after each part."""
-    logits, held = [], []
-    with torch.no_grad():
-        for part in parts:
-            logits.append(model(part, past_key_values=cache).logits)
-            assert all(layer.num_entries == min(layer.budget, layer.length) for layer in cache.layers)
-            assert sum(layer.num_entries for layer in cache.layers) <= BUDGET * len(cache.layers)
-            held.append([layer.entries for layer in cache.layers])
-    return torch.cat(logits, dim=1), held
+GENERATED, SINKS = 200, 4
 
 
 def d2o(model, chunk_size=16, budget=BUDGET, **settings):
     return bounded(model, chunk_size, policy="d2o", budget=budget, **settings)
-
-
-@pytest.fixture
-def received(monkeypatch):
-    """layer -> [(q, k, v)] of every chunk's attention of the batch's first row, as it came to the operator."""
-    calls = {}
-    prefill_chunk = BoundedAttention.prefill_chunk
-
-    def kept(self, layer, step, call):
-        calls.setdefault(self.layer_idx, []).append((call.q[0], call.k[0], call.v[0]))
-        return prefill_chunk(self, layer, step, call)
-
-    monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
-    return calls
-
-
-def passes(calls):
-    """One layer's calls, those of the prompt joined."""
-    count = -(-PROMPT // 16)
-    yield [torch.cat(parts, 1) for parts in zip(*calls[:count], strict=True)]
-    yield from calls[count:]
 
 
 class Head:
@@ -121,12 +83,12 @@ def test_the_entries_and_what_is_merged_into_them_are_those_of_the_reference(
 ):
     model = tiny_model(architecture, **heads, num_hidden_layers=2)
     cache = d2o(model, sink_tokens=SINKS, recent_ratio=recent_ratio, beta=beta)
-    _, held = run(model, cache, turns(GENERATED))
+    _, kept = run(model, cache, turns(GENERATED))
     merges = 0
     for index, layer in enumerate(cache.layers):
         scale = model.model.layers[index].self_attn.scaling
         steps = reference(passes(received[index]), layer.budget, scale, recent_ratio, beta)
-        for step, (layers, expected) in enumerate(zip(held, steps, strict=True)):
+        for step, (layers, expected) in enumerate(zip(kept, steps, strict=True)):
             entries = layers[index]
             for head, found in enumerate(expected):
                 keys, values, _, positions = zip(*found.entries, strict=True)
@@ -258,7 +220,7 @@ def random_entries(count, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 50])
-def test_tiles_change_nothing_and_what_none_joins_stays_to_the_bit(monkeypatch, count, dtype):
+def test_tiles_change_nothing_and_unmerged_entries_stay_bit_for_bit(monkeypatch, count, dtype):
     kept, evicted = random_entries(20, dtype, 0), random_entries(count, dtype, 1)
     whole = nearest(evicted.keys, kept.keys)
     joins = whole[0] >= whole[0].median()

@@ -1,4 +1,4 @@
-"""InfiniPot: what stays in the pot is what the paper says, and the catalyst leaves no trace."""
+"""InfiniPot keeps in its pot what its paper says, and the catalyst leaves no trace."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 
 import pytest
 import torch
-from dense_policies import probabilities, top
-from test_kept_sets import bounded, recorded, rotation_of, tokens  # noqa: F401
-from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +18,9 @@ from hetero_kv.families.bounded.eviction.infinipot import GENERAL, QUESTION_AWAR
 from hetero_kv.models import LoadedModel
 from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.settings.setting import SettingError
+from tests.eviction.bounded_runs import bounded, rotation_of, tokens
+from tests.eviction.dense_policies import probabilities, top
+from tests.support.tiny_models import tiny_model
 
 PROMPT, GENERATED, FEW, POT, STAY = 117, 200, 45, 40, 20
 
@@ -66,7 +66,7 @@ def novelty_of(logits, sequence):
 
 
 def distilled(take, novelty, lengths, nuc, scale, rotate):
-    """Positions [kv_heads, held] of one layer after turns of these lengths (section 3.2, appendix B).
+    """Positions [kv_heads, kept] of one layer after turns of these lengths (section 3.2, appendix B).
 
     `take(n)` gives the next n tokens' q [heads, n, dim] and k [kv_heads, n, dim] before rotation; `rotate` turns
     vectors to the places from a start on.
@@ -113,7 +113,7 @@ def taking(calls):
     ],
 )
 def test_the_entries_in_the_pot_are_those_of_the_dense_reference(
-    recorded,  # noqa: F811
+    recorded,
     architecture,
     heads,
     nuc_ratio,
@@ -141,7 +141,7 @@ def test_the_entries_in_the_pot_are_those_of_the_dense_reference(
 
 
 def test_one_layer_is_the_untouched_model_over_the_pot_at_positions_from_0_far_beyond_its_own():
-    # With one layer keys and values are functions of their own token; with one kv head the pot is a text.
+    # With one layer keys and values depend on their token alone; with one kv head the pot is a text.
     model = tiny_model("llama", num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=POT)
     cache = pot(model)
     logits, kept = run(model, cache, turns())
@@ -171,7 +171,7 @@ def test_every_head_holds_the_most_novel_tokens_of_all_so_far():
     assert not heads[0].equal(heads[1])
 
 
-def test_a_pot_that_covers_is_full_attention_and_asks_no_catalyst(recorded):  # noqa: F811
+def test_a_pot_that_covers_is_full_attention_and_asks_no_catalyst(recorded):
     model = tiny_model("llama")
     with torch.no_grad():
         expected = model(torch.cat(turns(batch=2), 1)).logits
@@ -232,7 +232,7 @@ def test_the_same_again_is_the_same():
         assert all(one.equal(other) for one, other in zip(kept[-1], positions[-1], strict=True))
 
 
-def test_rows_of_a_batch_are_what_they_are_alone():
+def test_rows_of_a_batch_equal_each_row_alone():
     model = tiny_model("llama")
     cache = pot(model)
     together = run(model, cache, turns(batch=3))[1][-1]
@@ -250,8 +250,8 @@ def test_a_pot_of_a_share_of_the_sequence_is_distilled_too():
 
 def test_the_catalyst_asks_the_question_that_is_known():
     assert InfiniPotSettings().catalyst_text == GENERAL
-    asked = InfiniPotSettings(question="What is {it}?").catalyst_text
-    assert asked.endswith("highlighted in this section. Question: What is {it}?")
+    catalyst = InfiniPotSettings(question="What is {it}?").catalyst_text
+    assert catalyst.endswith("highlighted in this section. Question: What is {it}?")
     assert InfiniPotSettings(catalyst="So: {question}!", question="why").catalyst_text == "So: why!"
 
 

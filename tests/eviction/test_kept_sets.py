@@ -1,18 +1,17 @@
-"""What every policy keeps is what its paper says: a whole prompt, then 200 generated tokens, in whole models."""
+"""Every policy keeps what its paper says in whole models: a whole prompt, then generated tokens."""
 
 from __future__ import annotations
 
-import dense_policies as dense
 import pytest
 import torch
-from tiny_models import tiny_model
-from variants import with_slow
 
-from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.operators import BoundedAttention
-from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv import eject
+from tests.eviction import dense_policies as dense
+from tests.eviction.bounded_runs import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, rotation_of, tokens
+from tests.support.slow_variants import with_slow
+from tests.support.tiny_models import tiny_model
 
-PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 100, 16, 23, 40
+STRIDE = 23
 POLICIES = {
     "streaming_llm": ({"stride": STRIDE, "sink_tokens": 4}, dense.StreamingLLM(4)),
     "tova": ({"stride": STRIDE}, dense.Tova()),
@@ -20,60 +19,9 @@ POLICIES = {
     "snapkv": ({"recent_tokens": 12, "kernel_size": 5}, dense.SnapKV(12, 5)),
     "roco": ({"recent_tokens": 5, "protected_ratio": 0.3}, dense.RoCo(5, 0.3)),
 }
-MODELS = {
-    "llama": {},
-    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
-    "phi": {"num_key_value_heads": 4},
-    # Scores that are capped, and attention sinks that are learned.
-    "gemma2": {"layer_types": ["full_attention"] * 3},
-    "gpt_oss": {"layer_types": ["full_attention"] * 3},
-}
 
 
-def tokens(count, seed=0, batch=1):
-    return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def bounded(model, chunk_size=CHUNK, **kwargs):
-    rules = [
-        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
-        {"match": {"name": r"self_attn$"}, "replace": {"class": "BoundedAttention", "kwargs": kwargs}},
-    ]
-    inject(model, parse_rules({"rules": rules, "long_context": {"chunk_size": chunk_size}}))
-    return HeteroCache(model)
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """layer -> [(q, k, scale)] of every chunk's attention, as it came to the operator, of the batch's first row."""
-    calls = {}
-    prefill_chunk = BoundedAttention.prefill_chunk
-
-    def kept(self, layer, step, call):
-        calls.setdefault(self.layer_idx, []).append((call.q[0], call.k[0], call.scale))
-        return prefill_chunk(self, layer, step, call)
-
-    monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
-    return calls
-
-
-def passes(calls, sizes):
-    """The calls of one layer, joined to what lies between two evictions."""
-    calls = iter(calls)
-    for size in sizes:
-        parts = [next(calls)]
-        while sum(k.shape[1] for _, k, _ in parts) < size:
-            parts.append(next(calls))
-        yield torch.cat([q for q, _, _ in parts], 1), torch.cat([k for _, k, _ in parts], 1)
-
-
-def rotation_of(layer):
-    if layer.rotary is None:
-        return None
-    return lambda vectors, start: layer.rotated(vectors[None], start)[0]
-
-
-# Groups of two and of three query heads for every policy, and heads of their own, partly rotated.
+# Groups of two and three query heads for every policy, and ungrouped, partly rotated heads.
 CASES = [(policy, model) for policy in POLICIES for model in ("llama", "qwen3")] + [
     ("streaming_llm", "phi"),
     ("h2o", "phi"),

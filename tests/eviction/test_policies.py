@@ -108,7 +108,7 @@ def test_the_pyramid_is_as_steep_as_the_paper_says_and_flat_for_short_prompts():
     assert budgets(4, 100_000, budget=1064, recent_tokens=64, beta=1) == [1064] * 4
 
 
-def test_least_budgets_hold_what_is_always_kept():
+def test_minimal_budgets_keep_the_protected_entries():
     assert SnapKVSettings(budget=65).least == 65
     assert RoCoSettings(budget=11).least == 11
     with pytest.raises(SettingError, match="needs at least 11 entries"):

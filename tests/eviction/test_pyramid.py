@@ -1,12 +1,13 @@
-"""PyramidKV with a real pyramid: every layer keeps what its own budget has room for, as the dense reference does."""
+"""PyramidKV: every layer keeps its own budget of entries, as the dense reference does."""
 
 from __future__ import annotations
 
-import dense_policies as dense
 import pytest
 import torch
-from test_kept_sets import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, recorded, tokens  # noqa: F401
-from tiny_models import tiny_model
+
+from tests.eviction import dense_policies as dense
+from tests.eviction.bounded_runs import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, tokens
+from tests.support.tiny_models import tiny_model
 
 WINDOW, KERNEL = 12, 5
 
@@ -23,7 +24,7 @@ def pyramid(layers, beta):
     ("architecture", "layers", "beta", "budgets"),
     [("llama", 3, 20, [67, 40, 13]), ("qwen3", 4, 2, [54, 45, 35, 26]), ("phi", 2, 4, [61, 19])],
 )
-def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, architecture, layers, beta, budgets):  # noqa: F811
+def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, architecture, layers, beta, budgets):
     assert pyramid(layers, beta) == budgets
     assert sum(budgets) == layers * BUDGET
     model = tiny_model(architecture, **MODELS[architecture], num_hidden_layers=layers)

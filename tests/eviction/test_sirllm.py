@@ -1,15 +1,15 @@
-"""SirLLM: the least expected tokens stay, by the probabilities that the model gave them."""
+"""SirLLM keeps the least expected tokens, by the model's own probabilities."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_kept_sets import bounded, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import eject
 from hetero_kv.families.bounded.entries import no_entries
 from hetero_kv.families.bounded.eviction.sirllm import SirLLM, SirLLMSettings
+from tests.eviction.bounded_runs import bounded, tokens
+from tests.support.tiny_models import tiny_model
 
 STRIDE, BUDGET, SINKS = 23, 40, 4
 #: A turn is a prompt and as many generated tokens.
@@ -39,19 +39,19 @@ def streamed(model, **kwargs):
 
 def kept_by_entropy(entropy, recent, decay):
     """The tokens that stay after each part, from the entropy of each token: the paper's rule, one stride at a time."""
-    held, weights, seen = [], {}, 0
+    kept, weights, seen = [], {}, 0
     for part in conversation():
         if part.shape[1] > 1:
             weights = {token: weight * decay for token, weight in weights.items()}
         for stride in part[0].split(STRIDE):
             new = range(seen, seen + len(stride))
             seen += len(stride)
-            held = [*held, *new]
+            kept = [*kept, *new]
             weights |= {token: entropy[token] for token in new}
-            always = {*held[:SINKS], *held[len(held) - recent :]}
-            others = sorted((t for t in held if t not in always), key=lambda t: -weights[t])
-            held = sorted([*always, *others[: BUDGET - len(always)]]) if len(held) > BUDGET else held
-        yield held
+            always = {*kept[:SINKS], *kept[len(kept) - recent :]}
+            others = sorted((t for t in kept if t not in always), key=lambda t: -weights[t])
+            kept = sorted([*always, *others[: BUDGET - len(always)]]) if len(kept) > BUDGET else kept
+        yield kept
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""Policies whose settings leave out what makes them more than a simpler one are the simpler one."""
+"""A policy whose settings switch off its additions equals the simpler policy."""
 
 from __future__ import annotations
 
-import dense_policies as dense
 import pytest
 import torch
-from test_kept_sets import BUDGET, bounded, passes, recorded, tokens  # noqa: F401
-from tiny_models import tiny_model
 
 from hetero_kv import eject
 from hetero_kv.operators import BoundedAttention
+from tests.eviction import dense_policies as dense
+from tests.eviction.bounded_runs import BUDGET, bounded, passes, tokens
+from tests.support.tiny_models import tiny_model
 
-# So many sinks that some would go.
+# Enough sinks that some would be evicted.
 PROMPT, GENERATED, SINKS, RECENT = 117, 120, 20, 9
 PARTS = (tokens(PROMPT, batch=2), *tokens(20, 1, 2).split(1, dim=1), tokens(70, 2, 2), *tokens(9, 3, 2).split(1, dim=1))
 
@@ -19,13 +19,13 @@ PARTS = (tokens(PROMPT, batch=2), *tokens(20, 1, 2).split(1, dim=1), tokens(70, 
 def answered(model, **kwargs):
     """Logits of two turns, and every layer's entries after each part of them."""
     cache = bounded(model, **kwargs)
-    logits, held = [], []
+    logits, kept = [], []
     with torch.no_grad():
         for part in PARTS:
             logits.append(model(part, past_key_values=cache).logits)
-            held.append([layer.entries for layer in cache.layers])
+            kept.append([layer.entries for layer in cache.layers])
     eject(model)
-    return torch.cat(logits, dim=1), held
+    return torch.cat(logits, dim=1), kept
 
 
 def assert_the_same(mine, theirs):
@@ -81,7 +81,7 @@ class HeavyHitters:
         return dense.top(scores, budget), marks
 
 
-def test_with_a_threshold_above_1_entries_stay_as_they_came_and_are_those_of_d2os_eviction(recorded, monkeypatch):  # noqa: F811
+def test_with_a_threshold_above_1_entries_stay_as_they_came_and_are_those_of_d2os_eviction(recorded, monkeypatch):
     came = {}
     prefill_chunk = BoundedAttention.prefill_chunk
 
@@ -94,16 +94,16 @@ def test_with_a_threshold_above_1_entries_stay_as_they_came_and_are_those_of_d2o
     share = RECENT / (BUDGET - SINKS)
     settings = {"sink_tokens": SINKS, "recent_ratio": share, "allocation": "uniform"}
     cache = bounded(model, policy="d2o", budget=BUDGET, threshold=1.0001, **settings)
-    held = []
+    steps = []
     with torch.no_grad():
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
             model(part, past_key_values=cache)
-            held.append([layer.entries for layer in cache.layers])
+            steps.append([layer.entries for layer in cache.layers])
     for index in range(3):
         calls = recorded[index]
         sets = dense.kept_positions(HeavyHitters(), passes(calls, [PROMPT] + [1] * GENERATED), BUDGET, calls[0][2])
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*came[index], strict=True))
-        for layers, expected in zip(held, sets, strict=True):
+        for layers, expected in zip(steps, sets, strict=True):
             entries = layers[index]
             assert entries.positions[0].equal(expected)
             for mine, all_of_them in ((entries.keys[0], keys), (entries.values[0], values)):

@@ -1,11 +1,11 @@
-"""What tests of sparse prefills share."""
+"""Fixtures of sparse prefills."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_models import tiny_model
 
 from hetero_kv.families.sparse_prefill import known_patterns
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)

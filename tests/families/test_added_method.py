@@ -1,4 +1,4 @@
-"""The family of docs/adding_a_method.md: the very file that the page shows, named in YAML by its dotted path."""
+"""The example family of docs/adding_a_method.md, named in YAML by its dotted path."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
-from tiny_models import tiny_config, tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.cli import main
@@ -18,6 +16,8 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.rules.rule_file import load_rules
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
+from tests.support.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,7 +100,7 @@ def test_a_decoded_token_attends_to_the_pattern_and_to_nothing_else(injected):
     assert_same_but_for_rounding(found, expected)
 
 
-def test_rows_of_a_left_padded_batch_are_what_they_are_alone(injected):
+def test_rows_of_a_left_padded_batch_equal_each_row_alone(injected):
     model = injected()
     batch = Batch(model, HeteroCache(model), PROMPTS)
     batch.answer(12)

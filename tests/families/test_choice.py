@@ -1,4 +1,4 @@
-"""The choice of blocks against plain references: scores, ties, head modes, votes, budgets."""
+"""Block selection equals plain references: scores, ties, head modes, votes, budgets."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_a_list_of_the_wrong_length_is_an_error():
 
 
 @pytest.mark.parametrize("text", ["pyramid(9, 4)", "pyramid(1)", "pyramid(-1, 4)", "tower(1, 2)"])
-def test_what_is_no_pyramid_is_not_taken_for_one(text):
+def test_budgets_that_are_no_pyramid_are_refused(text):
     assert Pyramid.parse(text) is None

@@ -1,4 +1,4 @@
-"""The factors are as good as the singular value decomposition's."""
+"""Low-rank factors are as good as those of the singular value decomposition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_full_rank_gives_every_key_back():
     torch.testing.assert_close(basis @ basis.transpose(1, 2), identity, rtol=0, atol=1e-6)
 
 
-def test_fewer_tokens_than_the_rank_are_given_back_whole():
+def test_fewer_tokens_than_the_rank_are_reproduced_exactly():
     keys = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(0))
     basis = leading_basis(gram_matrix([keys]), 9).float()
     assert float(energy_outside(keys, projected(keys, basis), basis) / energy(keys)) < 1e-10
@@ -89,7 +89,7 @@ def test_the_fewest_vectors_that_hold_a_share_of_the_energy(decay, share):
     assert rank == 1 or outside(leading_basis(gram, rank - 1)) > 1 - share
 
 
-def test_a_sequence_that_needs_less_than_another_of_its_batch_has_what_it_has_alone():
+def test_a_sequences_basis_does_not_depend_on_its_batch():
     a, b = torch.randn(1, 60, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 60, 16)
     b[:, :, :3] = torch.randn(1, 60, 3, generator=torch.Generator().manual_seed(1))
     both = basis_holding(gram_matrix([torch.cat([a, b])]), 0.99)

@@ -1,4 +1,4 @@
-"""A family of one file, outside the package: what it says of itself appears wherever methods are shown."""
+"""A family in one file outside the package appears wherever methods are shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import AutoConfig
 
 import hetero_kv
@@ -37,6 +36,7 @@ from hetero_kv.planning.plan import Footprint
 from hetero_kv.rules.injection import eject, inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.settings.setting import Settings, setting
+from tests.support.tiny_models import tiny_model
 
 NOTES = register(FootprintTerm("notes", "notes beside the blocks", in_dram=True))
 PAIRS = register(FootprintTerm("pairs", "pairs of a key and a value"))
@@ -160,7 +160,7 @@ def llama():
 
 @pytest.fixture
 def paired(llama):
-    """A tiny Llama whose layers 1 and 2 keep pairs; the first is left as it is."""
+    """A tiny Llama whose layers 1 and 2 keep pairs; the first is untouched."""
     yield inject(llama, pairs("PairAttention", "[12]"))
     eject(llama)
 

@@ -1,19 +1,19 @@
-"""InfiniGen beside its paper's algorithm in plain torch, and what it does while the layer before computes."""
+"""InfiniGen equals its paper's algorithm in plain torch, and reads blocks while the previous layer computes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ragged_rows import alone, prompt
-from small_recipes import new_cache, small_recipe
-from tiny_models import tiny_model
-from token_problem import BLOCK, END, FIRST, TokenProblem
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hetero_kv import inject
 from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 from hetero_kv.families.token_retrieval.choosers.infinigen import InfiniGen
 from hetero_kv.store.read_ahead import ReadAhead
+from tests.support.ragged_rows import alone, prompt
+from tests.support.small_recipes import new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
+from tests.support.token_problem import BLOCK, END, FIRST, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,12 +34,12 @@ def reference(problem, guessed, queries, components, alpha, budget):
     there = coarse[..., :-1]
     near = (coarse - there.amax(dim=3, keepdim=True)).amax(dim=2).masked_fill(~context, -torch.inf) >= -alpha
     ranked = (coarse - there.logsumexp(dim=3, keepdim=True)).amax(dim=2).masked_fill(~context, -torch.inf)
-    wanted = near.sum(dim=2).float().mean(dim=1).round().int().clamp(1, budget)
+    counts = near.sum(dim=2).float().mean(dim=1).round().int().clamp(1, budget)
     chosen = torch.zeros_like(ranked, dtype=torch.bool)
     for row in range(rows):
-        chosen[row].scatter_(1, ranked[row].topk(int(wanted[row]), dim=1).indices, True)
+        chosen[row].scatter_(1, ranked[row].topk(int(counts[row]), dim=1).indices, True)
     scores = problem.scores.masked_fill(~(chosen | ~context)[:, :, None], -torch.inf)
-    return scores.softmax(dim=3) @ problem.values, wanted
+    return scores.softmax(dim=3) @ problem.values, counts
 
 
 class SkewedProblem(TokenProblem):
@@ -51,19 +51,19 @@ class SkewedProblem(TokenProblem):
         super().__init__("infinigen", **settings)
 
     def finalize(self):
-        asked, blocks = self.asked, (FIRST, END - 2)
-        known = self.chooser.learned(self.pool, asked.table, *blocks, self.queries)
+        request, blocks = self.request, (FIRST, END - 2)
+        known = self.chooser.learned(self.pool, request.table, *blocks, self.queries)
         for first, end in (blocks, (END - 2, END - 1), (END - 1, END)):
-            known = self.chooser.finalize(self.pool, asked.table, first, end, known)
-        self.asked = asked._replace(known=known)
+            known = self.chooser.finalize(self.pool, request.table, first, end, known)
+        self.request = request._replace(known=known)
 
 
 @pytest.mark.parametrize(("alpha", "budget"), [(1.5, 40), (1e9, 13), (0.0, 40)])
 def test_a_step_is_that_of_the_algorithm(alpha, budget):
     problem = SkewedProblem(alpha=alpha, token_budget=budget, partial_components=6)
     guessed = problem.q + torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
-    ahead = problem.chooser.choose(problem.asked._replace(q=guessed.numpy()))
-    problem.asked = problem.asked._replace(ahead=ahead)
+    ahead = problem.chooser.choose(problem.request._replace(q=guessed.numpy()))
+    problem.request = problem.request._replace(ahead=ahead)
     answer, out, _ = problem.answered()
     expected, tokens = reference(problem, guessed, problem.queries, 6, alpha, budget)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -76,7 +76,7 @@ def test_a_step_is_that_of_the_algorithm(alpha, budget):
 def test_without_queries_keys_stand_for_them():
     problem = TokenProblem("infinigen", partial_components=16, token_budget=9, alpha=1e9)
     every = TokenProblem("infinigen", partial_components=16, token_budget=9, alpha=1e9)
-    known = every.asked.known["basis"]
+    known = every.request.known["basis"]
     eye = torch.eye(16).expand_as(known)
     torch.testing.assert_close(known @ known.transpose(2, 3), eye, rtol=1e-5, atol=1e-5)
     _, out, _ = problem.answered()
@@ -111,25 +111,25 @@ def test_queries_are_guessed_from_the_input_of_the_layer_before(model, monkeypat
     layers = [layer.wrapped for layer in model.model.layers]
     for number, layer in enumerate(layers):
         layer.input_layernorm.weight.data.normal_(generator=torch.Generator().manual_seed(number))
-    cache, given, asked = new_cache(model), [], {}
+    cache, recorded, request = new_cache(model), [], {}
     alone(model, cache, [prompt(61, 0)])
     _, second, third = (operator.wrapped for operator in model.hetero_kv_injection.attention_operators())
-    second.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
-    layers[1].input_layernorm.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    watched(monkeypatch, InfiniGen, "choose", lambda self, each: asked.update({self.layer_idx: each.q.copy()}))
+    second.register_forward_pre_hook(lambda module, args, kwargs: recorded.append(kwargs), with_kwargs=True)
+    layers[1].input_layernorm.register_forward_pre_hook(lambda module, args: recorded.append(args[0]))
+    watched(monkeypatch, InfiniGen, "choose", lambda self, each: request.update({self.layer_idx: each.q.copy()}))
     alone(model, cache, [prompt(1, 1)])
-    hidden, kwargs = given
-    assert asked.keys() == {1, 2}
+    hidden, kwargs = recorded
+    assert request.keys() == {1, 2}
     for module, layer in zip((second, third), layers[1:], strict=True):
         q = module.q_proj(layer.input_layernorm(hidden)).view(1, 1, -1, module.head_dim).transpose(1, 2)
         expected, _ = apply_rotary_pos_emb(q, q, *kwargs["position_embeddings"])
-        found = torch.from_numpy(asked[module.layer_idx]).flatten(1, 2)
+        found = torch.from_numpy(request[module.layer_idx]).flatten(1, 2)
         torch.testing.assert_close(found, expected.squeeze(2))
 
 
-def test_blocks_in_a_file_are_asked_for_before_the_layer_before_attends(model, monkeypatch, tmp_path):
+def test_blocks_in_a_file_are_read_ahead_before_the_previous_layer_attends(model, monkeypatch, tmp_path):
     cache, said = new_cache(model), []
-    # So many that pages of the file are laid over memory.
+    # Enough tokens for the file to be mapped.
     alone(model, cache, [prompt(1201, 0)])
     cache.save(tmp_path / "context")
     loaded = new_cache(model, load=tmp_path / "context", verify=False)
@@ -141,18 +141,18 @@ def test_blocks_in_a_file_are_asked_for_before_the_layer_before_attends(model, m
     # The second layer has none before it that it guesses from.
     assert [each[:2] for each in said] == [("attend", 0), ("ask", 2), ("attend", 1), ("ask", 1), ("attend", 2)]
     for number in (1, 3):
-        layout, asked = loaded.layers[said[number][1]].layout, set(said[number][2].ravel().tolist())
-        assert asked <= set(loaded.sequences[0].tables[layout].ids[1:-2])
-        assert 1 <= len(asked) <= 2 * 12
+        layout, request = loaded.layers[said[number][1]].layout, set(said[number][2].ravel().tolist())
+        assert request <= set(loaded.sequences[0].tables[layout].ids[1:-2])
+        assert 1 <= len(request) <= 2 * 12
 
 
 def test_the_chosen_tokens_are_those_that_are_attended_to(model, monkeypatch):
     """In steps that close a block as in others, whatever the true queries are."""
-    cache, chosen, asked = new_cache(model), [], []
+    cache, chosen, request = new_cache(model), [], []
     alone(model, cache, [prompt(61, 0)])
-    watched(monkeypatch, InfiniGen, "choose", lambda self, given: chosen.append(given.end))
-    watched(monkeypatch, InfiniGen, "attend", lambda self, given: asked.append((given.end, given.ahead is not None)))
+    watched(monkeypatch, InfiniGen, "choose", lambda self, call: chosen.append(call.end))
+    watched(monkeypatch, InfiniGen, "attend", lambda self, call: request.append((call.end, call.ahead is not None)))
     alone(model, cache, [prompt(1, 1), 9])
-    assert asked == [(end, True) for end in chosen]
-    assert len(asked) == 10 * 2
+    assert request == [(end, True) for end in chosen]
+    assert len(request) == 10 * 2
     assert len(set(chosen)) > 2

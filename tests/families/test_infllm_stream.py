@@ -1,17 +1,17 @@
-"""InfLLM's stream against plain torch, and everything that may happen to a cache between."""
+"""InfLLM's stream equals plain torch, through every operation on its cache."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on
-from tiny_models import tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
-from turned_vectors import turned
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.infllm_stream.layer import local_scores
+from tests.support.devices import model_on
+from tests.support.rotated_vectors import turned
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,8 +54,8 @@ def _reference(module, query, key, value, attention_mask, scaling, **_):
         seen[begin:stop, :SINK] = seen[begin:stop, end * BLOCK :] = True
         if end > sink:
             blocks = representatives(query, key, sink, end)
-            asked = far_query[0, :, begin:stop].sum(1).unflatten(0, (-1, group)).sum(1)
-            scores = (blocks * asked[:, None]).sum((0, 2))
+            queries = far_query[0, :, begin:stop].sum(1).unflatten(0, (-1, group)).sum(1)
+            scores = (blocks * queries[:, None]).sum((0, 2))
             for block in scores.topk(min(BUDGET, end - sink)).indices + sink:
                 seen[begin:stop, block * BLOCK : (block + 1) * BLOCK] = True
     distance = p[:, None] - p[None]
@@ -141,7 +141,7 @@ def test_forks_saved_contexts_cuts_and_rows_go_on_as_if_nothing_had_been(model, 
     assert logits(model, cache, PARTS[6:]).equal(whole)
 
 
-def test_what_was_cut_off_is_not_retrieved(model, streamed):
+def test_cropped_tokens_are_not_retrieved(model, streamed):
     cache = streamed()
     logits(model, cache, PARTS[:1])
     cut = cache.fork()
@@ -178,7 +178,7 @@ def test_the_scores_of_keys_are_sums_over_their_windows_queries():
         ("prefill", "minference"),
     ],
 )
-def test_what_a_stream_cannot_do_is_refused_by_name(model, setting, value):
+def test_unsupported_operations_of_a_stream_are_refused_by_name(model, setting, value):
     one = {"representative_num": 1, "representative_reduce": "max"} if value == "MEAN" else {}
     with pytest.raises(ConfigError, match=f"{setting}.*{value}.*take"):
         inject(model, "infllm_stream", command_line={**SMALL, **one, setting: value})

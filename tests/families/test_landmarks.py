@@ -38,13 +38,13 @@ def reference(keys, q, chunk_size, outlier_count, count, scale, softcap):
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     outlier_count=st.integers(0, 8),
-    wanted=st.integers(1, 12),
+    most=st.integers(1, 12),
     softcap=st.sampled_from([None, 3.0]),
     arrivals=st.integers(1, 4),
     seed=st.integers(0, 10_000),
 )
 def test_landmarks_outliers_and_chosen_chunks_are_the_references(
-    chunk_size, chunks, kv_heads, group, outlier_count, wanted, softcap, arrivals, seed
+    chunk_size, chunks, kv_heads, group, outlier_count, most, softcap, arrivals, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     # A common direction, without which every chunk would be an outlier.
@@ -57,14 +57,14 @@ def test_landmarks_outliers_and_chosen_chunks_are_the_references(
         first, end = int(part[0]), int(part[-1]) + 1
         new = cut[:, :, first:end]
         outliers = OutlierChoice(outliers, new, new, first, outlier_count).outliers()
-    count = min(wanted, chunks - outliers.ids.shape[2])
+    count = min(most, chunks - outliers.ids.shape[2])
     expected, expected_outliers, expected_chosen = reference(keys, q, chunk_size, outlier_count, count, 0.3, softcap)
     means = landmarks(cut)
     torch.testing.assert_close(means[0], expected.float(), rtol=1e-5, atol=1e-5)
     if chunk_size > 1:
         assert [set(ids) for ids in outliers.ids[0].tolist()] == expected_outliers
-        held = cut.gather(2, outliers.ids[..., None, None].expand(-1, -1, -1, chunk_size, 8))
-        assert torch.equal(outliers.residents.outlier_keys, held)
+        outlier_keys = cut.gather(2, outliers.ids[..., None, None].expand(-1, -1, -1, chunk_size, 8))
+        assert torch.equal(outliers.residents.outlier_keys, outlier_keys)
     else:
         # Every key is its own mean: all cosines are 1, and any chunks will do.
         outliers_of = [set(ids) for ids in outliers.ids[0].tolist()]

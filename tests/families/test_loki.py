@@ -1,10 +1,11 @@
-"""Loki beside its paper's algorithm in plain torch."""
+"""Loki equals its paper's algorithm in plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from token_problem import BLOCK, END, FIRST, TokenProblem
+
+from tests.support.token_problem import BLOCK, END, FIRST, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

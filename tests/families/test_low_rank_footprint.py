@@ -1,4 +1,4 @@
-"""What ShadowKV is planned to take, against the tensors that it has and the memory that the process takes."""
+"""ShadowKV's planned memory, compared with its tensors and the process's memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 import psutil
 import pytest
 import torch
-from caches import new_cache, prefill
-from tiny_models import tiny_model
 
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv import HeteroCache, eject, inject
@@ -21,6 +19,8 @@ from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.planning.plan import Footprint
+from tests.support.caches import new_cache, prefill
+from tests.support.tiny_models import tiny_model
 
 _models: dict[str, torch.nn.Module] = {}
 
@@ -120,13 +120,13 @@ def test_memory_grows_by_what_is_planned():
     # Scratch memory that the first tokens bring in is no layer's.
     prefilled(4096)
     before = resident()
-    held = [prefilled(tokens) for _ in range(layers)]
+    caches = [prefilled(tokens) for _ in range(layers)]
     growth = resident() - before
     layer = LowRankFootprint.of(KVShape(heads, dim, dim), settings)
     planned = layers * (layer.context(tokens) * layer.stored.total + layer.numbers(tokens) * 4)
     # No token has been chosen for yet.
     slots = 128 * 4 * 2 * heads * dim * 4
-    taken = sum(cache.dram_bytes + cache.device_bytes - table.nbytes for cache in held)
+    taken = sum(cache.dram_bytes + cache.device_bytes - table.nbytes for cache in caches)
     assert taken == pytest.approx(planned - layers * slots, 0.01)
     assert growth == pytest.approx(planned - layers * slots, rel=0.05)
     assert planned > 140e6

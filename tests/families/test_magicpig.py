@@ -1,4 +1,4 @@
-"""MagicPIG beside its paper's formulas in plain torch, and its estimates on average over seeds."""
+"""MagicPIG equals its paper's formulas in plain torch, and its estimates are right on average over seeds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from token_problem import END, FIRST, LARGER, TokenProblem
 
 from hetero_kv.families.token_retrieval.choosers.magicpig import MagicPIG, sampling_chance
+from tests.support.token_problem import END, FIRST, LARGER, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,7 +36,7 @@ def test_a_step_is_that_of_the_formulas(kv_type, bits, tables):
     answer, out, _ = problem.answered()
     expected, sampled = reference(problem, bits, tables)
     assert answer.tokens == pytest.approx(float(sampled.sum(dim=3).float().mean()))
-    assert 0 < answer.tokens < problem.asked.tokens
+    assert 0 < answer.tokens < problem.request.tokens
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -60,14 +60,14 @@ def test_the_estimate_is_unbiased_over_seeds():
     problem = TokenProblem("magicpig", hash_bits=3, hash_tables=12)
     scores = problem.scores[..., problem.in_context]
     values = problem.values[:, :, problem.in_context]
-    total, wanted = scores.exp().sum(dim=3), scores.exp() @ values
+    total, expected = scores.exp().sum(dim=3), scores.exp() @ values
     totals, sums = [], []
     for seed in range(100):
         with_seed(problem, seed)
-        answer = problem.chooser.attend(problem.asked)
+        answer = problem.chooser.attend(problem.request)
         totals.append(answer.lse.exp())
         sums.append(answer.lse.exp()[..., None] * answer.out)
-    for drawn, exact in ((totals, total), (sums, wanted)):
+    for drawn, exact in ((totals, total), (sums, expected)):
         stacked = torch.stack(drawn)
         error = stacked.std(dim=0) / len(drawn) ** 0.5
         # Of some hundred numbers none is off by five standard errors, and they are not off on average.
@@ -88,8 +88,8 @@ def test_a_seed_draws_the_same_sample_again():
 def test_a_key_that_is_the_centre_counts_as_one_at_a_right_angle(seed):
     """As the first that enters the Context is, where blocks have one token and enter while answering."""
     problem = TokenProblem("magicpig", seed=seed, hash_bits=4, hash_tables=60)
-    asked = problem.asked._replace(known={"centre": problem.keys[:, :, FIRST * problem.block].contiguous()})
-    problem.chooser.finalize(problem.pool, asked.table, FIRST, END, asked.known)
+    request = problem.request._replace(known={"centre": problem.keys[:, :, FIRST * problem.block].contiguous()})
+    problem.chooser.finalize(problem.pool, request.table, FIRST, END, request.known)
     positions, counts = np.zeros((2, 4, 1), np.int32), np.ones((2, 4), np.int32)
-    chances = problem.chooser._chances(asked, problem.q, positions, counts)
+    chances = problem.chooser._chances(request, problem.q, positions, counts)
     torch.testing.assert_close(chances, sampling_chance(torch.zeros(chances.shape), 4, 60))

@@ -1,4 +1,4 @@
-"""MInference's patterns: when they are searched, and what is kept of the search."""
+"""MInference's patterns: when the search runs, and what it saves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 
 import pytest
 import torch
-from sparse_prompts import logits
-from tiny_models import tiny_model
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.sparse_prefill import attention, known_patterns, minference
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
+from tests.families.sparse_prompts import logits
+from tests.support.tiny_models import tiny_model
 
 
 def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog):
@@ -35,7 +35,7 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
     monkeypatch.setattr(minference, "measured_patterns", searched)
     second = logits(qwen2, "minference", ids, **settings)
     assert not torch.allclose(second, exact, atol=1e-2)
-    # Another price chooses among what has been tried; another budget tries anew.
+    # Another price chooses among the tried patterns; another budget repeats the search.
     assert not torch.equal(logits(qwen2, "minference", ids, **settings | {"error_budget": 0.0}), second)
     with pytest.raises(AssertionError, match="searched again"):
         logits(qwen2, "minference", ids, prefill_budget=128)
@@ -45,7 +45,7 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
 
 
 def searches(monkeypatch, queries, least):
-    """What the search for patterns is given from now on, with so many queries, for prompts of 64 * least or more."""
+    """Records the arguments of pattern searches, with this many queries, for prompts of at least 64 * least tokens."""
     seen, measured_patterns = [], minference.measured_patterns
     monkeypatch.setattr(minference, "TRIED_QUERIES", queries)
     monkeypatch.setattr(attention, "_SEARCHED_FROM", least)
@@ -66,8 +66,8 @@ def test_patterns_are_searched_by_a_prompts_last_queries_in_whatever_chunks_they
     for chunk, exact in seen:
         last = chunk.last(256)
         assert (last.past, last.total) == (145, 401)
-        wanted, _ = chunk_attention(last.q, last.past_k, last.past_v, last.k, last.v, last.scale, None)
-        torch.testing.assert_close(exact[:, :, -256:], wanted, rtol=1e-4, atol=1e-5)
+        expected, _ = chunk_attention(last.q, last.past_k, last.past_v, last.k, last.v, last.scale, None)
+        torch.testing.assert_close(exact[:, :, -256:], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_patterns_are_searched_behind_no_turn_that_has_fewer_queries(qwen2, monkeypatch):

@@ -1,11 +1,10 @@
-"""A prompt that is written from a GPU is in the pool what it is when the CPU stores and represents it."""
+"""A prompt written from a GPU leaves the pool as a prompt on the CPU does."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.prefetch import Prefetch
 from gpu_ops.write_out import WriteOut
@@ -15,6 +14,7 @@ from hetero_kv.families.gpu_prefill.writing import PromptWriting
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.devices import simulated_cuda
 
 pytestmark = pytest.mark.cuda
 
@@ -61,7 +61,7 @@ def stored_by_the_cpu(pool, start, keys, values):
         ("Q4_0", {"offset_keys": True, "value_storage": storage.BF16}),
     ],
 )
-def test_the_pool_has_what_the_cpu_would_have_put_there(gpu, kind, more, past, chunk):
+def test_the_pool_equals_the_cpus(gpu, kind, more, past, chunk):
     keys, values = some_tokens(past + 61)
     ours, theirs = some_pool(kind, **more), some_pool(kind, **more)
     for pool in (ours, theirs):
@@ -92,7 +92,7 @@ def test_the_pool_has_what_the_cpu_would_have_put_there(gpu, kind, more, past, c
     assert prompt.largest == largest
 
 
-def test_what_is_asked_of_keys_is_summed_over_all_pieces(gpu):
+def test_received_attention_is_summed_over_all_pieces(gpu):
     keys, values = some_tokens(61)
     pool = some_pool()
 
@@ -110,7 +110,7 @@ def test_what_is_asked_of_keys_is_summed_over_all_pieces(gpu):
     assert not gpu.record.pageable
 
 
-def test_what_looks_at_received_attention_is_represented_when_that_is_known(gpu):
+def test_representatives_that_need_received_attention_wait_for_it(gpu):
     keys, values = some_tokens(100)
     ours, theirs = some_pool(), some_pool()
     stored_by_the_cpu(theirs, 0, keys, values)

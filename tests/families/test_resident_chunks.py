@@ -1,4 +1,4 @@
-"""Resident chunks are those that were chosen last, and only the others are rebuilt and fetched."""
+"""Resident chunks are the last chosen ones; only others are rebuilt and fetched."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_slots_hold_the_chosen_chunks_and_hits_are_not_rebuilt(counts, outliers,
     last = others[..., :0]
     for count in counts:
         picked = torch.rand(*others.shape, generator=generator).argsort(dim=2)[..., :count]
-        chosen, asked = others.gather(2, picked), []
+        chosen, sizes = others.gather(2, picked), []
 
-        def rebuild(ids, asked=asked):
-            asked.append(ids.shape[2])
+        def rebuild(ids, sizes=sizes):
+            sizes.append(ids.shape[2])
             return of(KEYS, ids)
 
         hits = residents.hold(chosen, rebuild, lambda ids: of(VALUES, ids), CHUNKS)
         stayed = (chosen[..., None] == last[:, :, None]).any(-1) if count == last.shape[2] else chosen < 0
         assert hits == int(stayed.sum())
         most = int((~stayed).sum(dim=2).max()) if count else 0
-        assert asked == ([most] if most else [])
+        assert sizes == ([most] if most else [])
         expected = torch.cat([outlier_ids, chosen], dim=2)
         assert rows(residents.keys, residents.values) == rows(
             of(KEYS, expected).flatten(2, 3), of(VALUES, expected).flatten(2, 3)

@@ -1,13 +1,13 @@
-"""RetroInfer beside its paper's formulas in plain torch."""
+"""RetroInfer equals its paper's formulas in plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from token_problem import BLOCK, END, FIRST, TokenProblem
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.token_retrieval.choosers.retroinfer import RetroInferSettings, spherical_clusters
+from tests.support.token_problem import BLOCK, END, FIRST, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

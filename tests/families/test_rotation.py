@@ -1,4 +1,4 @@
-"""How a model rotates is found out by asking it."""
+"""A probe finds out how a model rotates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_module_that_does_not_rotate_is_recognised():
     assert found.layout.pairs == 0
 
 
-def test_what_is_no_rotation_is_not_taken_for_one():
+def test_other_functions_are_not_mistaken_for_rotations():
     def normed_after(cos, sin):
         keys = rotate(PLAIN, cos[:, None, :, :8], sin[:, None, :, :8], RotaryLayout(8))
         return torch.nn.functional.layer_norm(keys, [DIM])

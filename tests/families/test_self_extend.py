@@ -1,18 +1,18 @@
-"""Self-Extend: a model under its rules computes what the paper's two score matrices do, whatever is stored where."""
+"""Self-Extend: a model under its rules computes the paper's two score matrices, with every storage."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on
-from tiny_models import tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
-from turned_vectors import turned
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.self_extend.positions import GroupedPositions
 from hetero_kv.planning.plan import Footprint
+from tests.support.devices import model_on
+from tests.support.rotated_vectors import turned
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

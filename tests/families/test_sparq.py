@@ -1,10 +1,11 @@
-"""SparQ beside its paper's algorithm in plain torch."""
+"""SparQ equals its paper's algorithm in plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from token_problem import DIM, LARGER, TokenProblem
+
+from tests.support.token_problem import DIM, LARGER, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,7 +61,7 @@ def test_the_share_that_is_counted_is_what_the_coarse_scores_say():
 def test_a_query_head_of_zeros_looks_at_all_keys_alike():
     problem = TokenProblem("sparq", token_budget=12)
     problem.q[:, :, 0] = 0
-    coarse = problem.chooser.coarse(problem.asked)
+    coarse = problem.chooser.coarse(problem.request)
     assert torch.equal(coarse.scores[:, :, 0], torch.zeros_like(coarse.scores[:, :, 0]))
     answer, out, lse = problem.answered()
     assert all(bool(each.isfinite().all()) for each in (answer.out, answer.lse, out, lse))

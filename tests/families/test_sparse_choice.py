@@ -1,4 +1,4 @@
-"""What a sparse prefill chooses, against plain torch and full attention."""
+"""The choices of a sparse prefill against plain torch and full attention."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def two_rows(n=100):
 
 
 @pytest.mark.parametrize("by_line", [None, {1}, {0, 2, 3}, set()])
-def test_heads_that_are_looked_at_together_see_what_each_sees_alone(by_line):
+def test_heads_profiled_together_see_what_each_sees_alone(by_line):
     chunk = two_rows()
     places = []
     for view in views(chunk, by_line):
         alone = HeadView(chunk, view.row, view.head)
         places.append((view.row, view.head))
-        for sums, wanted in zip(view.sums, alone.sums, strict=True):
-            assert torch.allclose(torch.from_numpy(sums), torch.from_numpy(wanted), atol=1e-5)
+        for sums, expected in zip(view.sums, alone.sums, strict=True):
+            assert torch.allclose(torch.from_numpy(sums), torch.from_numpy(expected), atol=1e-5)
     assert places == [(row, head) for row in range(2) for head in range(4)]
 
 
@@ -229,7 +229,7 @@ def test_heads_that_say_nothing_take_the_fewest_tokens():
     assert [[tried.error for tried in head] for head in found] == [[0.0]] * 2
 
 
-def test_what_is_no_number_is_no_pattern_to_keep():
+def test_patterns_with_nan_scores_are_not_kept():
     tried = [
         MeasuredPattern(SOME[0], 0.5, 90.0),
         MeasuredPattern(SOME[1], float("nan"), 90.0),
@@ -242,7 +242,7 @@ def test_tokens_are_cheaper_in_longer_contexts():
     assert [minference.price_at(0.02, length) for length in (9216, 16384, 32768, 65536)] == [0.02, 0.02, 0.005, 0.00125]
 
 
-def test_a_heads_error_is_weighed_by_what_it_says():
+def test_a_heads_error_is_weighed_by_its_output():
     """A head whose values are small gets few tokens, though by itself it is off as far as the other."""
     chunk = chunk_of(900, 128)
     k, v, past_k, past_v = (each.repeat(1, 2, 1, 1) for each in (chunk.k, chunk.v, chunk.past_k, chunk.past_v))
@@ -258,7 +258,7 @@ def test_a_heads_error_is_weighed_by_what_it_says():
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
-def test_blocks_have_the_mass_that_is_asked_for_whatever_caps_the_scores(softcap):
+def test_blocks_reach_the_target_mass_with_capped_scores_too(softcap):
     """Of keys that are equal within their block, whose means tell everything."""
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(1, 1, 20, 1, 16, generator=generator).expand(-1, -1, -1, BLOCK, -1).flatten(2, 3)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import device_called, model_on
-from sparse_prompts import logits
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.sparse_prefill import minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
+from tests.families.sparse_prompts import logits
+from tests.support.devices import device_called, model_on
+from tests.support.tiny_models import tiny_model
 
 
 def test_with_everything_chosen_learned_sinks_take_their_share():

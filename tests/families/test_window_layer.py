@@ -1,15 +1,15 @@
-"""The cache of a sliding-window layer: what it shows, what it keeps, and going back."""
+"""The cache of a sliding-window layer: its contents, its memory, and going back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from caches import new_cache, prefill
-from devices import simulated_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.families.window.layer import WindowLayer
+from tests.support.caches import new_cache, prefill
+from tests.support.devices import simulated_cuda
 
 
 def tokens(start, count):
@@ -32,7 +32,7 @@ def test_new_tokens_are_shown_with_the_window_before_them(window, pieces):
 
 
 @given(before=st.integers(1, 12), after=st.lists(st.integers(1, 12), max_size=6))
-def test_restore_brings_back_what_the_window_held(before, after):
+def test_restore_brings_back_the_windows_content(before, after):
     layer = WindowLayer(5)
     layer.extend(*tokens(0, before))
     checkpoint, seen = layer.snapshot(), before
@@ -62,11 +62,11 @@ def test_the_mask_sizes_are_those_of_the_window():
 @pytest.mark.cuda
 def test_a_buffer_on_a_gpu_is_no_dram():
     with simulated_cuda():
-        held = {}
+        sizes = {}
         for device in ("cpu", "cuda"):
             layer = WindowLayer(4)
             layer.extend(*(part.to(device) for part in tokens(0, 10)))
-            held[device] = layer.dram_bytes, layer.device_bytes
+            sizes[device] = layer.dram_bytes, layer.device_bytes
             del layer
-    assert held["cpu"] == held["cuda"][::-1]
-    assert held["cpu"][0] > held["cpu"][1] == 0
+    assert sizes["cpu"] == sizes["cuda"][::-1]
+    assert sizes["cpu"][0] > sizes["cpu"][1] == 0

@@ -1,11 +1,11 @@
-"""A tiny Llama under rules that attend to everything, and what it computes: the untouched model is the measure."""
+"""A tiny Llama under rules that attend to everything, compared with the untouched model."""
 
 from __future__ import annotations
 
 import torch
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
+from tests.support.tiny_models import tiny_model
 
 EVERYTHING = {"block_size": 4, "max_seq_len": 128, "kv_type": "FP32", "top_k_blocks": "all", "chunk_size": 16}
 PROMPT = (torch.arange(40) % 90 + 2)[None]
@@ -44,9 +44,9 @@ def computed(model, cache=None, called=None):
     return torch.cat(logits, dim=1)
 
 
-def difference(mine, wanted):
+def difference(mine, expected):
     """Relative, of norms."""
-    return float((mine - wanted).norm() / wanted.norm())
+    return float((mine - expected).norm() / expected.norm())
 
 
 @torch.no_grad()

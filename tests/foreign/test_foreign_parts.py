@@ -1,4 +1,4 @@
-"""What others put on a model counts under rules as it does without them, or is refused by name."""
+"""Hooks, adapters and wrappers of other packages work under rules as without them, or are refused by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from llamas import EVERYTHING, PROMPT, computed, difference, injected, llama, untouched
-from tiny_models import tiny_model
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import CONFIG_MAPPING
@@ -23,6 +21,8 @@ from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
+from tests.foreign.llamas import EVERYTHING, PROMPT, computed, difference, injected, llama, untouched
+from tests.support.tiny_models import tiny_model
 
 LINEAR = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
 PARTS = [
@@ -62,11 +62,11 @@ class Scales(nn.Module):
 
 
 def hook(module):
-    module.register_forward_hook(lambda module, given, output: scaled(output))
+    module.register_forward_hook(lambda module, args, output: scaled(output))
 
 
 def pre_hook(module):
-    module.register_forward_pre_hook(lambda module, given: (given[0] * 3, *given[1:]) if given else None)
+    module.register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]) if args else None)
 
 
 def replaced_forward(module):
@@ -149,19 +149,19 @@ drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
                    min_size=1, max_size=2),
     weights=st.sampled_from(["as_stored", "q8_0"]),
 )  # fmt: skip
-def test_what_others_put_on_a_model_counts_or_is_refused(drawn, weights):
+def test_foreign_hooks_and_wrappers_work_or_are_refused(drawn, weights):
     plain, model = llama(), llama()
     try:
         for (change, path), _, _ in sorted(drawn, key=lambda each: MOMENTS.index(each[1])):
             change(plain.get_submodule(path))
-        wanted = untouched(plain)
+        expected = untouched(plain)
     except (KeyError, ValueError, AttributeError, TypeError, RuntimeError):
         # torch does not put both on one weight, or does not compute with both.
         reject()
     with contextlib.suppress(Refused, HeteroKVError):
         if weights == "q8_0":
             # The same changes, there before the rules: rounded in the same way.
-            wanted = computed(injected(plain, weights=weights))
+            expected = computed(injected(plain, weights=weights))
         for moment in MOMENTS:
             if moment == "after":
                 injected(model, weights=weights)
@@ -172,7 +172,7 @@ def test_what_others_put_on_a_model_counts_or_is_refused(drawn, weights):
                     module = model.get_submodule(path)
                     put(change, own(module) if beneath else module)
         got = computed(model)
-        assert difference(got, wanted) < (1e-4 if weights == "as_stored" else ROUNDING)
+        assert difference(got, expected) < (1e-4 if weights == "as_stored" else ROUNDING)
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
@@ -180,7 +180,7 @@ def test_what_others_put_on_a_model_counts_or_is_refused(drawn, weights):
 def test_offloaded_weights_count(offloaded, weights, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, cpu = llama(), torch.device("cpu")
-    wanted = untouched(model)
+    expected = untouched(model)
     if offloaded == "cpu":
         accelerate.cpu_offload(model, execution_device=cpu)
     elif offloaded == "disk":
@@ -190,25 +190,25 @@ def test_offloaded_weights_count(offloaded, weights, tmp_path):
         places |= {"model.layers.1": "disk", "lm_head": "disk"}
         accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     injected(model, weights=weights)
-    assert difference(computed(model), wanted) < (1e-4 if weights == "as_stored" else ROUNDING)
+    assert difference(computed(model), expected) < (1e-4 if weights == "as_stored" else ROUNDING)
     if offloaded == "parts":
         cache = HeteroCache(model)
         assert model.generate(PROMPT, past_key_values=cache, max_new_tokens=2, do_sample=False).shape == (1, 42)
     eject(model)
-    assert torch.equal(untouched(model), wanted)
+    assert torch.equal(untouched(model), expected)
 
 
 def test_weights_that_are_offloaded_after_inject_count(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = llama()
-    wanted = untouched(model)
+    expected = untouched(model)
     injected(model)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert difference(computed(model), wanted) < 1e-4
+    assert difference(computed(model), expected) < 1e-4
     with pytest.raises(HeteroKVError, match="forward of LlamaForCausalLM was replaced after inject"):
         eject(model)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    assert difference(computed(model), wanted) < 1e-4
+    assert difference(computed(model), expected) < 1e-4
     packed = injected(llama(), weights="q8_0")
     with pytest.raises(UnsupportedModelError, match="are packed"):
         accelerate.cpu_offload(packed, execution_device=torch.device("cpu"))
@@ -223,7 +223,7 @@ def test_a_token_passes_natively_again_when_its_layer_is_plain_again():
     logits = computed(model)
     assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
     heard = []
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: heard.append(output))
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: heard.append(output))
     assert difference(computed(model), logits) < 1e-3
     # A prompt of three chunks, and three tokens; nobody hears a trial.
     assert [output.shape[1] for output in heard] == [16, 16, 8, 1, 1, 1]
@@ -238,7 +238,7 @@ def test_hooks_on_every_linear_layer_are_called_where_weights_are_packed():
     heard = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda module, given, output, name=name: heard.append(name))
+            module.register_forward_hook(lambda module, args, output, name=name: heard.append(name))
     computed(model)
     assert len(heard) == 14 * (3 + 3) + 4
     assert len(set(heard)) == 15
@@ -297,7 +297,7 @@ def test_infinigen_looks_ahead_of_no_layer_that_somebody_listens_to():
     inject(model, "infinigen", command_line={"max_seq_len": 128})
     heard = []
     projection = model.get_submodule("model.layers.2.self_attn.q_proj")
-    projection.register_forward_hook(lambda module, given, output: heard.append(output.shape[1]))
+    projection.register_forward_hook(lambda module, args, output: heard.append(output.shape[1]))
     computed(model)
     assert heard.count(1) == 3
 
@@ -306,12 +306,12 @@ def test_eject_gives_back_a_forward_that_was_there_before():
     model, heard = llama(), []
     forward = model.model.forward
     model.model.forward = lambda *args, **kwargs: heard.append(1) or forward(*args, **kwargs)
-    wanted = untouched(model)
+    expected = untouched(model)
     injected(model)
-    assert difference(computed(model), wanted) < 1e-4
+    assert difference(computed(model), expected) < 1e-4
     count = len(heard)
     eject(model)
-    assert torch.equal(untouched(model), wanted)
+    assert torch.equal(untouched(model), expected)
     assert len(heard) == count + 1
 
 
@@ -337,7 +337,7 @@ def test_a_forward_that_wraps_a_class_of_transformers_counts(monkeypatch):
     before = computed(model)
     kind = type(own(model.model.layers[0].mlp))
     monkeypatch.setattr(
-        kind, "forward", functools.wraps(kind.forward)(lambda self, x, given=kind.forward: given(self, x) * 2)
+        kind, "forward", functools.wraps(kind.forward)(lambda self, x, forward=kind.forward: forward(self, x) * 2)
     )
     assert difference(computed(model), untouched(llama())) < 1e-4
     assert difference(computed(model), before) > 0.1

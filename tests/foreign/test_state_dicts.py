@@ -1,4 +1,4 @@
-"""A model is saved, loaded into, copied and converted with rules in it as without them, or that is refused by name."""
+"""A model with rules is saved, loaded, copied and converted as without them, or that is refused by name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pickle
 
 import pytest
 import torch
-from llamas import EVERYTHING, computed, difference, injected, llama, untouched
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hetero_kv import eject, inject
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from tests.foreign.llamas import EVERYTHING, computed, difference, injected, llama, untouched
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])
 def test_an_injected_model_is_saved_under_its_original_names(architecture, tied, tmp_path):
     model = tiny_model(architecture, num_hidden_layers=3, tie_word_embeddings=tied)
-    wanted, names = untouched(model), list(model.state_dict())
+    expected, names = untouched(model), list(model.state_dict())
     model.save_pretrained(tmp_path / "before")
     inject(model, "quest", command_line=EVERYTHING)
     assert list(model.state_dict()) == names
@@ -31,7 +31,7 @@ def test_an_injected_model_is_saved_under_its_original_names(architecture, tied,
     assert all(torch.equal(before[name], saved[name]) for name in before)
     attention = model.config._attn_implementation
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "injected", attn_implementation=attention).eval()
-    assert torch.equal(untouched(loaded), wanted)
+    assert torch.equal(untouched(loaded), expected)
 
 
 def test_weights_are_loaded_into_an_injected_model_by_their_original_names():
@@ -61,22 +61,22 @@ def test_a_model_with_operators_in_it_is_not_copied():
     for refused in (copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(HeteroKVError, match=r"pickled or copied .* call hetero_kv\.eject\(model\)"):
             refused(model)
-    wanted = computed(model)
+    expected = computed(model)
     eject(model)
-    twin = injected(copy.deepcopy(model))
+    clone = injected(copy.deepcopy(model))
     for parameter in model.parameters():
         parameter.data.zero_()
-    assert torch.equal(computed(twin), wanted)
+    assert torch.equal(computed(clone), expected)
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
 def test_a_model_is_converted_after_inject(weights):
     model = injected(llama(), weights=weights)
     computed(model)
-    wanted = untouched(llama().to(torch.bfloat16))
+    expected = untouched(llama().to(torch.bfloat16))
     logits = computed(model.to(torch.bfloat16))
     assert logits.dtype is torch.bfloat16
-    assert difference(logits.float(), wanted.float()) < 5e-2
+    assert difference(logits.float(), expected.float()) < 5e-2
     back = computed(model.to(torch.float32))
     assert back.dtype is torch.float32
     assert difference(back, untouched(llama().to(torch.bfloat16).to(torch.float32))) < 5e-2
@@ -90,16 +90,16 @@ def test_adapters_are_put_into_an_injected_model_and_saved(tmp_path):
     adapted = peft.get_peft_model(model, config).eval()
     adapted.save_pretrained(tmp_path)
     fresh = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
-    wanted = untouched(fresh)
-    assert difference(computed(model, called=adapted), wanted) < 1e-4
-    assert difference(wanted, untouched(llama())) > 1e-2
+    expected = untouched(fresh)
+    assert difference(computed(model, called=adapted), expected) < 1e-4
+    assert difference(expected, untouched(llama())) > 1e-2
     again = injected(llama())
-    assert difference(computed(again, called=peft.PeftModel.from_pretrained(again, tmp_path)), wanted) < 1e-4
+    assert difference(computed(again, called=peft.PeftModel.from_pretrained(again, tmp_path)), expected) < 1e-4
     names = [name for name in load_file(tmp_path / "adapter_model.safetensors") if "wrapped" in name]
     assert not names
 
 
-def test_what_is_put_in_the_place_of_an_operators_attribute_is_the_wrapped_modules():
+def test_attributes_assigned_to_an_operator_reach_the_wrapped_module():
     model, plain = injected(llama()), llama()
     for each in (model, plain):
         each.model.layers[1].self_attn.scaling = 0.5
@@ -112,9 +112,9 @@ def test_adapters_are_not_merged_into_packed_weights():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(llama(), config).eval()
-    wanted = untouched(adapted)
+    expected = untouched(adapted)
     model = injected(adapted.get_base_model(), weights="q8_0")
-    assert difference(computed(model, called=adapted), wanted) < 5e-2
+    assert difference(computed(model, called=adapted), expected) < 5e-2
     with pytest.raises(UnsupportedModelError, match="would be lost"):
         adapted.merge_adapter()
 

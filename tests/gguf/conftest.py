@@ -1,4 +1,4 @@
-"""Tiny GGUF files, each written once, beside the model that it was written from."""
+"""Tiny GGUF files, each written once and paired with its original model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from tests.gguf.conversion import write
-from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
+from tests.support.gguf_models.conversion import write
+from tests.support.gguf_models.variants import VARIANTS, tiny_model, vocabulary_of
 
 
 @dataclass(frozen=True)

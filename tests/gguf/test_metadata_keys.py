@@ -1,15 +1,15 @@
-"""Every key of a file is computed with, known to be without effect, or refused."""
+"""Every key of a file is used, known to be without effect, or refused."""
 
 from __future__ import annotations
 
 import gguf
 import pytest
-from campaigns.gguf_layout import Layout, array, scalar
 
 from hetero_kv import load_model
 from hetero_kv.models import ModelError
-from tests.gguf.meaning import Base
-from tests.gguf.variants import VARIANTS
+from tests.support.gguf_models.container import Layout, array, scalar
+from tests.support.gguf_models.meaning import Base
+from tests.support.gguf_models.variants import VARIANTS
 
 #: That with most keys; the others are slow.
 QUICK = ("llama: YaRN, all told",)

@@ -1,4 +1,4 @@
-"""A model loaded from a GGUF file alone computes what the model computes that the file was written from."""
+"""A model loaded from a GGUF file alone computes what the original model computes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.rules.matching import InjectionError
-from tests.gguf.conversion import write
-from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
+from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
+from tests.support.gguf_models.conversion import write
+from tests.support.gguf_models.variants import VARIANTS, tiny_model, vocabulary_of
 
 Q8_0 = GGMLQuantizationType.Q8_0
 PROMPT, WHOLE = 40, 56
-#: Of the logits' standard deviation.
-TOLERANCE = 1e-3
 #: Packed weights are multiplied with activations of 8 bits; what a file loses costs a whole deviation and more.
 PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
@@ -29,25 +28,17 @@ WITHOUT_RULES = {"falcon", "bloom", "mamba"}
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe", "qwen3next"}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
-#: Of 46 layers.
-SLOWEST = "gemma2: layers of 27B"
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
     if name.partition(":")[0] not in WITHOUT_RULES
 ]
-IDS = torch.randint(5, 250, (1, WHOLE), generator=torch.Generator().manual_seed(0))
 
 
 @cache
 def loaded(path):
     """The model of a file, which no test changes."""
     return load_model(path, dtype="float32", device="cpu").model
-
-
-def off(found, expected):
-    """The largest error of each token, in deviations of all expected logits."""
-    return (found - expected).abs().amax(-1)[0] / expected.std()
 
 
 def in_turns(model, cache=None):
@@ -79,9 +70,9 @@ def answers(model):
 def test_logits_of_a_prompt_and_a_second_turn_are_the_originals(written, name):
     file = written(name)
     model = loaded(file.path)
-    assert off(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+    assert relative_error(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
     if name != "mamba":
-        assert off(in_turns(model), in_turns(file.original)).max() < TOLERANCE
+        assert relative_error(in_turns(model), in_turns(file.original)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if ":" not in name])
@@ -96,13 +87,13 @@ def test_under_rules_that_keep_everything_the_logits_are_the_originals(written, 
     opened = open_model(file.path, dtype="float32", device="cpu")
     inject(opened.model, "dense", command_line=COVERING)
     model = opened.load().model
-    assert off(in_turns(model, HeteroCache(model)), file.original(IDS).logits).max() < TOLERANCE
+    assert relative_error(in_turns(model, HeteroCache(model)), file.original(IDS).logits).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("bloom", marks=pytest.mark.slow), "gpt2", "qwen2moe"])
 def test_matrices_in_blocks_are_the_originals(written, name):
     file = written(name, Q8_0)
-    assert off(loaded(file.path)(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+    assert relative_error(loaded(file.path)(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", UNDER_RULES)
@@ -112,7 +103,7 @@ def test_packed_weights_compute_what_the_original_does(written, name):
     inject(opened.model, "dense", command_line=COVERING)
     model = opened.load().model
     # A token whose experts are chosen by a hair may have others.
-    assert off(in_turns(model, HeteroCache(model)), file.original(IDS).logits).median() < PACKED_TOLERANCE
+    assert relative_error(in_turns(model, HeteroCache(model)), file.original(IDS).logits).median() < PACKED_TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_RULES))

@@ -1,19 +1,19 @@
-"""Values of a file's keys that no model has are refused by name, and what a file leaves out is what llama.cpp takes."""
+"""Impossible values of a file's keys are refused by name, and missing keys have llama.cpp's defaults."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from campaigns.gguf_layout import Layout, Tensor, array, scalar
 
 from hetero_kv import load_model
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf import metadata_ranges
 from hetero_kv.models.gguf.config_from_file import configuration_of, settings_of
 from hetero_kv.models.gguf.file import GGUFFile
-from tests.gguf.test_models_from_files import IDS, SLOWEST, TOLERANCE, off
-from tests.gguf.variants import VARIANTS
+from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
+from tests.support.gguf_models.container import Layout, Tensor, array, scalar
+from tests.support.gguf_models.variants import VARIANTS
 
 UINT32, FLOAT32, BOOL, STRING = 4, 6, 7, 8
 DECLARED = {
@@ -110,7 +110,7 @@ def test_an_exaone_4_without_windows_rotates_all_layers(written, changed, gone):
     )
     expected = type(original)(config).eval()
     expected.load_state_dict(original.state_dict())
-    assert float(off(found, expected(IDS).logits).max()) < TOLERANCE
+    assert float(relative_error(found, expected(IDS).logits).max()) < TOLERANCE
 
 
 def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):

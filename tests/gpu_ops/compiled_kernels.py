@@ -1,11 +1,11 @@
-"""Compiles every Triton kernel for GPUs that need not be there, as it is launched; prints what came out.
+"""Compiles every Triton kernel for GPUs that need not be present, as it is launched; prints the results.
 
     python tests/gpu_ops/compiled_kernels.py [all]
 
 A launch's arguments say for what it is specialised, strides and alignment among them: each is made by the function
 that launches the kernel, with tensors of a model's shapes. With `all` each is compiled for every GPU, and those
 of packed weights in every format too, else for one.
-Run by test_triton_kernels.py in a process of its own, since the interpreter's tests must not see compiled kernels.
+test_triton_kernels.py runs it in another process, since the interpreter's tests must not see compiled kernels.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def rebuilding(dtype: torch.dtype, layout: RotaryLayout) -> Callable[[], Any]:
 def rebuilding_into(dtype: torch.dtype) -> Callable[[], Any]:
     turns, chunks = zeros(4096, 64, dtype=dtype), torch.zeros(1, 8, 256, dtype=torch.int64)
     coefficients, basis = zeros(1, 4096, 160, dtype=dtype), zeros(1, 8, 160, DIM, dtype=dtype)
-    held = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
+    strided = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
     factors = coefficients, basis, turns, turns, RotaryLayout(64)
-    return lambda: rebuild.rebuild_into(*factors, chunks, chunks, held)
+    return lambda: rebuild.rebuild_into(*factors, chunks, chunks, strided)
 
 
 def taking(dtype: torch.dtype, heads: int, dim: int, softcap: float | None) -> Callable[[], Any]:
@@ -122,8 +122,8 @@ def placing() -> None:
 
 def fetching(stored: torch.dtype, dtype: torch.dtype) -> Callable[[], Any]:
     chunks, table = torch.zeros(1, 8, 256, dtype=torch.int64), torch.zeros(1, 500, dtype=torch.int32)
-    held = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
-    return lambda: resident_slots.fetch(zeros(9, 8, 8, DIM, dtype=stored), table, chunks, chunks, held)
+    strided = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
+    return lambda: resident_slots.fetch(zeros(9, 8, 8, DIM, dtype=stored), table, chunks, chunks, strided)
 
 
 def gathering() -> None:

@@ -1,16 +1,16 @@
-"""The kernels of bounded caches against the torch functions that define them; `interpreted_kernels.py` runs this."""
+"""The kernels of bounded caches against their torch functions; `interpreted_kernels.py` runs this."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from interpreted_numbers import DTYPES, GENERATOR, difference, random
 
 from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from gpu_ops.draws import FACTORS, mixed_in_torch, share_in_torch
 from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
 from gpu_ops.triton_kernels import cached_entries, draws, merged_entries
+from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
 
 
 def room(dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,8 +35,8 @@ def lowest_left_out(kind: str, cached: int, first: int, last: int) -> bool:
     scores = scores << 40 if kind == "int64" else scores.float().masked_fill(scores == 4, float("inf"))
     if kind == "not a number":
         scores[:, 1, cached // 2] = float("nan")
-    given = scores[:, :1] if kind == "shared" else scores
-    return torch.equal(cached_entries.all_but_lowest(given, first, last), all_but_lowest_in_torch(given, first, last))
+    shown = scores[:, :1] if kind == "shared" else scores
+    return torch.equal(cached_entries.all_but_lowest(shown, first, last), all_but_lowest_in_torch(shown, first, last))
 
 
 def kept(dtype: torch.dtype, count: int, lists: int, is_shared: bool) -> bool:
@@ -44,11 +44,11 @@ def kept(dtype: torch.dtype, count: int, lists: int, is_shared: bool) -> bool:
     heads = 1 if is_shared else 3
     index = torch.rand(2 if heads == 3 else 1, heads, 80, generator=GENERATOR).argsort(dim=2)[..., :count]
     scores = random(2, 3, 78), torch.randint(0, 1 << 60, (2, 3, 80), generator=GENERATOR), random(2, 1, 79)
-    given = room(dtype, 83), (*scores[:2], scores[2].expand(-1, 3, -1))[:lists], index.sort(dim=2).values
+    shown = room(dtype, 83), (*scores[:2], scores[2].expand(-1, 3, -1))[:lists], index.sort(dim=2).values
     found, expected = room(dtype, count + 5), room(dtype, count + 5)
     gathered = [
-        cached_entries.keep(*given, found),
-        keep_in_torch(*given, expected),
+        cached_entries.keep(*shown, found),
+        keep_in_torch(*shown, expected),
     ]
     entries = zip((part[:, :, :count] for part in found), (part[:, :, :count] for part in expected), strict=True)
     return all(torch.equal(*pair) for pair in (*entries, *zip(*gathered, strict=True)))
@@ -73,9 +73,9 @@ def merged_one(dtype: torch.dtype) -> float:
     kept, evicted = room(dtype, 50)[:2], [part[:, :, :1] for part in room(dtype, 33)[:2]]
     found, expected = ([part.clone() for part in kept] for _ in range(2))
     matches, joins = torch.randint(0, 46, (2, 3, 1), generator=GENERATOR), torch.tensor([True, False, True])
-    given = *evicted, random(2, 3, 1), matches, joins[None, :, None].expand(2, -1, -1)
-    merged_entries.merge_one(*(part[:, :, :46] for part in found), *given)
-    merge_one_in_torch(*(part[:, :, :46] for part in expected), *given)
+    shown = *evicted, random(2, 3, 1), matches, joins[None, :, None].expand(2, -1, -1)
+    merged_entries.merge_one(*(part[:, :, :46] for part in found), *shown)
+    merge_one_in_torch(*(part[:, :, :46] for part in expected), *shown)
     assert all(torch.equal(part[:, 1], before[:, 1]) for part, before in zip(found, kept, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(found, kept, strict=True))
     return max(difference(*pair) for pair in zip(found, expected, strict=True))

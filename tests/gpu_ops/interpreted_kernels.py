@@ -1,6 +1,6 @@
-"""Every Triton kernel against the torch function that defines it, under Triton's interpreter; prints one line each.
+"""Every Triton kernel against its torch function, under Triton's interpreter; prints one JSON object.
 
-Run by test_triton_kernels.py in a process of its own: the interpreter is chosen when kernels are defined, and for good.
+test_triton_kernels.py runs it in another process: the definition of a kernel fixes its interpreter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from bfloat16_products import mended
-from interpreted_entries import of_entries
-from interpreted_numbers import DTYPES, GENERATOR, difference, random
 
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
@@ -25,6 +22,9 @@ from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary, window_step
 from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from tests.gpu_ops.interpreted_entries import of_entries
+from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
+from tests.support.bfloat16_products import mended
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
 LAYOUTS = (
@@ -116,26 +116,29 @@ def rebuilt(dtype: torch.dtype, layout: RotaryLayout, chunk_size: int, rank: int
 def rotated(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> float:
     """Queries as a model projects them, and into a part of a larger buffer."""
     x, out = random(2, tokens, 3, 24, dtype=dtype).transpose(1, 2), random(2, 3, tokens + 4, 24, dtype=dtype)
-    given = x, random(tokens, layout.pairs, dtype=dtype), random(tokens, layout.pairs), layout
+    arguments = x, random(tokens, layout.pairs, dtype=dtype), random(tokens, layout.pairs), layout
     found, expected = out.clone(), out.clone()
-    rotary.rotate_into(*given, found[:, :, 1:-3])
-    rotate_into_in_torch(*given, expected[:, :, 1:-3])
+    rotary.rotate_into(*arguments, found[:, :, 1:-3])
+    rotate_into_in_torch(*arguments, expected[:, :, 1:-3])
     back, plain = out.clone(), out.clone()
-    rotary.rotate_into(*given, back[:, :, 1:-3], inverse=True)
-    unrotate_into_in_torch(*given, plain[:, :, 1:-3])
+    rotary.rotate_into(*arguments, back[:, :, 1:-3], inverse=True)
+    unrotate_into_in_torch(*arguments, plain[:, :, 1:-3])
     return max(difference(found, expected), difference(back, plain))
 
 
-def slots(held: int, count: int, chunks: int) -> tuple[torch.Tensor, ...]:
+def slots(resident: int, count: int, chunks: int) -> tuple[torch.Tensor, ...]:
     """What two sequences of three heads hold, of which the last slots are empty, and what they choose."""
     orders = [torch.rand(2, 3, chunks, generator=GENERATOR).argsort(dim=2)[..., :count].contiguous() for _ in range(2)]
-    orders[0][..., held:] = -1
+    orders[0][..., resident:] = -1
     return orders[0], orders[1]
 
 
-def placed(held: int, count: int, chunks: int) -> bool:
-    given, missed, expected_missed = slots(held, count, chunks), *(torch.zeros(6, dtype=torch.int32) for _ in range(2))
-    pairs = zip(resident_slots.place(*given, missed), placed_in_torch(*given, expected_missed), strict=True)
+def placed(resident: int, count: int, chunks: int) -> bool:
+    arguments, missed, expected_missed = (
+        slots(resident, count, chunks),
+        *(torch.zeros(6, dtype=torch.int32) for _ in range(2)),
+    )
+    pairs = zip(resident_slots.place(*arguments, missed), placed_in_torch(*arguments, expected_missed), strict=True)
     return torch.equal(missed, expected_missed) and all(torch.equal(actual, expected) for actual, expected in pairs)
 
 
@@ -171,8 +174,8 @@ def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
     k = random(case.batch, case.kv_heads, case.own, case.k_dim, dtype=dtype)
     v = random(case.batch, case.kv_heads, case.own, case.v_dim, dtype=dtype)
     sink = random(heads, dtype=dtype) * 3 if case.has_sink else None
-    given = q, past_k, past_v, k, v, 0.3, case.softcap, case.window, sink
-    pairs = zip(flash.flash_attention(*given), flash_attention_in_torch(*given), strict=True)
+    arguments = q, past_k, past_v, k, v, 0.3, case.softcap, case.window, sink
+    pairs = zip(flash.flash_attention(*arguments), flash_attention_in_torch(*arguments), strict=True)
     out, lse = (difference(actual, expected) for actual, expected in pairs)
     return out, lse
 
@@ -210,8 +213,10 @@ def summed(dtype: torch.dtype, key_dtype: torch.dtype, n: int, length: int, past
     settings = {"softcap": None, "weights": None, "squared": False, "group_max": False, **more}
     if settings["weights"]:
         settings["weights"] = random(n).abs()
-    given = q, random(2, 6, n) + 4, keys, 0.3
-    found, expected = (sums(*given, **settings, past=past) for sums in (column_sums.column_sums, column_sums_in_torch))
+    arguments = q, random(2, 6, n) + 4, keys, 0.3
+    found, expected = (
+        sums(*arguments, **settings, past=past) for sums in (column_sums.column_sums, column_sums_in_torch)
+    )
     # Sums of some hundred numbers.
     return difference(found, expected)
 
@@ -256,8 +261,8 @@ if __name__ == "__main__":
                     for tokens in (1, 150)
                 },
                 "placed": {
-                    f"{held} of {count}, {chunks}": placed(held, count, chunks)
-                    for held, count, chunks in ((0, 1, 4), (4, 4, 5), (9, 20, 30), (70, 70, 90), (300, 300, 310))
+                    f"{resident} of {count}, {chunks}": placed(resident, count, chunks)
+                    for resident, count, chunks in ((0, 1, 4), (4, 4, 5), (9, 20, 30), (70, 70, 90), (300, 300, 310))
                 },
                 "brought": {
                     f"{dtype}, {stored}, {count}": brought(dtype, stored, count)

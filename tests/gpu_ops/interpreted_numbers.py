@@ -1,4 +1,4 @@
-"""Numbers that Triton's kernels are compared by, under its interpreter."""
+"""Random tensors and error measures for comparisons under Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel computes attention on a GPU, and that the package flash-attn is called as it is documented."""
+"""Which kernel computes attention on a GPU, and that flash-attn is called as documented."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from simulated_cuda.tensor import SimulatedTensor
-from small_recipes import small_recipe
-from tiny_models import tiny_model
 
 from gpu_ops import attention_backend
 from gpu_ops.attention import chunk_attention, sliding_window_attention
@@ -22,6 +18,10 @@ from gpu_ops.flash import flash_attention_in_torch
 from hetero_kv import HeteroCache, inject
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import SettingError
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.simulated_cuda.tensor import SimulatedTensor
+from tests.support.small_recipes import small_recipe
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
@@ -80,7 +80,7 @@ def attended(device, dtype, addition):
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype", "capability", "addition", "kernels"),
+    ("choice", "dtype", "capability", "addition", "kernels"),
     # The last: with flash-attn, and without.
     [
         ("auto", HALF, (8, 0), None, (ATEN, ATEN)),
@@ -95,18 +95,18 @@ def attended(device, dtype, addition):
         ("torch", HALF, (7, 5), None, (TILES, TILES)),
     ],
 )
-def test_what_was_asked_for_computes_what_it_can(has_flash_attn, asked, dtype, capability, addition, kernels):
+def test_the_chosen_backend_computes_what_it_can(has_flash_attn, choice, dtype, capability, addition, kernels):
     pytest.importorskip("triton")
-    backend = AttentionBackend(asked)
+    backend = AttentionBackend(choice)
     with simulated_cuda(capability=capability) as gpu, attending_by(backend):
         (out, lse), expected = attended("cuda", dtype, addition)
         launched = {launch.name for launch in gpu.record.launches}
-        wanted = kernels[0 if has_flash_attn else 1]
-        assert backend.used == {wanted}
+        used = kernels[0 if has_flash_attn else 1]
+        assert backend.used == {used}
         names = {ATEN: "_scaled_dot_product_flash_attention", FLASH_ATTN: "flash_attn", TRITON: "_flash"}
-        assert {kernel for kernel, name in names.items() if name in launched} == {wanted} - {TILES}
-        if wanted is TRITON:
-            # One pass, the sink in it, beside the trial of whether Triton runs here.
+        assert {kernel for kernel, name in names.items() if name in launched} == {used} - {TILES}
+        if used is TRITON:
+            # One pass that includes the sink, after the trial of whether Triton runs here.
             assert [launch.name for launch in gpu.record.own_launches if launch.name != "zeros"].count("_flash") == 1
         tolerance = 2e-3 if dtype is HALF else 1e-5
         torch.testing.assert_close(out.cpu(), expected[0], rtol=tolerance, atol=tolerance)
@@ -124,7 +124,7 @@ def test_without_triton_torch_computes_the_same(monkeypatch):
     assert backend.used == {TILES}
 
 
-def test_the_setting_may_be_what_there_is():
+def test_every_available_backend_can_be_set():
     for name in BACKENDS:
         assert EngineSettings(attention_backend=name).attention_backend == name
     with pytest.raises(SettingError, match="attention_backend is 'flash'"):
@@ -140,7 +140,7 @@ def test_a_backend_that_is_not_installed_is_refused_with_what_would_install_it(m
 
 
 @torch.no_grad()
-def test_a_model_is_attended_to_by_what_its_settings_name():
+def test_a_models_backend_follows_its_settings():
     pytest.importorskip("triton")
     with simulated_cuda() as gpu:
         model = model_on(torch.device("cuda", 0), tiny_model("llama").to(HALF))
@@ -153,7 +153,7 @@ def test_a_model_is_attended_to_by_what_its_settings_name():
 
 
 def test_the_extra_for_gpus_needs_nothing_that_is_built_against_torch():
-    """flash-attn's source wants torch while it is built, which pip builds apart from; so it is an extra of its own."""
+    """flash-attn needs torch at build time, which pip's isolated builds lack; so it is a separate extra."""
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

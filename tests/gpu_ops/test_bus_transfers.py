@@ -1,26 +1,20 @@
-"""Pieces that leave a GPU and come to one beside its work, two at a time, in page-locked memory."""
+"""Pieces cross the bus next to the GPU's work, two at a time, in page-locked memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
-from simulated_cuda import SimulatedCudaError
-from simulated_cuda.streams import Event
 
 from gpu_ops.pinned_bytes import PinnedBytes
 from gpu_ops.prefetch import Prefetch
 from gpu_ops.write_out import WriteOut
+from tests.support.devices import simulated_cuda
+from tests.support.simulated_cuda import SimulatedCudaError
+from tests.support.simulated_cuda.streams import Event
 
 pytestmark = pytest.mark.cuda
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
 
 
 def written(write_out, count, arrived):
@@ -31,7 +25,7 @@ def written(write_out, count, arrived):
         write_out.send((source[:, 1:], source[0].to(torch.float16)), lambda copies: arrived.append([*copies]))
 
 
-def test_what_is_sent_arrives_in_order_and_two_are_under_way(gpu):
+def test_pieces_arrive_in_order_with_two_in_flight(gpu):
     arrived, write_out = [], WriteOut(DEVICE)
     gpu.record.clear()
     written(write_out, 2, arrived)
@@ -59,7 +53,7 @@ def test_each_piece_has_the_numbers_of_its_time(gpu):
     assert found == [[float(number)] * 4 for number in range(5)]
 
 
-def test_what_is_dropped_is_handed_to_nobody(gpu):
+def test_dropped_pieces_are_not_delivered(gpu):
     arrived, write_out = [], WriteOut(DEVICE)
     written(write_out, 2, arrived)
     write_out.drop()
@@ -127,12 +121,12 @@ def test_two_pieces_are_on_the_device(gpu):
 def test_pieces_that_nobody_takes_to_the_end_are_let_go_of(gpu):
     prefetch, kind = Prefetch(DEVICE), [((1000,), torch.float32)]
     before = torch.cuda.memory_allocated(DEVICE)
-    wanted = [(kind, lambda host: host[0].fill_(2.0))] * 3
-    pieces = prefetch.pieces(wanted)
+    requests = [(kind, lambda host: host[0].fill_(2.0))] * 3
+    pieces = prefetch.pieces(requests)
     total = next(pieces)[0] + 1
     pieces.close()
     assert torch.cuda.memory_allocated(DEVICE) - before == 4000
-    assert [float(piece.mean()) for (piece,) in prefetch.pieces(wanted)] == [2.0] * 3
+    assert [float(piece.mean()) for (piece,) in prefetch.pieces(requests)] == [2.0] * 3
     assert total.tolist() == [3.0] * 1000
 
 
@@ -143,7 +137,7 @@ def fill_without_waiting():
 
 
 def test_page_locked_memory_is_filled_when_its_copy_is_done():
-    # Else the simulated device complains: nothing here waits but who fills.
+    # Otherwise the simulated device raises an error: only the filling thread waits here.
     fill_without_waiting()
 
 

@@ -1,14 +1,14 @@
-"""Column sums of the attention matrix, chunk by chunk, against the dense matrix."""
+"""Column sums of the attention matrix, chunk by chunk, equal those of the dense matrix."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops import column_sums as module
 from gpu_ops.attention import chunk_attention
 from gpu_ops.column_sums import column_sums
+from tests.support.devices import simulated_cuda
 
 BATCH, KV_HEADS, GROUP, DIM, LENGTH, SCALE = 2, 2, 3, 8, 75, 0.4
 
@@ -74,7 +74,7 @@ def test_the_highest_of_a_group_is_that_of_each_query(tiles, squared):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_a_gpu_is_given_tiles_of_its_size(monkeypatch, has_triton):
+def test_tiles_fit_the_gpu(monkeypatch, has_triton):
     if has_triton:
         pytest.importorskip("triton")
     else:
@@ -82,11 +82,11 @@ def test_a_gpu_is_given_tiles_of_its_size(monkeypatch, has_triton):
     q, k = torch.randn(1, 2, 2048, 8), torch.randn(1, 1, 4096, 8)
     lse = torch.logsumexp(q @ k.transpose(-1, -2), dim=-1)
     with simulated_cuda() as gpu:
-        given = [part.to("cuda") for part in (q, lse, k)]
+        arguments = [part.to("cuda") for part in (q, lse, k)]
         # The first time it is tried whether Triton runs here.
-        column_sums(*given, 1.0)
+        column_sums(*arguments, 1.0)
         gpu.record.clear()
-        sums = column_sums(*given, 1.0)
+        sums = column_sums(*arguments, 1.0)
         # In torch two tiles of queries, each with some eight of keys, and a few launches for each.
         assert len(gpu.record.launches) <= (1 if has_triton else 2 * 8 * 10)
         torch.testing.assert_close(sums.cpu(), column_sums(q, lse, k, 1.0), rtol=1e-4, atol=1e-5)

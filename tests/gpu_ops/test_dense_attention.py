@@ -1,4 +1,4 @@
-"""Chunk and window attention against the softmax formula in float64."""
+"""Chunk and window attention equal the softmax formula in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_ops.merge import apply_sink, merge_attention
 
 
 def reference(q, k, v, scale, softcap=None, mask=None, sink=None):
-    """Softmax attention, q [b, h, n, d], k and v [b, h, m, d], in float64; the log-sum-exp beside it."""
+    """Softmax attention, q [b, h, n, d], k and v [b, h, m, d], in float64, and its log-sum-exp."""
     scores = q.double() @ k.double().transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.host_copies import on_device, on_host
+from tests.support.devices import simulated_cuda
 
 
 def test_numbers_go_there_and_back(device):
-    given = torch.arange(6).view(2, 3), torch.tensor(1.5)
-    there = [on_device(each, device) for each in given]
+    tensors = torch.arange(6).view(2, 3), torch.tensor(1.5)
+    there = [on_device(each, device) for each in tensors]
     assert all(each.device == device for each in there)
-    for back, each in zip(on_host(*there), given, strict=True):
+    for back, each in zip(on_host(*there), tensors, strict=True):
         assert torch.equal(back, each)
 
 

@@ -1,4 +1,4 @@
-"""What has the host wait, or goes over the bus, is noticed with the line that asked for it, and runs as ever."""
+"""Host waits and bus copies are recorded with the line that causes them, and run as usual."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ import warnings
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.host_traffic import traffic_observed
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
 
 
 def pinned():
@@ -28,7 +21,7 @@ CROSSING = "copies from or to the device"
 
 
 @pytest.mark.parametrize(
-    ("asked", "what"),
+    ("operation", "what"),
     [
         (lambda ours: ours.sum().item(), "waits for the device"),
         (lambda ours: bool((ours > 1).any()), "waits for the device"),
@@ -42,16 +35,16 @@ CROSSING = "copies from or to the device"
         (lambda ours: torch.empty(4, pin_memory=True), "page-locks memory"),
     ],
 )
-def test_what_cannot_be_captured_is_noticed_with_its_line(gpu, asked, what):
+def test_uncapturable_operations_are_recorded_with_their_line(gpu, operation, what):
     ours = torch.ones(4, device="cuda")
     with traffic_observed() as traffic:
         ours.add_(1)
-        asked(ours)
+        operation(ours)
         ours.sum().item()
-    assert traffic.first == f"{what} (test_host_traffic.py:{asked.__code__.co_firstlineno})"
+    assert traffic.first == f"{what} (test_host_traffic.py:{operation.__code__.co_firstlineno})"
 
 
-def test_work_of_the_device_alone_is_none_and_what_is_to_be_overlooked_is(gpu):
+def test_device_work_is_not_recorded_and_exempt_waits_are_not_either(gpu):
     ours = torch.ones(4, device="cuda")
     with traffic_observed() as traffic:
         made = (ours * 2).relu().to(torch.bfloat16)

@@ -1,12 +1,12 @@
-"""Whether Triton runs on a GPU is found out once, and not from what is missing for the moment."""
+"""Whether Triton runs on a GPU is found out once, and a temporary failure does not decide it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.kernel_choice import runs_triton
+from tests.support.devices import simulated_cuda
 
 merge = pytest.importorskip("gpu_ops.triton_kernels.merge")
 pytestmark = pytest.mark.cuda
@@ -41,7 +41,7 @@ def test_memory_that_runs_out_says_nothing_of_triton(ours, monkeypatch, error):
     assert runs_triton(ours)
 
 
-def test_what_triton_lacks_is_told_once_and_remembered(ours, monkeypatch):
+def test_a_reason_against_triton_is_reported_once_and_remembered(ours, monkeypatch):
     failing_once(monkeypatch, RuntimeError("Failed to find C compiler"))
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         assert not runs_triton(ours)

@@ -1,4 +1,4 @@
-"""Weights that come to a GPU layer by layer are put back, and put in place, whatever interrupts it."""
+"""Weights that stream to a GPU layer by layer are restored after any interruption."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from devices import simulated_cuda
 from torch import nn
 
 from gpu_ops import layer_stream
 from gpu_ops.layer_stream import LayerStream
+from tests.support.devices import simulated_cuda
 
 pytestmark = pytest.mark.cuda
 
@@ -65,7 +65,7 @@ def interrupted_at(call, number, file):
 
 def test_ctrl_c_in_a_streamed_layer_leaves_no_weight_on_the_gpu(gpu):
     layers, x = layers_of(), torch.ones(2, WIDTH)
-    expected, held = through(layers, x), [layer.weight.clone() for layer in layers]
+    expected, weights = through(layers, x), [layer.weight.clone() for layer in layers]
 
     class Interrupted(nn.Linear):
         is_on = True
@@ -83,7 +83,7 @@ def test_ctrl_c_in_a_streamed_layer_leaves_no_weight_on_the_gpu(gpu):
     assert [layer.weight.device.type for layer in layers] == ["cpu"] * LAYERS
     layers[2].is_on = False
     assert torch.allclose(through(layers, x.to(DEVICE)).cpu(), expected, atol=1e-6)
-    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, held, strict=True))
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
 
 
 def test_a_forward_that_is_interrupted_anywhere_leaves_weights_in_dram_and_the_next_one_right(gpu):

@@ -1,13 +1,13 @@
-"""However many tokens there are, a kernel is launched in no more blocks of a dimension than CUDA takes."""
+"""Kernels keep to CUDA's grid limits for any number of tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops import cached_entries, draws, merged_entries, rebuild, rotary
 from gpu_ops.rotary import RotaryLayout
+from tests.support.devices import simulated_cuda
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.cuda

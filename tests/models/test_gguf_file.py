@@ -1,4 +1,4 @@
-"""The header of a GGUF file, sound and damaged."""
+"""The header of a GGUF file, intact and damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says is used, known to be without effect, or refused by name: metadata."""
+"""The metadata of a GGUF file is used, known to be without effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_gguf import header, value
 from transformers import AutoConfig
 
 from hetero_kv.models import ModelError
@@ -18,6 +17,7 @@ from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.models.gguf.architectures.declaration import MetadataReader
 from hetero_kv.models.gguf.architectures.rope import _partial_factor, llama3_factors, rope_parameters
 from hetero_kv.models.gguf.config_from_file import adapt, configuration_of, settings_of
+from tests.models.tiny_gguf import header, value
 
 words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
 keys = st.lists(words, min_size=1, max_size=3).map(".".join)
@@ -136,7 +136,7 @@ def test_positions_are_rotated_as_llama_cpp_rotates_them(case):
         ),
     ],
 )
-def test_what_a_model_cannot_compute_is_refused_with_the_value(architecture, metadata, message):
+def test_unsupported_metadata_is_refused_with_its_value(architecture, metadata, message):
     with pytest.raises(ModelError, match=message):
         configuration_of(header(architecture, metadata))
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says is used, known to be without effect, or refused by name: tensors."""
+"""The tensors of a GGUF file are used, known to be without effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_gguf import header, write
-from tiny_qwen2 import TOKENS
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -27,6 +25,8 @@ from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import inverse_transforms
 from hetero_kv.models.gguf.config_from_file import configuration_of
 from hetero_kv.models.gguf.weights import WeightMap
+from tests.models.tiny_gguf import header, write
+from tests.support.tiny_qwen2 import TOKENS
 
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8, 40, 41]])
 LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
@@ -103,12 +103,12 @@ def by_place(rows, heads):
     return rows.reshape(heads, 2, -1).swapaxes(0, 1).reshape(-1)
 
 
-def sizes(**given):
-    return SimpleNamespace(new_decoder_architecture=True, multi_query=False, **given)
+def sizes(**values):
+    return SimpleNamespace(new_decoder_architecture=True, multi_query=False, **values)
 
 
 @given(groups=st.integers(1, 4), per_group=st.integers(1, 3), dim=st.integers(1, 4).map(lambda half: 2 * half))
-def test_the_order_of_rows_is_what_the_converter_changed(groups, per_group, dim):
+def test_the_converters_row_order_is_reversed(groups, per_group, dim):
     heads = groups * per_group
     config = sizes(
         num_attention_heads=heads,
@@ -235,9 +235,9 @@ def write_llama(biased_llama, tmp_path_factory):
 
 def test_biases_are_read_and_the_converters_order_is_undone(write_llama, biased_llama):
     path = write_llama("biased.gguf")
-    wanted = biased_llama(IDS).logits
+    expected = biased_llama(IDS).logits
     for model in (load_model(path, dtype="float32").model, open_model(path, dtype="float32").load().model):
-        torch.testing.assert_close(model(IDS).logits, wanted)
+        torch.testing.assert_close(model(IDS).logits, expected)
 
 
 def test_blocks_stay_packed_in_another_order(write_llama):
@@ -247,9 +247,9 @@ def test_blocks_stay_packed_in_another_order(write_llama):
     model = opened.load().model
     assert model.model.layers[0].self_attn.q_proj.quantized.name == "Q8_0"
     long = IDS.repeat(1, 4)
-    wanted = load_model(path, dtype="float32").model(long).logits
+    expected = load_model(path, dtype="float32").model(long).logits
     found = model(long, past_key_values=HeteroCache(model, 64)).logits
-    assert (found - wanted).norm() / wanted.norm() < 0.03
+    assert (found - expected).norm() / expected.norm() < 0.03
 
 
 def test_the_scale_of_a_matrix_is_refused(write_llama):
@@ -299,9 +299,9 @@ def minimax(tmp_path_factory):
 
 def test_buffers_are_loaded_with_rules_and_without(minimax):
     model, path = minimax
-    wanted = model(IDS).logits
-    torch.testing.assert_close(load_model(path, dtype="float32").model(IDS).logits, wanted)
+    expected = model(IDS).logits
+    torch.testing.assert_close(load_model(path, dtype="float32").model(IDS).logits, expected)
     opened = open_model(path, dtype="float32")
     inject(opened.model, "dense", command_line={"block_size": 4, "max_seq_len": 64, "kv_type": "FP32"})
     found = opened.load().model(IDS, past_key_values=HeteroCache(opened.model, 64)).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file says what the file says, or the file is refused by name.
+"""The tokenizer follows the GGUF file, or the file is refused by name.
 
 How texts are split is compared with llama.cpp's splits in `gguf_splits.json`, which `make_gguf_splits.py` writes.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_gguf_splits import TEXTS, letters
 from tokenizers import Tokenizer
 
 from hetero_kv.models import ModelError, load_model
@@ -23,6 +22,7 @@ from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MalformedHeaderErr
 from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
+from tests.models.make_gguf_splits import TEXTS, letters
 
 SPLITS = json.loads(Path(__file__).with_name("gguf_splits.json").read_text())
 UINT, INT, FLOAT = 4, 5, 6
@@ -57,8 +57,8 @@ def byte_level(more=(), types=None, merges=("h e",), **keys):
     """A byte-level vocabulary: the letters of all bytes, `he`, and `more`, which are control tokens by default."""
     tokens = [*letters(), "he", *more]
     kinds = [NORMAL] * 257 + list(types or [CONTROL] * len(more))
-    given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": list(merges)}
-    return file_of(**{**given, **keys})
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": list(merges)}
+    return file_of(**{**metadata, **keys})
 
 
 WORDS = ["▁", *"helowrd!", "he", "ll", "hell", "hello", "▁hello", "lo"]
@@ -199,7 +199,7 @@ def test_every_key_is_used_or_without_effect_or_refused():
 @pytest.mark.parametrize(
     "key", ["remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents", "precompiled_charsmap"]
 )
-def test_what_changes_a_text_and_is_not_done_is_refused(key):
+def test_unsupported_text_transformations_are_refused(key):
     for made in (byte_level, sentencepiece):
         with pytest.raises(ModelError, match=rf"changes texts before it splits them \(tokenizer\.ggml\.{key}\)"):
             tokenizer_of(made(**{key: [1] if key == "precompiled_charsmap" else True}))
@@ -230,7 +230,7 @@ def test_a_letter_that_was_added_to_a_byte_level_vocabulary_is_shown_as_that_let
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_what_ends_a_turn_is_a_control_token_though_the_file_calls_it_a_word():
+def test_the_end_of_a_turn_is_a_control_token_even_if_the_file_calls_it_a_word():
     tokenizer = tokenizer_of(byte_level(["<|im_end|>", "<end_of_turn>"], [NORMAL, USER_DEFINED]))
     assert all(tokenizer.added_tokens_decoder[number].special for number in (257, 258))
 

@@ -1,4 +1,4 @@
-"""The front door, with a tiny random model in every form and with the small real one."""
+"""`load_model` with a tiny random model in every form and with the small real one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import gguf
 import pytest
 import torch
 import transformers
-from tiny_qwen2 import END_OF_TEXT, END_OF_TURN
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
 from hetero_kv.models.turns import end_of_turn_ids
+from tests.support.tiny_qwen2 import END_OF_TEXT, END_OF_TURN
 
 PROMPT = torch.arange(40)[None]
 
@@ -93,7 +93,7 @@ def test_the_files_own_end_of_turn_is_used_without_a_chat_template(write_tiny_gg
     assert 7 in load_model(path, dtype="float32", device="cpu").model.generation_config.eos_token_id
 
 
-def test_weights_take_the_dtype_that_was_asked_for(tiny_directory, tiny_gguf):
+def test_weights_take_the_requested_dtype(tiny_directory, tiny_gguf):
     for source in (tiny_directory, tiny_gguf):
         assert load_model(source, dtype="bf16", device="cpu").model.dtype == torch.bfloat16
 

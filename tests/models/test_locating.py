@@ -1,4 +1,4 @@
-"""What a model's name stands for, and what is said where it stands for nothing."""
+"""The meaning of a model's name, and the error for an unknown one."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_a_file_without_an_ending_that_is_no_gguf_file_is_refused(tmp_path):
 @pytest.mark.parametrize("ending", ["", ".gguf"])
 def test_a_pipe_is_no_model(tiny_directory, tmp_path, ending):
     os.mkfifo(pipe := tmp_path / f"pipe{ending}")
-    for asked in ((pipe, None), (tiny_directory, pipe)):
+    for names in ((pipe, None), (tiny_directory, pipe)):
         with pytest.raises(ModelError, match="is a pipe or a device"):
-            locate(*asked, None)
+            locate(*names, None)
     with pytest.raises(ModelError, match="is a pipe or a device"):
         locate("/dev/null", None, None)

@@ -1,4 +1,4 @@
-"""A model is opened without its weights, rules are put in, then the weights come: nothing is unpacked in between."""
+"""A model is opened without weights, rules are injected, then weights load: nothing is unpacked in between."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tensor_reader import tensor_data
+from tests.support.tiny_models import tiny_model
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
@@ -54,8 +54,8 @@ def test_matrices_stay_as_the_file_stores_them(quantized_file, kind):
     long = IDS.repeat(1, 20)
     # A long prompt multiplies the same numbers; a short one quantizes its activations.
     torch.testing.assert_close(logits_of(model, long), unpacked(long).logits, rtol=1e-4, atol=1e-4)
-    short, wanted = logits_of(model, IDS), unpacked(IDS).logits
-    assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
+    short, expected = logits_of(model, IDS), unpacked(IDS).logits
+    assert 0 < (short - expected).norm() / expected.norm() < 0.02
 
 
 def test_parts_of_a_prompt_whose_logits_nobody_wants_give_none(quantized_file):
@@ -97,9 +97,9 @@ def test_eject_gives_the_modules_back_with_their_numbers(quantized_file):
     inject(opened.model, "quest", command_line=SMALL)
     model = opened.load().model
     eject(model)
-    wanted = load_model(path, dtype="float32").model
-    assert model.state_dict().keys() == wanted.state_dict().keys()
-    for name, numbers in wanted.state_dict().items():
+    expected = load_model(path, dtype="float32").model
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, numbers in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], numbers), name
 
 
@@ -121,12 +121,12 @@ def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog,
     model = opened.load().model
     assert set(quantized(model).values()) == {"Q8_0"}
     assert "tensors of types without kernels are converted: 16 of Q5_1 to Q8_0" in caplog.text
-    wanted = load_model(path, dtype="float32").model(IDS.repeat(1, 10)).logits
-    assert (logits_of(model, IDS.repeat(1, 10)) - wanted).norm() / wanted.norm() < 0.02
+    expected = load_model(path, dtype="float32").model(IDS.repeat(1, 10)).logits
+    assert (logits_of(model, IDS.repeat(1, 10)) - expected).norm() / expected.norm() < 0.02
 
 
 @pytest.mark.parametrize(
-    ("asked", "kinds", "dtype"),
+    ("weights", "kinds", "dtype"),
     [
         ("q4_0", {"Q4_0"}, None),
         ("q8_0", {"Q8_0"}, None),
@@ -134,19 +134,19 @@ def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog,
         ("bf16", set(), torch.bfloat16),
     ],
 )
-def test_weights_are_what_is_asked_for(quantized_file, tiny_directory, asked, kinds, dtype):
+def test_weights_have_the_requested_type(quantized_file, tiny_directory, weights, kinds, dtype):
     for source in (quantized_file("Q8_0"), tiny_directory):
         opened = open_model(source, dtype="float32")
-        inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
+        inject(opened.model, "dense", command_line={**SMALL, "weights": weights})
         model = opened.load().model
         assert set(quantized(model).values()) == kinds
         if dtype is not None:
             assert model.model.layers[0].mlp.gate_proj.weight.dtype is dtype
-        wanted = load_model(source, dtype="float32").model(IDS).logits
-        assert (logits_of(model, IDS) - wanted).norm() / wanted.norm() < 0.2
+        expected = load_model(source, dtype="float32").model(IDS).logits
+        assert (logits_of(model, IDS) - expected).norm() / expected.norm() < 0.2
 
 
-def test_numbers_stay_numbers_where_nothing_else_is_asked(tiny_directory):
+def test_weights_stay_unpacked_by_default(tiny_directory):
     model = load_model(tiny_directory, dtype="float32").model
     inject(model, "dense", command_line=SMALL)
     assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in model.modules())
@@ -173,7 +173,7 @@ def test_a_file_leaves_memory_as_its_tensors_are_taken(tmp_path):
     assert 4 * size <= peak < 3.5 * 4 * size
 
 
-def test_what_contexts_belong_to_is_known_before_the_weights_but_for_these(quantized_file, tiny_directory):
+def test_a_models_identity_is_known_before_its_weights_except_for_these(quantized_file, tiny_directory):
     for source in (quantized_file("Q8_0"), tiny_directory):
         opened = open_model(source, dtype="float32")
         injection = inject(opened.model, "quest", command_line=SMALL)
@@ -208,10 +208,10 @@ def test_the_small_real_model_is_as_large_as_its_file(smollm2):
     prompt = opened.tokenizer("The capital of France is", return_tensors="pt").input_ids
     answer = unpacked.generate(prompt, max_new_tokens=12, do_sample=False)
     cache = HeteroCache(model, 256)
-    # Token by token, as it is decoded: activations are quantized.
+    # Token by token, as in decoding, where activations are quantized.
     mine = torch.cat([model(token[None, None], past_key_values=cache).logits for token in answer[0]], dim=1)
-    wanted = unpacked(answer).logits
+    expected = unpacked(answer).logits
     divergence = torch.nn.functional.kl_div(
-        mine.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none"
+        mine.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none"
     )
     assert divergence.sum(-1).mean() < 0.01

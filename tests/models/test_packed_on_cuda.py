@@ -1,4 +1,4 @@
-"""A GGUF file's weights on a GPU, packed as they are stored: the same answers, in their bytes, one launch for each."""
+"""A GGUF file's packed weights on a GPU: the same answers, no more bytes, one launch per product."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import gc
 
 import pytest
 import torch
-from devices import simulated_cuda
 from gguf import GGMLQuantizationType
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject, load_model, open_model
 from hetero_kv.adapter.loaded_weights import LoadedWeights
@@ -18,6 +16,8 @@ from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
 from hetero_kv.weights import device_weight
 from hetero_kv.weights.device_weight import DeviceWeight, UnpackRoom
+from tests.support.devices import simulated_cuda
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 SMALL = {"block_size": 8, "max_seq_len": 256, "kv_type": "FP32", "chunk_size": 64}
@@ -54,10 +54,10 @@ def tensors_of(model):
 def test_answers_are_those_of_the_numbers(tied, where):
     numbers = load_model(tied, dtype="float32").model
     with torch.no_grad():
-        wanted = numbers(torch.cat([PROMPT, PROMPT[:, :3]], dim=1)).logits
+        expected = numbers(torch.cat([PROMPT, PROMPT[:, :3]], dim=1)).logits
     with simulated_cuda():
         model = loaded(tied, weights_device=where)
-        torch.testing.assert_close(answers(model, HeteroCache(model)), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(answers(model, HeteroCache(model)), expected, rtol=1e-4, atol=1e-4)
         assert LoadedWeights.of(model).types == ("Q5_0",)
         head, embedding = model.lm_head, model.model.embed_tokens
         assert isinstance(head.quantized, DeviceWeight)
@@ -129,9 +129,9 @@ def test_a_decoded_token_takes_the_launches_of_a_model_of_numbers(tied):
 def test_a_matrix_larger_than_a_piece_is_unpacked_in_several(tied, monkeypatch):
     with simulated_cuda():
         model = loaded(tied)
-        wanted = answers(model, HeteroCache(model))
+        expected = answers(model, HeteroCache(model))
         monkeypatch.setattr(device_weight, "_PIECE_BYTES", 48 * 64 * 4)
-        torch.testing.assert_close(answers(model, HeteroCache(model)), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answers(model, HeteroCache(model)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_go_where_the_model_goes(tied):
@@ -165,15 +165,15 @@ def test_experts_stay_packed_and_a_token_waits_for_none_of_them(model_type):
             mine = [model(part.to("cuda"), past_key_values=cache).logits.cpu() for part in (ids, ids[:, :1])]
             generator = torch.Generator().manual_seed(1)
             x, shares = torch.randn(3, 64, generator=generator), torch.rand(3, 2, generator=generator)
-            given = [each.to("cuda") for each in (x, torch.tensor([[2, 0], [1, 3], [3, 2]]), shares)]
+            arguments = [each.to("cuda") for each in (x, torch.tensor([[2, 0], [1, 3], [3, 2]]), shares)]
             gpu.record.clear()
-            few = experts[0](*given).cpu()
+            few = experts[0](*arguments).cpu()
             # The last is the test's own.
             assert len(gpu.record.waits) == 1
         assert all(weights.data.is_cuda for module in experts for weights in module.packed_weights())
         eject(model)
         with torch.no_grad():
-            wanted = model(torch.cat([ids, ids[:, :1]], dim=1).to("cuda")).logits.cpu()
-            plain = model.model.layers[0].mlp.experts(*given).cpu()
+            expected = model(torch.cat([ids, ids[:, :1]], dim=1).to("cuda")).logits.cpu()
+            plain = model.model.layers[0].mlp.experts(*arguments).cpu()
     torch.testing.assert_close(few, plain, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(torch.cat(mine, dim=1), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.cat(mine, dim=1), expected, rtol=1e-3, atol=1e-3)

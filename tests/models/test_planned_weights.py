@@ -1,4 +1,4 @@
-"""What a plan says that weights take is what they take when they are loaded."""
+"""Planned bytes of weights, compared with the loaded weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_loaded_models_weights_are_counted_once_and_named(tied, tiny_directory
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp32", "bf16", "q8_0", "q4_0"])
-def test_weights_take_what_is_planned(tiny_directory, tiny_gguf, tied, weights):
+def test_weights_take_the_planned_bytes(tiny_directory, tiny_gguf, tied, weights):
     for source in (tiny_directory, tiny_gguf, tied):
         assert planned(source, weights) == loaded(source, weights)
 

@@ -1,4 +1,4 @@
-"""A model in Hugging Face format is opened without its weights, and they are quantized one by one as they come."""
+"""A model in Hugging Face format is opened without weights and quantized tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
+from tests.support.tiny_models import tiny_model
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
@@ -60,29 +60,29 @@ def test_numbers_stay_numbers_and_have_no_operators(tiny_directory):
     opened = open_model(tiny_directory, dtype="bfloat16")
     inject(opened.model, "dense", command_line=SMALL)
     assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in opened.model.modules())
-    model, wanted = opened.load().model, load_model(tiny_directory, dtype="bfloat16").model
-    assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
-    mine, theirs = dict(model.state_dict()), wanted.state_dict()
+    model, expected = opened.load().model, load_model(tiny_directory, dtype="bfloat16").model
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    mine, theirs = dict(model.state_dict()), expected.state_dict()
     assert {name.replace(".wrapped.", ".") for name in mine} == theirs.keys()
     for name, tensor in mine.items():
         assert tensor.dtype is torch.bfloat16
         assert torch.equal(tensor, theirs[name.replace(".wrapped.", ".")])
 
 
-@pytest.mark.parametrize("asked", ["auto", "q8_0"])
-def test_tied_matrices_are_one(tmp_path, tiny_directory, asked):
+@pytest.mark.parametrize("weights", ["auto", "q8_0"])
+def test_tied_matrices_are_one(tmp_path, tiny_directory, weights):
     copy = changed(tiny_directory, tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     opened = open_model(copy, dtype="float32")
-    inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
+    inject(opened.model, "dense", command_line={**SMALL, "weights": weights})
     model = opened.load().model
-    if asked == "q8_0":
+    if weights == "q8_0":
         assert model.lm_head.quantized is model.model.embed_tokens.quantized
     else:
         assert model.lm_head.weight is model.model.embed_tokens.weight
-    wanted = load_model(copy, dtype="float32").model(IDS).logits
-    assert (logits_of(model) - wanted).norm() / wanted.norm() < 0.05
+    expected = load_model(copy, dtype="float32").model(IDS).logits
+    assert (logits_of(model) - expected).norm() / expected.norm() < 0.05
 
 
 def test_shards_are_read_one_after_the_other(tmp_path):
@@ -110,7 +110,7 @@ def test_shards_are_read_one_after_the_other(tmp_path):
     ],
     ids=["a tensor too many", "numbers of another kind"],
 )
-def test_what_is_not_the_model_name_by_name_is_left_to_transformers(tiny_directory, tmp_path, change):
+def test_files_with_other_tensor_names_are_left_to_transformers(tiny_directory, tmp_path, change):
     opened = open_model(changed(tiny_directory, tmp_path, change), dtype="float32")
     assert not any(parameter.is_meta for parameter in opened.model.parameters())
     torch.testing.assert_close(

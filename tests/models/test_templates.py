@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, and stopped when they take too much."""
+"""Chat templates render as in transformers, and are stopped at their limits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from campaigns.gguf_files import SLOW_TEMPLATES, TEMPLATES
-from campaigns.gguf_layout import STRING, Layout, scalar
-from tiny_qwen2 import CHAT_TEMPLATE, tiny_tokenizer
 
 from hetero_kv.models import ModelError, load_model
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
+from tests.campaigns.gguf_files import SLOW_TEMPLATES, TEMPLATES
+from tests.support.gguf_models.container import STRING, Layout, scalar
+from tests.support.tiny_qwen2 import CHAT_TEMPLATE, tiny_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -42,10 +42,10 @@ def tokenizer_with(template):
 
 @pytest.mark.parametrize("template", ORDINARY)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_a_template_renders_what_transformers_renders(template, add_generation_prompt):
+def test_a_template_renders_as_in_transformers(template, add_generation_prompt):
     tokenizer = tokenizer_with(template)
-    wanted = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert rendered_chat(tokenizer, MESSAGES, add_generation_prompt=add_generation_prompt) == wanted
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert rendered_chat(tokenizer, MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES, SLOW_TEMPLATES[0]])

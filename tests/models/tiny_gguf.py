@@ -7,10 +7,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
-from tiny_qwen2 import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENS
 
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue
+from tests.support.tiny_qwen2 import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENS
 
 U32, F32 = 4, 6
 SIZES = {
@@ -24,41 +24,41 @@ SIZES = {
 }
 
 
-def value(given):
+def value(content):
     """A Python value as a metadata entry."""
-    if isinstance(given, list | tuple):
-        element = value(given[0])
-        return MetadataValue((ARRAY, *element.types), tuple(given))
-    if isinstance(given, str):
-        return MetadataValue((STRING,), given.encode())
-    kind = BOOL if isinstance(given, bool) else U32 if isinstance(given, int) else F32
-    return MetadataValue((kind,), float(np.float32(given)) if kind == F32 else given)
+    if isinstance(content, list | tuple):
+        element = value(content[0])
+        return MetadataValue((ARRAY, *element.types), tuple(content))
+    if isinstance(content, str):
+        return MetadataValue((STRING,), content.encode())
+    kind = BOOL if isinstance(content, bool) else U32 if isinstance(content, int) else F32
+    return MetadataValue((kind,), float(np.float32(content)) if kind == F32 else content)
 
 
 def header(architecture, metadata=None, tensors=None):
     """A file that is not there: its metadata behind the architecture's name, and tensors by name with their shapes."""
     entries = {"general.architecture": value(architecture)}
-    for name, given in (SIZES | (metadata or {})).items():
-        if given is not None:
-            entries[f"{architecture}.{name}"] = value(given)
+    for name, content in (SIZES | (metadata or {})).items():
+        if content is not None:
+            entries[f"{architecture}.{name}"] = value(content)
     shapes = {"token_embd.weight": (97, 64)} | (tensors or {})
     infos = tuple(TensorInfo(name, shape, GGMLQuantizationType.F32, 0, 4) for name, shape in shapes.items())
     return GGUFFile(Path("/nowhere/tiny.gguf"), entries, infos, (0, 0))
 
 
 def write(path, architecture, metadata, tensors, kind=None):
-    """Write a file with the tiny vocabulary; matrices in blocks of `kind`, where it is given."""
+    """Write a file with the tiny vocabulary; `kind` is the matrices' quantisation, if any."""
     writer = gguf.GGUFWriter(path, architecture)
-    for name, given in metadata.items():
+    for name, content in metadata.items():
         key = f"{architecture}.{name}"
-        if isinstance(given, list):
-            writer.add_array(key, given)
-        elif isinstance(given, bool):
-            writer.add_bool(key, given)
-        elif isinstance(given, str):
-            writer.add_string(key, given)
+        if isinstance(content, list):
+            writer.add_array(key, content)
+        elif isinstance(content, bool):
+            writer.add_bool(key, content)
+        elif isinstance(content, str):
+            writer.add_string(key, content)
         else:
-            (writer.add_uint32 if isinstance(given, int) else writer.add_float32)(key, given)
+            (writer.add_uint32 if isinstance(content, int) else writer.add_float32)(key, content)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(TOKENS)

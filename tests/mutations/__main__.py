@@ -126,11 +126,11 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="words of what a mutation means; may be repeated"
     )
-    asked = parser.parse_args()
-    mutations = chosen(asked.only)
+    arguments = parser.parse_args()
+    mutations = chosen(arguments.only)
     if not mutations:
-        parser.error(f"no mutation is called {' or '.join(asked.only)}; --list says which there are")
-    if asked.list:
+        parser.error(f"no mutation is called {' or '.join(arguments.only)}; --list says which there are")
+    if arguments.list:
         print("\n".join(f"{mutation.meaning} ({mutation.file})" for mutation in mutations))
         return 0
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.seeded import Mutation
 
-_KERNELS = "tests/gpu_ops/test_attention_backend.py::test_what_was_asked_for_computes_what_it_can"
+_KERNELS = "tests/gpu_ops/test_attention_backend.py::test_the_chosen_backend_computes_what_it_can"
 _STREAM = "tests/gpu_ops/test_layer_stream.py::test_"
 _CAPTURES = "tests/operators/test_captured_steps.py::test_"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
@@ -38,7 +38,7 @@ DEFECTS = (
         "gpu_ops/column_sums.py",
         'if device.type == "cpu":',
         'if device.type != "":',
-        ("tests/gpu_ops/test_column_sums.py::test_a_gpu_is_given_tiles_of_its_size",),
+        ("tests/gpu_ops/test_column_sums.py::test_tiles_fit_the_gpu",),
     ),
     Mutation(
         "float32 is attended to by tiles",
@@ -48,7 +48,7 @@ DEFECTS = (
         (_KERNELS,),
     ),
     Mutation(
-        "torch's flash kernel is asked for on a GPU older than Ampere",
+        "torch's flash kernel runs on a GPU older than Ampere",
         "gpu_ops/attention_backend.py",
         ">= (8, 0)",
         ">= (7, 0)",
@@ -144,7 +144,7 @@ DEFECTS = (
         "hetero_kv/families/bounded/eviction/ranking.py",
         "return gone.argsort(dim=-1, descending=True, stable=True)[..., : cached - count]",
         "return torch.arange(cached, device=gone.device).expand_as(gone)[gone.bool()].view(batch, kv_heads, -1)",
-        ("tests/operators/test_bounded_on_cuda.py::test_what_is_not_kept_is_told_on_a_gpu_without_a_wait",),
+        ("tests/operators/test_bounded_on_cuda.py::test_evicted_entries_are_found_on_a_gpu_without_a_wait",),
     ),
     Mutation(
         "merging asks a GPU whether anything joins",
@@ -161,7 +161,7 @@ DEFECTS = (
         "            pass\n"
         "        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))\n"
         "        self._ranges.append(self._locked)\n",
-        ("tests/gpu_ops/test_mapped_memory.py::test_what_ctrl_c_has_left_locked_is_known",),
+        ("tests/gpu_ops/test_mapped_memory.py::test_memory_locked_before_ctrl_c_is_known",),
     ),
     Mutation(
         "of an interrupted stream of weights some layers keep their part",
@@ -189,7 +189,7 @@ DEFECTS = (
         "gpu_ops/side_stream.py",
         "            torch.cuda.current_stream(device).wait_stream(stream_for(_SIDE, device))\n        raise\n",
         "            pass\n        raise\n",
-        ("tests/operators/test_shadowkv_on_cuda.py::test_what_is_still_read_is_let_go_of_when_it_has_been",),
+        ("tests/operators/test_shadowkv_on_cuda.py::test_memory_in_use_is_freed_after_its_last_read",),
     ),
     Mutation(
         "every piece of what is stored has room of its own on a GPU",
@@ -220,7 +220,7 @@ DEFECTS = (
         "hetero_kv/adapter/captured_steps.py",
         "if key in self._uncapturable:",
         "if False:",
-        (f"{_CAPTURES}what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture",),
+        (f"{_CAPTURES}uncapturable_layers_run_uncaptured_and_are_named",),
     ),
     Mutation(
         "torch is not told that a capture is over which CUDA has ended",
@@ -234,7 +234,7 @@ DEFECTS = (
         "gpu_ops/graph_segments.py",
         "torch.cuda.empty_cache()",
         "pass",
-        (f"{_CAPTURES}memory_that_torch_keeps_is_given_back_before_a_capture",),
+        (f"{_CAPTURES}torchs_cached_memory_is_freed_before_a_capture",),
     ),
     Mutation(
         "a capture for which memory runs out is never tried again",

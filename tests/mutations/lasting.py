@@ -37,14 +37,14 @@ LASTING = (
         "hetero_kv/families/gpu_prefill/writing.py",
         "self.sums = sums.clone() if self.sums is None else self.sums + sums",
         "self.sums = sums.clone()",
-        ("tests/families/test_prompt_writing.py::test_what_is_asked_of_keys_is_summed_over_all_pieces",),
+        ("tests/families/test_prompt_writing.py::test_received_attention_is_summed_over_all_pieces",),
     ),
     Mutation(
         "entries that are gathered on a GPU have their neighbours' scores",
         "gpu_ops/triton_kernels/cached_entries.py",
         "tl.load(own + source, mask=is_entry & (source < known), other=0)",
         "tl.load(own + source + 1, mask=is_entry & (source + 1 < known), other=0)",
-        (_BOUNDED, "tests/gpu_ops/test_triton_kernels.py::test_entries_of_a_bounded_cache_are_those_of_its_twin"),
+        (_BOUNDED, "tests/gpu_ops/test_triton_kernels.py::test_entries_of_a_bounded_cache_equal_torchs"),
     ),
     Mutation(
         "a checkpoint keeps the smaller buffer that entries have left",
@@ -96,7 +96,7 @@ LASTING = (
         "hetero_kv/adapter/captured_steps.py",
         "self._output.last_hidden_state.clone()",
         "self._output.last_hidden_state",
-        (f"{_CAPTURED}a_token_that_was_given_is_not_written_over_by_the_next",),
+        (f"{_CAPTURED}a_returned_token_is_not_overwritten_by_the_next",),
     ),
     Mutation(
         "the number of stored tokens is captured",
@@ -219,7 +219,7 @@ LASTING = (
         "gpu_ops/write_out.py",
         "        self._event.synchronize()\n",
         "",
-        (f"{_PIECES}the_pool_has_what_the_cpu_would_have_put_there",),
+        (f"{_PIECES}the_pool_equals_the_cpus",),
     ),
     Mutation(
         "less is page-locked than is stored",

@@ -19,7 +19,7 @@ PROMPTS = (
         "cpu_ops/fused_prefill_layer.py",
         "out[i] = rounded(out, number(rounded(out, numbers[i] * factor)) * weight[i])",
         "out[i] = rounded(out, numbers[i] * factor * weight[i])",
-        ("tests/cpu_ops/test_prompt_layer.py::test_what_bfloat16_rounds_between_the_steps_is_rounded_here",),
+        ("tests/cpu_ops/test_prompt_layer.py::test_intermediate_results_are_rounded_to_bfloat16",),
     ),
     Mutation(
         "a row of a batch that is not the first has the positions behind the first one's",
@@ -28,7 +28,7 @@ PROMPTS = (
         "c, s = cos[min(row, positions - 1)], sin[min(row, positions - 1)]",
         (
             "tests/cpu_ops/test_prompt_layer.py::test_rotation",
-            "tests/operators/test_prompts_short_way.py::test_prompts_are_the_same_the_short_way",
+            "tests/operators/test_fused_prefill.py::test_prompts_are_the_same_the_short_way",
         ),
     ),
     Mutation(
@@ -36,21 +36,21 @@ PROMPTS = (
         "hetero_kv/adapter/chunked_decoder_layer.py",
         "chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0",
         "chunking.LOGITS_TO_KEEP.get() if is_last else 0",
-        ("tests/operators/test_last_layer.py::test_the_head_gets_what_it_wants_of_the_last_layer",),
+        ("tests/operators/test_last_layer.py::test_the_head_gets_its_rows_of_the_last_layer",),
     ),
     Mutation(
         "what nobody asks the last layer for is left out whoever listens behind it",
         "hetero_kv/adapter/hidden_state_offload.py",
         "call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer)",
         "False",
-        ("tests/operators/test_last_layer.py::test_who_listens_behind_the_layers_hears_every_token",),
+        ("tests/operators/test_last_layer.py::test_hooks_after_the_layers_see_every_token",),
     ),
     Mutation(
         "the fused prefill layer runs although a layer's parts have hooks",
         "hetero_kv/adapter/chunked_decoder_layer.py",
         "if not is_plain_but_for_projections(self.wrapped):",
         "if False:",
-        ("tests/operators/test_prompts_short_way.py::test_who_listens_to_a_part_hears_it_and_nothing_is_written_over",),
+        ("tests/operators/test_fused_prefill.py::test_hooks_on_a_part_see_it_and_their_values_are_not_overwritten",),
     ),
     Mutation(
         "the fused prefill layer keeps the parts that a layer had before",
@@ -58,7 +58,7 @@ PROMPTS = (
         "if there != self._tried_with:",
         "if self._tried_with is None:",
         (
-            "tests/operators/test_prompts_short_way.py"
+            "tests/operators/test_fused_prefill.py"
             "::test_a_part_that_is_exchanged_after_the_first_prompt_counts_in_the_next",
         ),
     ),
@@ -67,7 +67,7 @@ PROMPTS = (
         "hetero_kv/adapter/bridge.py",
         "if name not in _NO_INFLUENCE and name not in _OF_LAYERS",
         "if name == value",
-        ("tests/operators/test_prompts_short_way.py::test_what_attention_might_compute_by_is_not_ignored",),
+        ("tests/operators/test_fused_prefill.py::test_extra_arguments_of_attention_are_not_ignored",),
     ),
     Mutation(
         "the fused prefill layer runs although it differs from the layer",
@@ -75,8 +75,8 @@ PROMPTS = (
         "if difference <= tolerance:",
         "if difference <= 9 * tolerance + 1:",
         (
-            "tests/operators/test_prompts_short_way.py::test_a_wrong_way_is_noticed",
-            "tests/operators/test_prompts_short_way.py::test_layers_that_compute_something_else_go_on_by_themselves",
+            "tests/operators/test_fused_prefill.py::test_a_wrong_way_is_noticed",
+            "tests/operators/test_fused_prefill.py::test_layers_that_compute_something_else_go_on_by_themselves",
         ),
     ),
     Mutation(
@@ -108,14 +108,14 @@ PROMPTS = (
         "hetero_kv/families/sparse_prefill/head_views.py",
         "by_token[self._heads.index(head)], by_distance[self._heads.index(head)]",
         "by_token[0], by_distance[0]",
-        ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),
+        ("tests/families/test_sparse_choice.py::test_heads_profiled_together_see_what_each_sees_alone",),
     ),
     Mutation(
         "every head's error counts the same, whatever the head says",
         "hetero_kv/families/sparse_prefill/minference.py",
         "mean = (expected.square().sum() / expected.shape[1])",
         "mean = expected.square().sum(dim=(0, 2, 3))",
-        ("tests/families/test_sparse_choice.py::test_a_heads_error_is_weighed_by_what_it_says",),
+        ("tests/families/test_sparse_choice.py::test_a_heads_error_is_weighed_by_its_output",),
     ),
     Mutation(
         "tokens have no price",
@@ -139,7 +139,7 @@ PROMPTS = (
         ("tests/families/test_sparse_choice.py::test_tokens_are_cheaper_in_longer_contexts",),
     ),
     Mutation(
-        "of a block of queries the last alone is asked which blocks of keys it matches",
+        "only the last of a block of queries is matched with blocks of keys",
         "cpu_ops/matched_blocks.py",
         "(number + 1) * step",
         "tokens",

@@ -201,7 +201,7 @@ MODELS = (
         "hetero_kv/models/configuration.py",
         "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)",
         "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=True)",
-        (f"{_FOREIGN}python_files_beside_a_model_are_not_run_unless_they_are_trusted",),
+        (f"{_FOREIGN}python_files_of_a_model_run_only_if_they_are_trusted",),
     ),
     Mutation(
         "what a model's weights lack is allocated",

@@ -92,7 +92,7 @@ RUNS = (
         "hetero_kv/evals/run_folder.py",
         "        abandoned.unlink()",
         "        pass",
-        (f"{_RUNS}what_a_killed_run_left_beside_its_files_is_gone_when_it_goes_on",),
+        (f"{_RUNS}a_resumed_run_removes_temporary_files_of_a_killed_one",),
     ),
     Mutation(
         "files have permissions of their own",
@@ -120,7 +120,7 @@ RUNS = (
         "hetero_kv/durable_file.py",
         "            os.unlink(partial)\n        raise",
         "            pass\n        raise",
-        (f"{_DURABLE}a_full_disk_leaves_the_old_file_and_nothing_beside_it",),
+        (f"{_DURABLE}a_full_disk_leaves_only_the_old_file",),
     ),
     Mutation(
         "a line unpacks to any size",

@@ -77,7 +77,7 @@ MUTATIONS = (
         "hetero_kv/families/shadowkv/context_layer.py",
         "self.count(statistics.with_factors())\n        if self.context.outliers is not None:",
         "self.count(statistics.with_factors())\n        if False:",
-        (f"{_SHADOWKV}slots_hold_what_the_factors_say_also_when_these_are_made_anew",),
+        (f"{_SHADOWKV}slots_equal_the_rebuilt_keys_also_after_new_factors",),
     ),
     Mutation(
         "a block that leaves Local between two selections is attended to by nobody",
@@ -91,21 +91,21 @@ MUTATIONS = (
         "hetero_kv/engine/equal_length_group.py",
         "                self.prompt_length = step.length",
         "                self.prompt_length = self.prompt_length or step.length",
-        (f"{_SCHEDULE}a_new_prompt_begins_the_count_of_token_step_anew",),
+        (f"{_SCHEDULE}a_new_prompt_resets_the_count_of_token_step",),
     ),
     Mutation(
         "a crop leaves blocks finalized that are written anew",
         "hetero_kv/engine/equal_length_group.py",
         "self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)",
         "self.finalized[layout] = self.finalized[layout]",
-        (f"{_RETRIEVAL}after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_they_hold[22-MEAN]",),
+        (f"{_RETRIEVAL}after_a_crop_rewritten_blocks_have_new_representatives[22-MEAN]",),
     ),
     Mutation(
         "candidates outlive the blocks that were preselected",
         "hetero_kv/families/retrieval/layer.py",
         "state = replace(state, candidates=None, preselected_end=0)",
         "pass",
-        (f"{_PRESELECTION}a_crop_into_what_was_preselected_makes_all_blocks_candidates",),
+        (f"{_PRESELECTION}a_crop_into_the_preselection_makes_all_blocks_candidates",),
     ),
     Mutation(
         "a group has the variance within its blocks alone",
@@ -140,7 +140,7 @@ MUTATIONS = (
         "cpu_ops/estimated_masses.py",
         "                count = number_above(keys, found)\n                for block",
         "                count, reached = number_above(keys, found), np.float32(2)\n                for block",
-        (f"{_STEP}what_is_chosen_attended_to_and_estimated_is_the_references",),
+        (f"{_STEP}choices_attention_and_estimates_equal_the_references",),
     ),
     Mutation(
         "a turn that is undone has been read",

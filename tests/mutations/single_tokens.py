@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.seeded import Mutation
 
 _FILE = "cpu_ops/chosen_tokens.py"
-_REFERENCE = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_and_what_is_left_of_their_blocks_are_the_references"
-_GIVEN = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_are_chosen_among_given_blocks"
+_REFERENCE = "tests/cpu_ops/test_chosen_tokens.py::test_chosen_tokens_and_the_rest_of_their_blocks_equal_the_references"
+_GIVEN = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_are_chosen_from_candidate_blocks"
 _ON_DISK = "tests/contexts/test_larger_than_memory.py::test_of_single_tokens_those_blocks_are_read_before_"
 
 SINGLE_TOKENS = (
@@ -92,7 +92,7 @@ SINGLE_TOKENS = (
         "hetero_kv/engine/batch.py",
         "for group in {*before, *self.groups} if reopened else ():",
         "for group in self.groups:",
-        ("tests/operators/test_token_retrieval.py::test_a_turn_that_fails_leaves_what_was_known",),
+        ("tests/operators/test_token_retrieval.py::test_a_failed_turn_leaves_the_index_unchanged",),
     ),
     Mutation(
         "clusters have tokens that are in the window",

@@ -23,7 +23,7 @@ ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *SINGLE_TOKENS
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)
-def test_what_a_mutation_changes_stands_once_in_its_file(mutation):
+def test_a_mutations_text_occurs_once_in_its_file(mutation):
     text = (PROJECT / mutation.file).read_text()
     assert text.count(mutation.old) == 1
     # A mutated file must be Python, or any test would fail.

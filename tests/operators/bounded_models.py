@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from variants import with_slow
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.families.bounded import eviction
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.slow_variants import with_slow
 
 SMALL = {
     "streaming_llm": {"stride": 13},

@@ -1,11 +1,13 @@
-"""What the tests of operators have in common."""
+"""Models that tests of operators share."""
 
 from __future__ import annotations
 
 import pytest
-from tiny_models import tiny_model
+import torch
 
 from hetero_kv import eject
+from tests.support.devices import model_on
+from tests.support.tiny_models import tiny_model
 
 _LLAMA = tiny_model("llama")
 _DEEP_LLAMA = tiny_model("llama", num_hidden_layers=4)
@@ -14,7 +16,7 @@ _MODELS: dict[str, object] = {}
 
 @pytest.fixture
 def llama():
-    """A tiny Llama, the same for all tests, without rules before and after each."""
+    """A shared tiny Llama, without rules before and after each test."""
     yield _LLAMA
     if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
         eject(_LLAMA)
@@ -22,15 +24,21 @@ def llama():
 
 @pytest.fixture
 def deep_llama():
-    """A tiny Llama of four layers, which differ in what they choose, the same for all tests, without rules beside."""
+    """A shared tiny Llama of four layers with different choices, without rules before and after each test."""
     yield _DEEP_LLAMA
     if getattr(_DEEP_LLAMA, "hetero_kv_injection", None) is not None:
         eject(_DEEP_LLAMA)
 
 
 @pytest.fixture
+def llama_on_gpu(gpu):
+    """A tiny Llama in bfloat16 on the simulated GPU."""
+    return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+
+
+@pytest.fixture
 def model_of():
-    """The tiny model of an architecture, the same for all tests, without rules before and after each."""
+    """A shared tiny model of an architecture, without rules before and after each test."""
 
     def made(architecture="llama"):
         if architecture not in _MODELS:

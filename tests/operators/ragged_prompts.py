@@ -1,8 +1,8 @@
-"""Prompts of several lengths, and turns behind them."""
+"""Prompts of several lengths, and later turns."""
 
 from __future__ import annotations
 
-from ragged_rows import prompt
+from tests.support.ragged_rows import prompt
 
 LENGTHS = (3, 40, 129, 333, 700)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]

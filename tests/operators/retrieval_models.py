@@ -1,4 +1,4 @@
-"""Models with RetrievalAttention in every layer, and what their steps choose."""
+"""Models with RetrievalAttention in every layer, and the choices of their steps."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def logits(model, cache, *parts):
 
 def recorded(monkeypatch):
     """A list that fills with (layer, token, positions in the Context, q, cache layer) of every selection."""
-    record, given = [], []
+    record, positions_seen = [], []
     attend = RetrievalAttention._attend_natively
 
     def noting(call):
         def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
             largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
             if which != EVERYTHING:
-                given.append(positions.copy())
+                positions_seen.append(positions.copy())
             return largest
 
         return noted
 
     def kept(self, native, layer, step, blocks, q, *rest):
-        given.clear()
+        positions_seen.clear()
         masses = attend(self, native, layer, step, blocks, q, *rest)
-        if given:
+        if positions_seen:
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
             decoded = step.past - step.group.prompt_length
-            record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
+            record.append((self.layer_idx, decoded, positions_seen[0], by_kv_head.copy(), layer))
         return masses
 
     for kind in (RetrievalStep, EstimatingStep):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from devices import CPU, model_on
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.devices import CPU, model_on
+from tests.support.tiny_models import tiny_model
 
 #: Full rank of the tiny models, and everything attended.
 COVERING = {

@@ -1,12 +1,10 @@
-"""Groups of blocks in whole models: what stands for them is that of their keys, however these came."""
+"""Groups of blocks in whole models: their representatives are those of their keys, however these arrive."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
-from token_parts import answer, logits, tokens
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING
@@ -15,6 +13,8 @@ from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval import representatives, short_turn
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.token_parts import answer, logits, tokens
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,8 +33,8 @@ RULES = [
 
 
 def injected(model, **settings):
-    given = {**SMALL, "kv_type": "FP32", "threads_num": 1, **MEANSTD, **GROUPS, **settings}
-    inject(model, parse_rules({"rules": RULES, "long_context": given}))
+    long_context = {**SMALL, "kv_type": "FP32", "threads_num": 1, **MEANSTD, **GROUPS, **settings}
+    inject(model, parse_rules({"rules": RULES, "long_context": long_context}))
     return HeteroCache(model)
 
 
@@ -47,7 +47,7 @@ def checked(monkeypatch):
         layers[:] = [layer, self]
         return attend(self, native, layer, *rest)
 
-    def held(native, q, k, v, position, table, first, end, which, *rest):
+    def recorded(native, q, k, v, position, table, first, end, which, *rest):
         largest = call(native, q, k, v, position, table, first, end, which, *rest)
         if which != EVERYTHING:
             pool, operator = layers[0].pool, layers[1]
@@ -64,7 +64,7 @@ def checked(monkeypatch):
             seen.append((whole, native.taken.tolist()))
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", held)
+    monkeypatch.setattr(EstimatingStep, "__call__", recorded)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
 
@@ -85,9 +85,9 @@ def test_groups_are_kept_as_blocks_fill_and_turns_and_forks_part(llama, checked,
     logits(llama, cache, tokens(70), *answer(27))
     cache.crop(-33)
     logits(llama, cache, tokens(7, 2), *answer(30, 3))
-    twin = cache.fork()
+    fork = cache.fork()
     logits(llama, cache, *answer(14, 4))
-    logits(llama, twin, *answer(14, 5))
+    logits(llama, fork, *answer(14, 5))
     assert len(checked) == 3 * (27 + 30 + 14 + 14)
     assert {whole for whole, _ in checked} >= {4, 5, 6, 7}
     assert any(0 < taken[4] < 2 * whole for whole, taken in checked)

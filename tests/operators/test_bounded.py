@@ -1,18 +1,18 @@
-"""Bounded attention in whole models: exact where the budget covers, and bounded where it does not."""
+"""Bounded attention in whole models: exact under covering budgets, bounded below."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import bounded, conversation, logits, relative_error, tokens
-from devices import model_on, on_both
-from tiny_models import ALIKE, ARCHITECTURES, tiny_model
-from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.planning.plan import Footprint
+from tests.operators.bounded_models import bounded, conversation, logits, relative_error, tokens
+from tests.support.devices import model_on, on_both
+from tests.support.slow_variants import with_slow
+from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
 @pytest.mark.parametrize(("policy", "device"), on_both(eviction.names(), quick=("cascade",)), indirect=["device"])
@@ -42,7 +42,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 
 @pytest.mark.parametrize("settings", [{}, {"rope_parameters": YARN, "max_position_embeddings": 256}])
 def test_one_streaming_layer_is_the_untouched_model_over_sinks_and_newest_tokens_at_positions_from_0(settings):
-    # With one layer keys and values are functions of their own token, so that a dropped one leaves no trace.
+    # With one layer keys and values depend on their token alone, so that a dropped one leaves no trace.
     model = tiny_model("qwen2", num_hidden_layers=1, **settings)
     sequence = tokens(300)
     cache = bounded(model, policy="streaming_llm", budget=30, sink_tokens=4, stride=16)
@@ -123,18 +123,18 @@ def test_the_footprint_of_full_prefill_has_one_layer_of_the_prompt(llama):
     assert memory.entries == 3 * 2 * (20 + SLACK) * entry
 
 
-def test_the_footprint_of_shadowkv_beside_strides_has_the_prompt_that_is_not_factored_yet(llama):
+def test_the_footprint_of_shadowkv_with_strides_includes_the_prompt_before_factoring(llama):
     rank = {"rank": 8, "sparse_budget": 16, "landmark_chunk_size": 4}
     above = {"match": {"name": r"layers\.[12]\.self_attn$"}, "replace": {"class": "ShadowKVAttention", "kwargs": rank}}
-    held = []
+    low_rank = []
     for stride in (100, 10_000):
         bounded(llama, above, policy="streaming_llm", budget=20, stride=stride)
-        held.append(Footprint.of(llama.hetero_kv_injection).memory(5000).low_rank)
+        low_rank.append(Footprint.of(llama.hetero_kv_injection).memory(5000).low_rank)
         eject(llama)
-    assert held[0] - held[1] == 2 * 5000 * 2 * 2 * 16 * 4
+    assert low_rank[0] - low_rank[1] == 2 * 5000 * 2 * 2 * 16 * 4
 
 
-def test_what_is_cached_is_what_the_cache_says_it_takes(llama):
+def test_the_caches_bytes_are_those_that_it_reports(llama):
     cache = bounded(llama, policy="streaming_llm", budget=20)
     logits(llama, cache, tokens(100))
     # Keys and values in float32, and positions, with room for some more.

@@ -1,13 +1,13 @@
-"""Beams over layers that drop entries: each has the logits that its own tokens would have had alone."""
+"""Beams over layers that drop entries have the logits of their tokens alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import POLICIES, Letters, bounded, logits, positions, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache
+from tests.operators.bounded_models import POLICIES, Letters, bounded, logits, positions, tokens
+from tests.support.tiny_models import tiny_model
 
 PROMPT, NEW, BEAMS, BATCH, BUDGET = 50, 12, 3, 2, 24
 

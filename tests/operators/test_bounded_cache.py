@@ -1,13 +1,13 @@
-"""The cache of bounded layers is one like any other: generation, beams, forks, failed turns."""
+"""The cache of bounded layers supports generation, beams, forks and failed turns."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import POLICIES, Letters, bounded, conversation, logits, positions, tokens
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
+from tests.operators.bounded_models import POLICIES, Letters, bounded, conversation, logits, positions, tokens
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -51,9 +51,9 @@ def test_a_reordered_row_goes_on_as_the_one_it_was(llama, policy):
 def test_forks_go_their_own_ways(llama, policy):
     cache = bounded(llama, policy=policy, budget=24)
     logits(llama, cache, tokens(50))
-    twin = cache.fork()
+    fork = cache.fork()
     questions = [(tokens(9, 6), *tokens(6, 7).split(1, dim=1)), (tokens(20, 8), *tokens(3, 9).split(1, dim=1))]
-    answers = [logits(llama, fork, *question) for fork, question in zip((cache, twin), questions, strict=True)]
+    answers = [logits(llama, each, *question) for each, question in zip((cache, fork), questions, strict=True)]
     for question, answer in zip(questions, answers, strict=True):
         alone = HeteroCache(llama, tokenizer=Letters())
         logits(llama, alone, tokens(50))
@@ -86,7 +86,7 @@ def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
 def test_a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undone(llama, policy):
     cache = bounded(llama, policy=policy, budget=0.4)
     logits(llama, cache, tokens(50))
-    twin = cache.fork()
+    fork = cache.fork()
 
     def stop(*progress):
         raise KeyboardInterrupt
@@ -96,11 +96,11 @@ def test_a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undon
         logits(llama, cache, tokens(70, 2))
     cache.on_progress = None
     answer = tokens(6, 3).split(1, dim=1)
-    assert logits(llama, cache, *answer).equal(logits(llama, twin, *answer))
+    assert logits(llama, cache, *answer).equal(logits(llama, fork, *answer))
     assert cache.statistics["cached_entries"] == [20, 20, 20]
 
 
-def test_a_reset_cache_begins_anew(llama):
+def test_a_reset_cache_is_empty(llama):
     cache = bounded(llama, policy="streaming_llm", budget=24)
     expected = logits(llama, cache, *conversation())
     cache.reset()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import bounded, logits, relative_error, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.families.bounded import attention as bounded_attention
+from tests.operators.bounded_models import bounded, logits, relative_error, tokens
+from tests.support.tiny_models import tiny_model
 
 
 def operator_in(pattern, name, **kwargs):
@@ -105,11 +105,11 @@ def test_a_catalyst_takes_no_blocks_from_forks(llama):
     # Of 13 blocks the prompt takes 12, and the fork the last, for a copy of the block that it writes to.
     cache = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=52)
     logits(llama, cache, tokens(47))
-    twin = cache.fork()
+    fork = cache.fork()
     # The token fills the pot, which is distilled behind it.
-    assert logits(llama, twin, tokens(1, 1)).equal(expected[:, -1:])
-    assert twin.layers[0].num_entries == 12
-    assert allocator_of(twin.layers[1]).free_blocks == 0
+    assert logits(llama, fork, tokens(1, 1)).equal(expected[:, -1:])
+    assert fork.layers[0].num_entries == 12
+    assert allocator_of(fork.layers[1]).free_blocks == 0
 
 
 @pytest.mark.parametrize("catalyst", ["a", "abcdef"])
@@ -141,11 +141,11 @@ def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
         model, retrieval(retrieving), policy="pyramidkv", budget=30, recent_tokens=8, beta=4, max_seq_len=400
     )
     logits(model, cache, tokens(200))
-    held = [layer.num_entries for layer in cache.strided_layers]
-    assert sum(held) / len(held) == 30
-    assert held == sorted(held, reverse=True)
-    assert held[-1] == 8 + round(22 / 4)
-    assert held[0] > held[-1]
+    entries = [layer.num_entries for layer in cache.strided_layers]
+    assert sum(entries) / len(entries) == 30
+    assert entries == sorted(entries, reverse=True)
+    assert entries[-1] == 8 + round(22 / 4)
+    assert entries[0] > entries[-1]
 
 
 def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
@@ -153,8 +153,8 @@ def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
     model = tiny_model("gemma2", num_hidden_layers=6, layer_types=kinds)
     cache = bounded(model, policy="pyramidkv", budget=30, recent_tokens=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.num_entries for layer in cache.strided_layers]
-    assert held == [30 + 16, 30, 30 - 16]
+    entries = [layer.num_entries for layer in cache.strided_layers]
+    assert entries == [30 + 16, 30, 30 - 16]
 
 
 def test_pyramids_of_different_settings_are_two():
@@ -164,11 +164,11 @@ def test_pyramids_of_different_settings_are_two():
     )
     cache = bounded(model, lower, policy="pyramidkv", budget=30, recent_tokens=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.num_entries for layer in cache.strided_layers]
-    assert sum(held[:3]) == 3 * 50
-    assert sum(held[3:]) == 3 * 30
-    assert held[:3] == sorted(held[:3], reverse=True)
-    assert held[3] > held[5]
+    entries = [layer.num_entries for layer in cache.strided_layers]
+    assert sum(entries[:3]) == 3 * 50
+    assert sum(entries[3:]) == 3 * 30
+    assert entries[:3] == sorted(entries[:3], reverse=True)
+    assert entries[3] > entries[5]
 
 
 def test_entries_on_the_cpu_are_dram_and_rotary_tables_are_counted_once(llama):

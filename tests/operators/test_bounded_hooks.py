@@ -1,4 +1,4 @@
-"""What eviction policies may ask for: logits, a catalyst, a look at all layers."""
+"""What eviction policies may request: logits, a catalyst, a view of all layers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from bounded_models import Letters, bounded, conversation, logits, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import EvictionPolicy, StridedSettings, policy_setting, registry
 from hetero_kv.families.bounded.eviction.ranking import best
+from tests.operators.bounded_models import Letters, bounded, conversation, logits, tokens
+from tests.support.tiny_models import tiny_model
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_a_catalyst_is_seen_by_layers_that_are_due_and_leaves_nothing(probe, lla
     logits(llama, cache, tokens(16))
     assert probe.seen == []
     logits(llama, cache, tokens(16, 1))
-    # The catalyst's three tokens stand behind what is held, and are no entries.
+    # The catalyst's three tokens follow the kept entries, and are no entries themselves.
     assert probe.seen == [(0, 32, 35, 35), (1, 32, 35, 35)]
     assert [layer.get_seq_length() for layer in cache.layers] == [32, 32, 32]
     assert cache.statistics["cached_entries"] == [20, 18, None]

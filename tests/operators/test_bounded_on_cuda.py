@@ -1,23 +1,23 @@
-"""What bounded layers ask of a GPU for a decoded token, counted on the simulated device."""
+"""The GPU's launches and copies for a decoded token in bounded layers, on the simulated device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import bounded, tokens
-from count_launches import counts_of
-from devices import model_on, simulated_cuda
-from small_recipes import RECIPES
-from tiny_models import tiny_model
-from variants import with_slow
 
 from gpu_ops import cached_entries, draws, merged_entries, rotary
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction.ranking import others
+from tests.operators.bounded_models import bounded, tokens
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.launch_counts import counts_of
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import RECIPES
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
-#: Most launches of a layer and decoded token beyond the model's, whose cache launches copies of its own.
+#: Upper bounds of launches per layer and decoded token beyond the model's, whose own cache launches copies.
 LAUNCHES = {
     "streaming_llm": 3,
     "h2o": 5,
@@ -34,7 +34,7 @@ LAUNCHES = {
     "sirllm": 9,
 }
 BOUNDED = tuple(LAUNCHES)
-# One without scores, one with them, two that merge, and one that runs a text of its own.
+# One policy without scores, one with scores, two that merge, and one with a catalyst.
 QUICK = "streaming_llm", "h2o", "cam", "d2o", "infinipot"
 
 
@@ -61,7 +61,7 @@ def test_no_bounded_layer_waits_or_copies_and_all_launch_little(recipes):
 
 @pytest.mark.parametrize("dropped", [1, 2, 5])
 @torch.no_grad()
-def test_what_is_not_kept_is_told_on_a_gpu_without_a_wait(dropped):
+def test_evicted_entries_are_found_on_a_gpu_without_a_wait(dropped):
     with simulated_cuda() as gpu:
         order = torch.randperm(12, generator=torch.Generator().manual_seed(dropped))
         order = torch.stack([order, order.flip(0)])
@@ -106,7 +106,7 @@ def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):
 @pytest.mark.parametrize("policy", ["cam", "d2o"])
 @torch.no_grad()
 def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(policy):
-    """Entries that stay are written to as they are kept: a fork that was taken before has its own."""
+    """Kept entries are updated in place: an earlier fork has its own copy."""
     prompt, later = tokens(60), tokens(12, seed=3)
     answers = []
     with simulated_cuda():
@@ -114,10 +114,10 @@ def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(poli
             model = model_on(torch.device(device), tiny_model("llama"))
             cache = bounded(model, policy=policy, budget=24)
             model(prompt.to(device), past_key_values=cache)
-            twin = cache.fork()
-            for held in (cache, twin):
-                steps = [model(token.to(device), past_key_values=held).logits.cpu() for token in later.split(1, dim=1)]
+            fork = cache.fork()
+            for each in (cache, fork):
+                steps = [model(token.to(device), past_key_values=each).logits.cpu() for token in later.split(1, dim=1)]
                 answers.append(torch.cat(steps, dim=1))
-            del model, cache, twin, held
+            del model, cache, fork, each
     for answer in answers[1:]:
         assert (answer - answers[0]).norm() < 1e-5 * answers[0].norm()

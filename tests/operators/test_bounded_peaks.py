@@ -1,4 +1,4 @@
-"""How much a bounded layer holds at its worst moment: while a chunk is attended to, and between forwards."""
+"""The peak memory of a bounded layer: during a chunk's attention, and between forwards."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, is_dataclass
 
 import pytest
 import torch
-from bounded_models import SMALL, bounded, conversation, logits, tokens
 
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.entry_buffer import SLACK, EntryBuffer
+from tests.operators.bounded_models import SMALL, bounded, conversation, logits, tokens
 
 # A stride that is more than the room behind what stays.
 BUDGET, STRIDE, CATALYST = 24, SLACK + 8, 3
@@ -33,12 +33,12 @@ WHOLE = [pytest.param(name, small(name), id=name) for name in _STRIDED if not _S
 @dataclass
 class Moment:
     """While a chunk was attended to in a layer: entries that it attended to, itself included, bytes that their keys and
-    values lie in, and entries that every layer held."""
+    values lie in, and entries that every layer has."""
 
     layer: int
     attended: int
     room: int
-    held: list[int]
+    entries: list[int]
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def watched(monkeypatch):
 
             def noted(self, entries, attended, own=own, seen=seen):
                 room = _bytes_of([attended.keys, entries.keys, entries.values])
-                held = [layer.num_entries for layer in cache.layers]
-                seen.append(Moment(self.layer_idx, attended.keys.shape[2], room, held))
+                counts = [layer.num_entries for layer in cache.layers]
+                seen.append(Moment(self.layer_idx, attended.keys.shape[2], room, counts))
                 return own(self, entries, attended)
 
             monkeypatch.setattr(kind, hook, noted)
@@ -86,7 +86,7 @@ def key_value_bytes(layer):
 
 @pytest.mark.parametrize(("length", "peak"), [(5, 25), (BUDGET, 25), (50, STRIDE), (400, BUDGET + STRIDE)])
 @pytest.mark.parametrize(("policy", "settings"), IN_STRIDES)
-def test_what_is_attended_to_is_the_budget_and_a_stride_at_most_whatever_the_prompt(
+def test_attention_spans_at_most_the_budget_and_a_stride_for_every_prompt(
     llama, watched, policy, settings, length, peak
 ):
     cache = bounded(llama, policy=policy, budget=BUDGET, **settings)
@@ -106,25 +106,25 @@ def test_what_is_attended_to_is_the_budget_and_a_stride_at_most_whatever_the_pro
 def test_one_layer_holds_the_prompt_at_a_time_and_the_others_their_budget(llama, watched, policy, settings):
     cache = bounded(llama, policy=policy, budget=BUDGET, **settings)
     chunks, _ = watched(policy, cache)
-    held = [0, 0, 0]
+    entries = [0, 0, 0]
     for part in (tokens(100), *tokens(9, 1).split(1, dim=1), tokens(70, 2)):
         chunks.clear()
         logits(llama, cache, part)
-        for layer, before in enumerate(held):
+        for layer, before in enumerate(entries):
             there = [moment for moment in chunks if moment.layer == layer]
             assert max(moment.attended for moment in there) == before + part.shape[1]
             assert max(moment.room for moment in there) <= (before + max(part.shape[1], 1 + SLACK)) * ENTRY
             if cache.layers[layer].policy.allocates:
                 # What a layer may keep is known when all have seen the prompt.
-                after = [before + part.shape[1] for before in held[:layer]]
+                after = [before + part.shape[1] for before in entries[:layer]]
             else:
                 after = [each.budget for each in cache.layers[:layer]]
             for moment in there:
-                assert moment.held[:layer] == after
-                assert moment.held[layer + 1 :] == held[layer + 1 :]
-        held = [layer.budget for layer in cache.layers]
-        assert cache.statistics["cached_entries"] == held
-        assert sum(held) == 3 * BUDGET
+                assert moment.entries[:layer] == after
+                assert moment.entries[layer + 1 :] == entries[layer + 1 :]
+        entries = [layer.budget for layer in cache.layers]
+        assert cache.statistics["cached_entries"] == entries
+        assert sum(entries) == 3 * BUDGET
 
 
 @pytest.mark.parametrize(("policy", "settings"), IN_STRIDES + WHOLE)

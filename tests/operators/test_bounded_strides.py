@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import bounded, bounded_in, conversation, logits, relative_error, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import eject
 from hetero_kv.adapter.bridge import UnsupportedModelError
 from hetero_kv.errors import HeteroKVError
+from tests.operators.bounded_models import bounded, bounded_in, conversation, logits, relative_error, tokens
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("keep", [0, 1, 20, torch.tensor([3, 40, 59]), torch.tensor([-1])])

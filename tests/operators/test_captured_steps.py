@@ -1,4 +1,4 @@
-"""Tokens that a GPU decodes by CUDA graphs are those that it decodes without, whatever is done with the cache."""
+"""Tokens decoded by CUDA graphs equal those without, after every operation on the cache."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from count_launches import counts_of
-from devices import model_on, simulated_cuda
-from simulated_cuda import Launch, SimulatedCudaError
-from simulated_cuda.graphs import CUDAGraph
-from small_recipes import RECIPES, injected, new_cache, small_recipe
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter import capture_state, captured_steps, foreign
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.launch_counts import counts_of
+from tests.support.simulated_cuda import Launch, SimulatedCudaError
+from tests.support.simulated_cuda.graphs import CUDAGraph
+from tests.support.small_recipes import RECIPES, injected, new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 PROMPT = 50
@@ -42,7 +42,7 @@ def random_tokens(count, rows=1, seed=0):
 
 @torch.no_grad()
 def told(model, cache, tokens, prompt=0):
-    """Logits behind a prompt of so many of the tokens, and behind each of the others."""
+    """Logits after a prompt of the first `prompt` tokens, and after each of the others."""
     parts = tokens.to("cuda").split([*[prompt] * (prompt > 0), *[1] * (tokens.shape[1] - prompt)], dim=1)
     return [model(part, past_key_values=cache).logits[:, -1] for part in parts]
 
@@ -92,19 +92,19 @@ def test_a_layer_is_a_graph_and_what_its_attention_launches():
     assert captured["ktransformers"].pageable == 0
 
 
-def test_a_token_that_was_given_is_not_written_over_by_the_next(gpu, llama):
+def test_a_returned_token_is_not_overwritten_by_the_next(gpu, llama):
     cache = injected(llama, small_recipe("shadowkv"))
     told(llama, cache, random_tokens(PROMPT + 4), prompt=PROMPT)
     # Other arguments than the whole model gives it: these are captured by themselves, and some tokens run before that.
     with torch.no_grad():
-        given = []
+        states = []
         for token in range(5, 11):
             state = llama.model(torch.tensor([[token]], device="cuda"), past_key_values=cache).last_hidden_state
-            given.append((state, state.cpu()))
-    assert all(torch.equal(state.cpu(), kept) for state, kept in given)
+            states.append((state, state.cpu()))
+    assert all(torch.equal(state.cpu(), kept) for state, kept in states)
 
 
-def test_weights_that_lie_elsewhere_are_captured_anew(gpu, llama, monkeypatch):
+def test_moved_weights_are_captured_again(gpu, llama, monkeypatch):
     def with_other_weights():
         model = model_on(torch.device("cuda", 0), llama)
         cache = injected(model, small_recipe("shadowkv"))
@@ -141,7 +141,7 @@ def failed(monkeypatch):
     return graphs
 
 
-def test_what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture(gpu, llama, failed, behind_mlp):
+def test_uncapturable_layers_run_uncaptured_and_are_named(gpu, llama, failed, behind_mlp):
     behind_mlp(asking)
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs="off"))
     tokens = random_tokens(34)
@@ -175,7 +175,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
     state = llama.hetero_kv_injection.captures.state
     assert state == "off: CUDA error: operation not permitted when stream is capturing (synchronize)"
     assert len(failed) == 1
-    # Numbers are drawn, and memory that two streams have used is given back.
+    # Random numbers are drawn, and memory of two streams is freed.
     assert 0 <= torch.rand(1, device="cuda").item() < 1
     live, ours = torch.cuda.memory_allocated(), torch.ones(1000, device="cuda")
     ours.record_stream(torch.cuda.Stream())
@@ -191,7 +191,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
         ("shadowkv", waiting, "not permitted when stream"),
     ],
 )
-def test_graphs_that_are_asked_for_and_cannot_be_are_refused(gpu, llama, recipe, hook, message, behind_mlp):
+def test_impossible_graphs_are_refused_where_they_are_required(gpu, llama, recipe, hook, message, behind_mlp):
     if hook is not None:
         behind_mlp(hook)
     cache = injected(llama, small_recipe(recipe, cuda_graphs="on"))
@@ -203,7 +203,7 @@ def test_graphs_that_are_asked_for_and_cannot_be_are_refused(gpu, llama, recipe,
     assert cache.get_seq_length() == before
 
 
-def test_memory_that_torch_keeps_is_given_back_before_a_capture():
+def test_torchs_cached_memory_is_freed_before_a_capture():
     with simulated_cuda(total=8 << 20) as gpu:
         model = model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
         cache = injected(model, small_recipe("shadowkv", cuda_graphs="on"))
@@ -278,7 +278,7 @@ def test_it_is_tried_a_few_times_to_find_memory(gpu, llama, crowded):
     assert crowded.tries == 4
 
 
-def test_graphs_that_are_asked_for_are_refused_once_memory_was_looked_for_in_vain(gpu, llama, crowded):
+def test_required_graphs_are_refused_where_no_memory_can_be_freed(gpu, llama, crowded):
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs="on"))
     told(llama, cache, random_tokens(PROMPT + 11), prompt=PROMPT)
     with pytest.raises(UnsupportedModelError, match="too little free memory for graphs, tried 4 times"):

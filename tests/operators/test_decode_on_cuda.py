@@ -1,15 +1,9 @@
-"""What a token decoded by retrieval asks of a GPU: one wait and two page-locked copies per layer."""
+"""A retrieval token on a GPU: one wait and two page-locked copies per layer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from count_launches import counts_of, stored_as_shipped
-from devices import model_on, simulated_cuda
-from simulated_cuda import Launch, Wait
-from small_recipes import RECIPES, injected, small_recipe
-from tiny_models import tiny_model
-from variants import with_slow
 
 from gpu_ops.staging import Staging
 from hetero_kv import HeteroKVError, eject, inject
@@ -17,19 +11,14 @@ from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
+from tests.support.devices import model_on
+from tests.support.launch_counts import counts_of, stored_as_shipped
+from tests.support.simulated_cuda import Launch, Wait
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import RECIPES, injected, small_recipe
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
-
-
-@pytest.fixture
-def llama_on_gpu(gpu):
-    return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
 
 
 @torch.no_grad()
@@ -99,9 +88,9 @@ def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
         for part in tokens.split([90, *[1] * 16], dim=1):
             model(part.to(device), past_key_values=cache)
         received.append([layer.state.accumulated.cpu() for layer in cache.layers])
-    for wanted, mine in zip(*received, strict=True):
-        assert wanted.max() > 0.1
-        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+    for expected, mine in zip(*received, strict=True):
+        assert expected.max() > 0.1
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -123,10 +112,10 @@ def pending_queries(device, *selections):
 
 
 @pytest.mark.parametrize("selections", [(), ([1, 0],), ([1, 1, 0], [2, 0, 1])], ids=["none", "as many", "more"])
-def test_what_the_gpu_tells_of_a_query_later_is_what_a_cpu_knows_at_once(gpu, selections):
-    wanted, mine = pending_queries("cpu", *selections), pending_queries("cuda", *selections)
-    assert len(wanted) == 3
-    for layer in zip(wanted, mine, strict=True):
+def test_deferred_statistics_of_a_gpu_equal_the_cpus(gpu, selections):
+    on_cpu, on_gpu = pending_queries("cpu", *selections), pending_queries("cuda", *selections)
+    assert len(on_cpu) == 3
+    for layer in zip(on_cpu, on_gpu, strict=True):
         # Those of the block that is open: two from before rows were selected, two from behind.
         assert layer[0][1].shape[2] == 4
         for expected, actual in zip(*layer, strict=True):
@@ -177,8 +166,8 @@ def test_two_launches_decode_as_torch_does(gpu, monkeypatch):
             parts = tokens.split([20, *[1] * 40], dim=1)
             found.append(torch.cat([model(part, past_key_values=cache).logits[:, -1:] for part in parts], dim=1).cpu())
             eject(model)
-    for mine, wanted in zip(found[:2], found[2:], strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+    for mine, expected in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_window_is_launched_before_the_cpu_begins(gpu, llama_on_gpu, without_joint_launches):

@@ -1,4 +1,4 @@
-"""Estimates in whole models: every decoded token attends to what it says, and to the rest as a token a block."""
+"""Residual attention in whole models: chosen blocks are attended to exactly, each other one as one token."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
-from token_parts import answer, logits, tokens
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING
@@ -19,6 +17,8 @@ from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store.key_codes import encode
+from tests.operators.token_parts import answer, logits, tokens
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,8 +43,8 @@ def injected():
     def made(architecture="llama", shape=None, **settings):
         model = tiny_model(architecture, **(shape or {}))
         models.append(model)
-        given = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **ESTIMATING, **settings}
-        inject(model, parse_rules({"rules": RULES, "long_context": given}))
+        long_context = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **ESTIMATING, **settings}
+        inject(model, parse_rules({"rules": RULES, "long_context": long_context}))
         return model, HeteroCache(model)
 
     yield made
@@ -62,7 +62,7 @@ def checked(monkeypatch):
         layers[:] = [layer]
         return attend(self, native, layer, *rest)
 
-    def held(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest):
+    def recorded(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest):
         largest = call(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest)
         scale, softcap, _, out, lse, _ = rest
         if which != EVERYTHING:
@@ -71,7 +71,7 @@ def checked(monkeypatch):
             seen.append((positions >= 0).sum(axis=2))
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", held)
+    monkeypatch.setattr(EstimatingStep, "__call__", recorded)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
 
@@ -106,10 +106,10 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
 
 def test_a_layer_that_attends_to_everything_needs_no_way_to_score(injected):
     model, cache = injected(residual_attention="drop", dense_layer_num=3)
-    given = tokens(45), *answer(5)
+    parts = tokens(45), *answer(5)
     with torch.no_grad():
-        whole = model(torch.cat(given, dim=1), past_key_values=HeteroCache(model)).logits
-    torch.testing.assert_close(logits(model, cache, *given), whole, rtol=1e-3, atol=1e-3)
+        whole = model(torch.cat(parts, dim=1), past_key_values=HeteroCache(model)).logits
+    torch.testing.assert_close(logits(model, cache, *parts), whole, rtol=1e-3, atol=1e-3)
 
 
 # Scores that are capped, attention sinks that are learned, and heads of several dimensions.
@@ -158,9 +158,9 @@ def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, chec
     logits(model, cache, tokens(60), *answer(10))
     cache.crop(-22)
     logits(model, cache, tokens(7, 2), *answer(9, 3))
-    twin = cache.fork()
+    fork = cache.fork()
     logits(model, cache, *answer(6, 4))
-    logits(model, twin, *answer(6, 5))
+    logits(model, fork, *answer(6, 5))
     greedy = {"max_new_tokens": 8, "do_sample": False}
     model.generate(tokens(40, 6, rows=2), past_key_values=HeteroCache(model), num_beams=2, **greedy)
     assert len(checked) > 3 * 30
@@ -174,7 +174,7 @@ def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, chec
         {"representative_type": "MEAN", "representative_num": 1},
     ],
 )
-def test_what_is_reused_or_preselected_leaves_the_rest_to_be_estimated(injected, checked, settings):
+def test_reused_and_preselected_blocks_leave_the_rest_to_residual_attention(injected, checked, settings):
     model, cache = injected(**settings)
     logits(model, cache, tokens(60), *answer(24))
     assert len(checked) == 3 * 24
@@ -194,7 +194,7 @@ TOKENS = {"rerank": "all", "attend_to": "tokens"}
 
 @pytest.mark.parametrize("target_mass", ["none", 0.8])
 @pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
-def test_single_tokens_are_the_same_beside_a_window_on_the_compute_device(
+def test_single_tokens_are_the_same_with_a_window_on_the_compute_device(
     injected, monkeypatch, target_mass, head_select_mode
 ):
     settings = {**TOKENS, "target_mass": target_mass, "head_select_mode": head_select_mode, "measure_recall": True}
@@ -216,7 +216,7 @@ def test_as_many_single_tokens_cover_more_than_whole_blocks(injected):
     assert (shares[1] > shares[0]).all()
 
 
-def test_single_tokens_are_chosen_anew_among_blocks_that_are_reused(injected):
+def test_single_tokens_are_chosen_again_among_reused_blocks(injected):
     found = []
     for token_step in (1, 4):
         # Four times five blocks are candidates: all that there are.
@@ -275,7 +275,7 @@ def test_steps_that_reuse_a_choice_tell_no_share_where_means_would_stand_for_key
     assert cache.statistics["estimated_share"] == chosen["estimated_share"]
 
 
-def test_what_a_step_took_is_read_before_a_fork_steps(injected, monkeypatch):
+def test_a_steps_statistics_are_read_before_a_forks_step(injected, monkeypatch):
     """A fork's layers have the same native calls, and another thread may begin one as soon as this one has ended."""
     settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "top_k_blocks": 500}
     model, cache = injected(**settings)
@@ -299,7 +299,7 @@ def test_what_a_step_took_is_read_before_a_fork_steps(injected, monkeypatch):
     assert cache.statistics == expected
 
 
-def test_a_forward_that_fails_leaves_what_was_counted_as_it_was(injected):
+def test_a_failed_forward_leaves_the_statistics_unchanged(injected):
     model, cache = injected(target_mass=0.9)
     logits(model, cache, tokens(60), *answer(3))
     before = cache.statistics

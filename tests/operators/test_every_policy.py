@@ -1,13 +1,13 @@
-"""What holds for every registered policy, so that a new one is tested when it is registered."""
+"""Properties of every registered policy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import POLICIES, bounded, conversation, logits, positions, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import eject
+from tests.operators.bounded_models import POLICIES, bounded, conversation, logits, positions, tokens
+from tests.support.tiny_models import tiny_model
 
 BUDGET = 24
 _MODEL = tiny_model("llama", num_attention_heads=6, hidden_size=96)
@@ -58,7 +58,7 @@ def test_how_a_prompt_is_chunked_changes_nothing(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rows_of_a_batch_are_what_they_are_alone(policy):
+def test_rows_of_a_batch_equal_each_row_alone(policy):
     found, layers = conversed(policy, batch=3)
     together = found[1:2], [layer.selected(torch.tensor([1])) for layer in layers]
     assert_same(together, conversed(policy, batch=3, rows=slice(1, 2)), exactly=False)
@@ -77,7 +77,7 @@ def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_dropped_is_what_makes_the_difference(policy):
+def test_the_dropped_entries_make_the_difference(policy):
     found, _ = conversed(policy)
     everything, _ = conversed(policy, budget=200)
     # A budget that covers is full attention (test_bounded.py); this one does not cover, and is not.

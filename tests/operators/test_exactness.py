@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on, on_both
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import ALIKE, ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.devices import model_on, on_both
+from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 DECODED = 20
 #: Groups and dimensions that no other architecture has, whose kernels are compiled for blocks of one size.

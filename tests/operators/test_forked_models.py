@@ -1,4 +1,4 @@
-"""Forked caches in whole models: each fork answers as if it had been alone."""
+"""Forked caches in whole models: each fork answers as if it were alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from devices import CPU, device_called, model_on, on_both
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.devices import CPU, device_called, model_on, on_both
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

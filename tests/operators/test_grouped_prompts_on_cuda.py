@@ -1,14 +1,14 @@
-"""Later turns at grouped positions on a GPU: what is stored comes in pieces or by the block, and is never all there."""
+"""Later turns at grouped positions on a GPU: the past arrives in pieces, and is never there as a whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.gpu_prefill import pieces
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_thread")]
 
@@ -69,7 +69,7 @@ def random_tokens(count, rows=1):
 )
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_type):
     plain = tiny_model("llama", head_dim=32)
-    # The first prompt is shorter than the window, the third than a block; the last is asked twice, the end cut off.
+    # The first prompt is shorter than the window, the third shorter than a block; the last one is cut off and repeated.
     parts = random_tokens(250, rows=2).split([19, *[1] * 3, 75, *[1] * 4, 7, *[1] * 2, 70, *[1] * 4, 66], dim=1)
     found = []
     for model in (plain, on_gpu(plain)):

@@ -1,16 +1,16 @@
-"""Hidden states of long prompts in DRAM between layers that a GPU computes: the same answers, in less of its memory."""
+"""Hidden states of long prompts in DRAM: the same answers in less GPU memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from small_recipes import injected, small_recipe
-from tiny_models import tiny_model
 
 from gpu_ops import page_locked
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import UnsupportedModelError
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
 
 CHUNK = 64
 
@@ -46,7 +46,7 @@ def test_answers_are_the_same_wherever_hidden_states_lie(architecture):
 
 
 @pytest.mark.cuda
-def test_rows_of_a_batch_and_the_logits_that_are_asked_for():
+def test_batches_and_logits_to_keep_work_with_hidden_states_in_dram():
     prompts = [ids(rows=3)]
     with simulated_cuda():
         model = model_on(torch.device("cuda"), tiny_model("llama"))

@@ -1,4 +1,4 @@
-"""Models with layers that are no attention: their states go from chunk to chunk and from turn to turn, exactly."""
+"""Models with layers other than attention: their states pass from chunk to chunk and turn to turn exactly."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bounded_models import Letters, relative_error, tokens
-from tiny_models import HYBRIDS, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter import recurrent
@@ -24,6 +21,9 @@ from hetero_kv.evals.shared_prefill import shares_prefill
 from hetero_kv.planning.plan import Footprint
 from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.bounded_models import Letters, relative_error, tokens
+from tests.support.slow_variants import combined
+from tests.support.tiny_models import HYBRIDS, tiny_config, tiny_model
 
 SETTINGS = {"chunk_size": 16, "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256}
 EXACT = {**SETTINGS, "kv_type": "FP32", "top_k_blocks": 500}
@@ -78,7 +78,7 @@ class Talk(NamedTuple):
     second: torch.Tensor
 
 
-def test_a_prompt_in_chunks_tokens_and_a_second_turn_are_what_transformers_computes_at_once(talk):
+def test_chunks_tokens_and_a_second_turn_equal_transformers_at_once(talk):
     assert relative_error(torch.cat([talk.logits, talk.second], dim=1), talk.whole) < 1e-4
 
 
@@ -118,9 +118,9 @@ def test_a_forward_that_fails_leaves_the_states_as_they_were_however_often(talk,
 
 def test_the_plan_counts_the_states_that_there_are(talk):
     model, cache = talk.model, talk.cache
-    held = sum(state.numel() * state.element_size() for state in states(cache))
-    assert held > 0
-    assert Footprint.of(model.hetero_kv_injection).memory(1000).states == 2 * held
+    states_seen = sum(state.numel() * state.element_size() for state in states(cache))
+    assert states_seen > 0
+    assert Footprint.of(model.hetero_kv_injection).memory(1000).states == 2 * states_seen
     shapes = recurrent.state_shapes(model, text_config(model))
     for index, shape in shapes.items():
         there = named_states(cache.layers[index])
@@ -162,7 +162,7 @@ def test_chunks_of_any_length_carry_the_state(architecture, chunk_size):
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_rows_of_several_lengths_are_what_each_is_alone(architecture):
+def test_rows_of_several_lengths_equal_each_row_alone(architecture):
     model = tiny_model(architecture)
     ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.int64)
     mask[0, :9] = 0
@@ -209,15 +209,15 @@ def test_attention_between_them_has_the_operators_of_every_family(architecture, 
 
 def test_a_catalyst_leaves_nothing_in_a_state():
     model = tiny_model("lfm2")
-    held = []
+    states_seen = []
     for recipe, settings in {"dense": EXACT, "infinipot": {"budget": 24, "catalyst": "abc"}}.items():
         inject(model, recipe, command_line=settings)
         cache = HeteroCache(model, max_seq_len=128, tokenizer=Letters())
         answered(model, cache, IDS)
         # Below all attention, so that only what passed through it can have changed it.
-        held.append(states(cache)[0].clone())
+        states_seen.append(states(cache)[0].clone())
         eject(model)
-    torch.testing.assert_close(held[0], held[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states_seen[0], states_seen[1], rtol=1e-5, atol=1e-5)
 
 
 #: Architectures whose layers cannot be chunked: their config, and what is said.
@@ -261,7 +261,7 @@ def test_attention_whose_layers_around_it_are_not_chunked_is_refused_by_name():
         ("streaming_llm", "BoundedAttention with policy streaming_llm"),
     ],
 )
-def test_what_needs_positions_is_refused_by_name_in_models_without(recipe, what):
+def test_methods_that_need_positions_are_refused_by_name_in_models_without(recipe, what):
     model = tiny_model("granitemoehybrid")
     inject(model, recipe, command_line={"threads_num": 1})
     # It is seen by what the attention is called with.

@@ -1,15 +1,15 @@
-"""Behind the last layer's attention a prompt computes the tokens that the model's head wants, and no others."""
+"""After the last layer's attention a prompt computes only the tokens that the model's head needs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from small_recipes import new_cache, small_recipe
-from tiny_models import tiny_model
 
 from cpu_ops import fused_prefill_layer as kernels
 from hetero_kv import inject
 from hetero_kv.adapter import chunked_decoder_layer
+from tests.support.small_recipes import new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
 
 EVERYTHING = {"max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
 PROMPT = (torch.arange(150) % 90 + 2).view(2, 75)
@@ -28,7 +28,7 @@ def dense_model():
 def rows(monkeypatch):
     """How many rows passed the gate of a layer, chunk by chunk."""
     found, gate = [], kernels.gate_rows
-    monkeypatch.setattr(kernels, "gate_rows", lambda own, *given: (found.append(len(own)), gate(own, *given))[1])
+    monkeypatch.setattr(kernels, "gate_rows", lambda own, *args: (found.append(len(own)), gate(own, *args))[1])
     return found
 
 
@@ -53,12 +53,12 @@ def last_logits(model, count):
     "recipe", ["dense", "adaptive", "snapkv", "h2o", "cascade", "infinipot", "sirllm", "shadowkv", "infinigen"]
 )
 @pytest.mark.usefixtures("few_together")
-def test_the_head_gets_what_it_wants_of_the_last_layer(recipe, count, rows):
-    """Whoever asks for more, such as policies that score tokens by their logits, gets that too."""
+def test_the_head_gets_its_rows_of_the_last_layer(recipe, count, rows):
+    """Policies that score tokens by their logits get all logits."""
     model = tiny_model("qwen3")
     inject(model, small_recipe(recipe, chunk_size=32))
-    wanted = last_logits(model, 0)
-    every = torch.cat([wanted[:, 60 - count : 60], wanted[:, 75 - count :]], dim=1)
+    expected = last_logits(model, 0)
+    every = torch.cat([expected[:, 60 - count : 60], expected[:, 75 - count :]], dim=1)
     torch.testing.assert_close(last_logits(model, count), every, rtol=1e-5, atol=1e-6)
     assert rows
 
@@ -81,7 +81,7 @@ def test_of_some_tokens_more_it_is_computed_so_that_products_are_made_the_same_w
 
 @pytest.mark.usefixtures("few_together")
 @pytest.mark.parametrize("where", ["model", "model.norm", "model.layers.2"])
-def test_who_listens_behind_the_layers_hears_every_token(where, dense_model):
+def test_hooks_after_the_layers_see_every_token(where, dense_model):
     heard = []
 
     def listen(_module, _inputs, output):
@@ -90,9 +90,9 @@ def test_who_listens_behind_the_layers_hears_every_token(where, dense_model):
 
     handle = dense_model.get_submodule(where).register_forward_hook(listen)
     last_logits(dense_model, 0)
-    wanted = heard.copy()
+    expected = heard.copy()
     heard.clear()
     last_logits(dense_model, 1)
     handle.remove()
-    for mine, each in zip(heard, wanted, strict=True):
+    for mine, each in zip(heard, expected, strict=True):
         torch.testing.assert_close(mine, each, rtol=1e-5, atol=1e-6)

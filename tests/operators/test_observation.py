@@ -1,4 +1,4 @@
-"""The observation window is the turn's question where somebody says which it is, else a number of last queries."""
+"""The observation window is the turn's question if it is known, else the last queries."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_dynamic_and_preselection_look_at_the_question_alone(llama, prompts):
     put(llama, rules_of("RetrievalAttention", **settings))
     # Representatives of a second turn are also those of the first, of whose question nothing is said.
     step = len(turns)
-    asked = {question: looked_at(prefilled(llama, *turns, question=question))[::step] for question in (None, 10, 30)}
-    for queries, found in ((10, asked[10]), (30, asked[30]), (UNKNOWN_QUESTION, asked[None])):
+    found_by = {question: looked_at(prefilled(llama, *turns, question=question))[::step] for question in (None, 10, 30)}
+    for queries, found in ((10, found_by[10]), (30, found_by[30]), (UNKNOWN_QUESTION, found_by[None])):
         put(llama, rules_of("RetrievalAttention", **settings, observation=queries))
         assert are_equal(found, looked_at(prefilled(llama, *turns, question=10))[::step])
-    assert not are_equal(asked[10], asked[30])
-    assert not are_equal(asked[10], asked[None])
+    assert not are_equal(found_by[10], found_by[30])
+    assert not are_equal(found_by[10], found_by[None])
 
 
 def test_a_question_is_watched_across_chunks_and_not_beyond_the_prompt_that_asks_it(llama):
@@ -103,11 +103,11 @@ def test_a_vote_is_the_questions_and_the_window_is_kept(llama, policy):
         cache = prefilled(llama, random_tokens(120), question=question)
         return [layer.entries.positions for layer in cache.layers]
 
-    asked = {question: entries(question) for question in (None, 5, 50)}
+    found_by = {question: entries(question) for question in (None, 5, 50)}
     for question, voters in ((None, 12), (5, 5), (50, 50)):
-        assert are_equal(asked[question], entries(observation=voters))
-        assert all(set(range(108, 120)) <= set(kept.flatten().tolist()) for kept in asked[question])
-    assert not are_equal(asked[5], asked[50])
+        assert are_equal(found_by[question], entries(observation=voters))
+        assert all(set(range(108, 120)) <= set(kept.flatten().tolist()) for kept in found_by[question])
+    assert not are_equal(found_by[5], found_by[50])
 
 
 def test_a_question_without_tokens_is_refused(llama):

@@ -1,4 +1,4 @@
-"""What a prompt under retrieval asks of a GPU: no pageable copy, no wait for its compute, and no copy of the store."""
+"""A retrieval prompt on a GPU: no pageable copy, no wait for its compute, no copy of the store."""
 
 from __future__ import annotations
 
@@ -6,30 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from simulated_cuda import Launch, Wait
-from small_recipes import injected, small_recipe
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError
 from hetero_kv.families.gpu_prefill import pieces
 from hetero_kv.families.retrieval import representatives
+from tests.support.simulated_cuda import Launch, Wait
+from tests.support.small_recipes import injected, small_recipe
 
 pytestmark = pytest.mark.cuda
 
 #: Layers, kv heads and head dim of the tiny Llama; a chunk of `small_recipe`.
 LAYERS, HEADS, DIM, CHUNK = 3, 2, 16, 64
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
-
-
-@pytest.fixture
-def llama_on_gpu(gpu):
-    return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
 
 
 @torch.no_grad()
@@ -39,14 +26,14 @@ def prompt(model, cache, tokens):
 
 
 @pytest.mark.parametrize(("recipe", "beside"), [("quest", 0), ("infllm", 1)])
-def test_nothing_is_pageable_and_layers_wait_for_what_was_sent(gpu, llama_on_gpu, recipe, beside):
+def test_nothing_is_pageable_and_layers_wait_for_sent_pieces(gpu, llama_on_gpu, recipe, beside):
     cache = injected(llama_on_gpu, small_recipe(recipe, hidden_device="gpu"))
     # The device learns once whether Triton runs on it.
     prompt(llama_on_gpu, cache, 3)
     cache.reset()
     gpu.record.clear()
-    # Chunks of 64 are two pieces of a layer, and the rest another; the attention that keys receive comes once beside,
-    # and what it represents.
+    # A layer sends each chunk of 64 in two pieces and the rest in another; once more the keys' received attention
+    # and representatives.
     prompt(llama_on_gpu, cache, 2 * CHUNK + 3)
     assert not gpu.record.pageable
     assert not any(copy.is_blocking for copy in gpu.record.copies)

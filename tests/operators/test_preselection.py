@@ -1,11 +1,11 @@
-"""Preselection: the question restricts what an answer chooses from, until the next turn and while tokens remain."""
+"""Preselection: the question restricts an answer's candidates until the next turn and while tokens remain."""
 
 from __future__ import annotations
 
-from retrieval_models import injected, logits, random_tokens, recorded
+from tests.operators.retrieval_models import injected, logits, random_tokens, recorded
 
 
-def test_preselection_restricts_the_answer_and_is_made_anew_for_the_next_turn(deep_llama, monkeypatch):
+def test_preselection_restricts_the_answer_and_is_repeated_for_the_next_turn(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
     cache = injected(
         deep_llama, representative_type="MEAN", top_k_blocks=2, preselect_block=True, preselect_block_count=4
@@ -41,7 +41,7 @@ def test_blocks_that_leave_local_after_preselection_are_candidates_from_the_firs
     assert [set(positions[0, 0].tolist()) for _, _, positions, *_ in record] == [each | {end} for each in candidates]
 
 
-def test_a_crop_into_what_was_preselected_makes_all_blocks_candidates(deep_llama, monkeypatch):
+def test_a_crop_into_the_preselection_makes_all_blocks_candidates(deep_llama, monkeypatch):
     record = recorded(monkeypatch)
     cache = injected(
         deep_llama, representative_type="MEAN", top_k_blocks=3, preselect_block=True, preselect_block_count=4

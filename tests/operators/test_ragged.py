@@ -1,17 +1,17 @@
-"""Rows of a batch that have lengths of their own: each is computed as if it had come alone."""
+"""Rows of a batch with different lengths: each is computed as if it were alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on, on_both
-from ragged_prompts import LENGTHS, PROMPTS, TURNS
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
-from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
-from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.ragged_prompts import LENGTHS, PROMPTS, TURNS
+from tests.support.devices import model_on, on_both
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +64,7 @@ _LIKE_OTHERS = (
 
 
 @pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])
-def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, device, model_of):
+def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, model_of):
     assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
 
 
@@ -86,7 +86,7 @@ def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recip
     assert (sparse - full)[-20:].abs().amax(dim=-1).min() > 0.01 * full.abs().max()
 
 
-# Windows of the model's own; learned sinks besides; experts, which are given the rows' tokens in another order; and a
+# Windows of the model itself; learned sinks too; experts, which get the rows' tokens in another order; and a
 # rotation of some of the channels.
 @pytest.mark.parametrize(
     ("architecture", "recipe"),
@@ -104,7 +104,7 @@ def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recip
         slow=[("gemma3_text", "ktransformers"), ("gpt_oss", "h2o"), ("glm", "shadowkv")],
     ),
 )
-def test_rows_of_every_kind_of_model_are_what_they_are_alone(architecture, recipe, model_of):
+def test_rows_of_every_kind_of_model_equal_each_row_alone(architecture, recipe, model_of):
     assert_rows_are_what_they_are_alone(model_of(architecture), small_recipe(recipe), SHORTER)
 
 
@@ -142,7 +142,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("rules", MIXED.values(), ids=MIXED)
-def test_rows_are_what_they_are_alone_where_layers_have_different_methods(rules, model_of):
+def test_rows_equal_each_row_alone_under_mixed_methods(rules, model_of):
     rules = with_settings(parse_rules({"rules": [*rules, CHUNKED]}), {**ENGINE, **SMALLER})
     assert_rows_are_what_they_are_alone(model_of(), rules, SHORTER)
 
@@ -297,15 +297,15 @@ def test_beams_of_a_padded_batch_are_those_of_each_prompt_alone(recipe, model_of
         assert found[3 * row : 3 * row + 3, -10:].tolist() == expected[:, -10:].tolist()
 
 
-def test_positions_that_are_given_are_taken(model_of):
+def test_explicit_positions_are_used(model_of):
     model = model_of()
     token_ids, mask = padded(PROMPTS[:3])
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     answers = []
-    for given in ({}, {"position_ids": positions}):
+    for kwargs in ({}, {"position_ids": positions}):
         cache = injected(model, small_recipe("ktransformers"))
         with torch.no_grad():
-            answers.append(model(token_ids, attention_mask=mask, past_key_values=cache, **given).logits)
+            answers.append(model(token_ids, attention_mask=mask, past_key_values=cache, **kwargs).logits)
         eject(model)
     assert answers[0][mask.bool()].equal(answers[1][mask.bool()])
 

@@ -1,19 +1,19 @@
-"""Masks of a batch that are refused: no padding on the left, or another past than what is stored."""
+"""Refused masks of a batch: right padding, or a past that differs from the stored one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ragged_prompts import PROMPTS
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt, together
-from small_recipes import injected, new_cache, small_recipe
 
 from hetero_kv.errors import HeteroKVError
+from tests.operators.ragged_prompts import PROMPTS
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt, together
+from tests.support.small_recipes import injected, new_cache, small_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# What is asked for, what it is called in the refusal, and the mask [2, 8] of a first turn.
+# Settings, their name in the refusal, and the mask [2, 8] of a first turn.
 REFUSED_AT_FIRST = {
     "padding on the right": (r"(right|left)", [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
     "holes": (r"(hole|middle|inside|between|within)", [[1, 1, 0, 1, 1, 1, 1, 1], [1] * 8]),
@@ -48,7 +48,7 @@ REFUSED_LATER = {
 
 
 @pytest.mark.parametrize("case", REFUSED_LATER)
-def test_masks_that_contradict_what_is_stored_are_refused_and_nothing_changes(case, model_of):
+def test_masks_that_contradict_stored_tokens_are_refused_and_nothing_changes(case, model_of):
     named, mask = REFUSED_LATER[case]
     model = model_of()
     rows, more = [prompt(2, 1), prompt(4, 2)], [prompt(2, 3), prompt(3, 4)]

@@ -1,16 +1,16 @@
-"""What rows of a batch take with them beside their tokens: selections, positions along several axes, statistics."""
+"""State of a batch's rows besides tokens: selections, positions along several axes, statistics."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
-from small_recipes import ENGINE, injected, new_cache, small_recipe, with_settings
-from tiny_models import tiny_model, tiny_multi_axis_model
 
 from hetero_kv import eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
+from tests.support.small_recipes import ENGINE, injected, new_cache, small_recipe, with_settings
+from tests.support.tiny_models import tiny_model, tiny_multi_axis_model
 
 #: Blocks are chosen at every eighth token, by every second layer.
 REUSING = with_settings(
@@ -60,14 +60,14 @@ def assert_is_alone(batch, row, script):
     assert_same_but_for_rounding(batch.logits[row], expected, f"row {row}")
 
 
-def test_rows_that_are_selected_reuse_what_they_have_chosen(batch):
+def test_selected_rows_reuse_their_choices(batch):
     batch.select([2, 0, 2])
     batch.answer(AFTER)
     for row, start in enumerate((2, 0, 2)):
         assert_is_alone(batch, row, (EQUAL[start], BEFORE + AFTER))
 
 
-def test_rows_that_part_reuse_what_they_have_chosen(batch):
+def test_diverging_rows_reuse_their_choices(batch):
     parts = [prompt(1, 10), prompt(2, 11), prompt(1, 12)]
     batch.say(parts)
     assert len(batch.cache.groups) == 3
@@ -76,7 +76,7 @@ def test_rows_that_part_reuse_what_they_have_chosen(batch):
         assert_is_alone(batch, row, (EQUAL[row], BEFORE, part, AFTER))
 
 
-def test_what_a_failed_prompt_has_made_them_forget_comes_back(batch):
+def test_choices_come_back_after_a_failed_prompt(batch):
     def fail(layers_done, layers, *_):
         if layers_done == layers:
             raise HeteroKVError("enough")
@@ -89,7 +89,7 @@ def test_what_a_failed_prompt_has_made_them_forget_comes_back(batch):
         assert_is_alone(batch, row, (start, BEFORE + AFTER))
 
 
-def test_after_a_step_back_they_choose_anew_together(batch):
+def test_after_a_crop_rows_choose_together_again(batch):
     batch.cache.crop(-1)
     (group,) = batch.cache.groups
     assert not group.shared
@@ -155,5 +155,5 @@ def test_entries_of_all_cohorts_are_spoken_of(llama):
     prompts = [prompt(10, 1), prompt(30, 2), prompt(30, 3)]
     batch = Batch(llama, injected(llama, small_recipe("h2o")), prompts)
     assert batch.cache.statistics["cached_entries"] == pytest.approx([70 / 3] * 3)
-    held = [layer.num_entries for layer in batch.cache.strided_layers]
-    assert held == [10] * 3 + [30] * 3
+    entries = [layer.num_entries for layer in batch.cache.strided_layers]
+    assert entries == [10] * 3 + [30] * 3

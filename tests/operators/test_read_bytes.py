@@ -1,18 +1,18 @@
-"""Bytes that a decoded token reads, in whole models: those of all keys and values, and of what was chosen."""
+"""Bytes read per decoded token in whole models: those of all keys and values, and of the chosen ones."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from bounded_models import bounded
-from shadowkv_models import injected as shadowkv
-from tiny_models import tiny_model
 
 from cpu_ops.estimating_step import EstimatingStep
 from hetero_kv import HeteroCache, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.bounded_models import bounded
+from tests.operators.shadowkv_models import injected as shadowkv
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +30,8 @@ TOKEN, REPRESENTATIVES = 2 * VECTOR, 2 * VECTOR
 
 
 def retrieving(model, **settings):
-    given = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **settings}
-    inject(model, parse_rules({"rules": RULES, "long_context": given}))
+    long_context = {**SMALL, "kv_type": "FP32", "top_k_blocks": 3, "threads_num": 1, **settings}
+    inject(model, parse_rules({"rules": RULES, "long_context": long_context}))
     return HeteroCache(model)
 
 
@@ -63,7 +63,7 @@ CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
         ({**QUEST, "group_reduce": "softmax"}, CHOSEN),
         (MEANSTD, CHOSEN),
         ({**MEANSTD, "head_select_mode": "SEPARATE", "residual_attention": "estimate"}, CHOSEN + 9 * VECTOR),
-        # Six candidates' keys, which are scored as they are stored: copies in four bits come in tiles of 16 tokens.
+        # Stored keys of six candidates: copies in four bits would come in tiles of 16 tokens.
         ({**MEANSTD, "residual_attention": "estimate", "rerank": 2}, CHOSEN + 9 * VECTOR + 6 * 4 * VECTOR),
         # All blocks' keys, and the representatives by which the rest counts.
         ({**MEANSTD, "residual_attention": "estimate", "rerank": "all"}, CHOSEN + 9 * VECTOR + CONTEXT * 4 * VECTOR),
@@ -73,7 +73,7 @@ CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
         ({**MEANSTD, "top_k_blocks": 12}, (PROMPT + 1) * TOKEN),
     ],
 )
-def test_of_what_is_chosen_the_bytes_are_counted(llama, settings, read):
+def test_bytes_of_chosen_blocks_are_counted(llama, settings, read):
     assert after(llama, retrieving(llama, **settings)) == [read] * 3
 
 
@@ -109,7 +109,7 @@ def test_steps_that_reuse_a_choice_read_no_representatives(llama):
     assert read == [CHOSEN, *[CHOSEN - CONTEXT * REPRESENTATIVES] * 2]
 
 
-def test_under_a_target_what_is_read_follows_the_blocks_that_were_taken(llama):
+def test_under_a_target_mass_bytes_follow_the_taken_blocks(llama):
     cache = retrieving(llama, **MEANSTD, target_mass=0.8, top_k_blocks="all", min_blocks=0, head_select_mode="SEPARATE")
     read, blocks = after(llama, cache), cache.statistics["attended_blocks"]
     assert 0 < min(blocks) < max(blocks) < CONTEXT
@@ -120,8 +120,8 @@ def test_under_a_target_what_is_read_follows_the_blocks_that_were_taken(llama):
 def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_blocks(llama, monkeypatch):
     taken, call = [], EstimatingStep.__call__
 
-    def noted(self, *given):
-        result = call(self, *given)
+    def noted(self, *args):
+        result = call(self, *args)
         taken.append(self.taken.tolist())
         return result
 

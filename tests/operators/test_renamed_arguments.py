@@ -1,4 +1,4 @@
-"""Fast ways do not hang on the names by which transformers' own modules hand on their cache, which change."""
+"""Fused layers do not depend on the argument names of transformers' modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers.models.llama import modeling_llama
 
 from hetero_kv import HeteroCache, inject
@@ -18,6 +17,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.adapter.llama_layer import Trial
+from tests.support.tiny_models import tiny_model
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = (torch.arange(110) % 90 + 2)[None, :]
@@ -60,17 +60,17 @@ def logits_of(model, name):
 
 
 def test_both_fast_ways_are_taken_under_other_names(renamed, caplog):
-    wanted = tiny_model("llama")
-    for model in (wanted, renamed):
+    original = tiny_model("llama")
+    for model in (original, renamed):
         inject(model, "quest", command_line=SETTINGS)
-    assert torch.equal(logits_of(renamed, "cache"), logits_of(wanted, "past_key_values"))
+    assert torch.equal(logits_of(renamed, "cache"), logits_of(original, "past_key_values"))
     layers = [module for module in renamed.modules() if isinstance(module, ChunkedDecoderLayer)]
     assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers)
     assert all(isinstance(layer._short, FusedPrefillLayer) for layer in layers)
     assert not caplog.records
 
 
-def test_what_cannot_be_tried_is_said_once_for_a_model(monkeypatch, caplog):
+def test_a_failed_trial_is_reported_once_per_model(monkeypatch, caplog):
     def refuse(*args):
         raise TypeError("update() got an unexpected keyword argument 'more'")
 

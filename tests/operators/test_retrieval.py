@@ -1,4 +1,4 @@
-"""Retrieval in whole models chooses what its definition says, by representatives of what blocks hold."""
+"""Retrieval in whole models chooses by its definition and the representatives of its blocks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from retrieval_models import injected, logits, random_tokens, recorded
-from tiny_models import tiny_model
-from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.retrieval_models import injected, logits, random_tokens, recorded
+from tests.support.slow_variants import combined
+from tests.support.tiny_models import tiny_model
 
 TYPES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 
@@ -116,9 +116,7 @@ def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_dec
 
 @pytest.mark.parametrize("representative_type", ["MEAN", "QUEST"])
 @pytest.mark.parametrize("back", [3, 22])
-def test_after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_they_hold(
-    deep_llama, representative_type, back
-):
+def test_after_a_crop_rewritten_blocks_have_new_representatives(deep_llama, representative_type, back):
     number = TYPES[representative_type]
     cache = injected(deep_llama, representative_type=representative_type, representative_num=number, top_k_blocks=3)
     logits(deep_llama, cache, random_tokens(60), *random_tokens(10, 1).split(1, dim=1))

@@ -1,15 +1,15 @@
-"""When blocks are chosen: by the schedule of layers and tokens, where layers are dense, and how many in each layer."""
+"""When blocks are chosen: the schedule of layers and tokens, dense layers, and per-layer budgets."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from retrieval_models import injected, logits, random_tokens, recorded
 
 from hetero_kv import eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators import RetrievalAttention
+from tests.operators.retrieval_models import injected, logits, random_tokens, recorded
 
 
 @pytest.mark.parametrize(("layer_step", "token_step"), list(itertools.product([1, 2, 3], [1, 3])))
@@ -65,7 +65,7 @@ def test_layers_behind_dense_ones_reselect_by_the_schedule_too(deep_llama, monke
     assert chosen == [1, 2] * 3
 
 
-def test_a_new_prompt_begins_the_count_of_token_step_anew(deep_llama, monkeypatch):
+def test_a_new_prompt_resets_the_count_of_token_step(deep_llama, monkeypatch):
     chosen, best = [], RetrievalAttention._best
     monkeypatch.setattr(
         RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]

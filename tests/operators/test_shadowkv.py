@@ -1,4 +1,4 @@
-"""ShadowKV in whole models: exact at full rank with a covering budget, and what its definition says below that."""
+"""ShadowKV in whole models: exact at full rank with a covering budget, and by its definition below that."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import copy
 
 import pytest
 import torch
-from devices import on_both
-from shadowkv_models import (
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.operators import ShadowKVAttention
+from hetero_kv.rules.rule_file import parse_rules
+from tests.operators.shadowkv_models import (
     CHUNKED,
     COVERING,
     FULL_RANK,
@@ -20,14 +25,9 @@ from shadowkv_models import (
     relative_error,
     shadowkv_in,
 )
-from tiny_models import ALIKE, ARCHITECTURES, tiny_model
-from transformers import DynamicCache
-from variants import combined
-
-from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.operators import ShadowKVAttention
-from hetero_kv.rules.rule_file import parse_rules
+from tests.support.devices import on_both
+from tests.support.slow_variants import combined
+from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_a_step_attends_to_outliers_chosen_and_recent_tokens_by_the_keys_of_rank
     monkeypatch.setattr(ShadowKVAttention, "decode_step", attending)
     logits(llama, cache, *random_tokens(23, 2, batch=2).split(1, dim=1))
     assert len(expected) == len(record) == 23 * 3
-    for (_, _, _, out), wanted in zip(record, expected, strict=True):
-        torch.testing.assert_close(out[:, :, 0], wanted, rtol=1e-4, atol=1e-5)
+    for (_, _, _, out), reference in zip(record, expected, strict=True):
+        torch.testing.assert_close(out[:, :, 0], reference, rtol=1e-4, atol=1e-5)
 
 
 def test_outliers_and_recent_tokens_have_exact_keys_and_the_others_the_best_of_their_rank(llama, monkeypatch):
@@ -214,7 +214,7 @@ def test_generated_tokens_stay_exact_or_are_projected_as_they_leave_the_local_ch
     assert lengths[True] == [(132, 9)] * 3
 
 
-def test_a_turn_that_the_subspace_does_not_hold_is_factored_anew_past_the_setting(llama):
+def test_a_turn_outside_the_subspace_is_factored_again_beyond_the_threshold(llama):
     factored, shares = [], []
     for limit in (0.0, 1.0):
         cache = injected(llama, rank=6, refactor_above=limit)

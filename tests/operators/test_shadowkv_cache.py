@@ -1,10 +1,15 @@
-"""What a cache of ShadowKV's does beside attention: going back, forks, beams, other operators in the same model."""
+"""ShadowKV's cache: going back, forks, beams, other operators in the same model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from shadowkv_models import (
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, eject
+from hetero_kv.engine.rollback import rollback_on_error
+from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
+from tests.operators.shadowkv_models import (
     conversation,
     injected,
     logits,
@@ -12,11 +17,6 @@ from shadowkv_models import (
     random_tokens,
     relative_error,
 )
-from transformers import DynamicCache
-
-from hetero_kv import HeteroCache, eject
-from hetero_kv.engine.rollback import rollback_on_error
-from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
 
 
 def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
@@ -70,8 +70,8 @@ def test_cropped_tokens_are_forgotten(llama, plus, back):
     assert relative_error(actual, expected) < 2e-5
 
 
-def test_slots_hold_what_the_factors_say_also_when_these_are_made_anew(llama):
-    # No outliers, so that the slots outlive the prompt that has the keys factored anew.
+def test_slots_equal_the_rebuilt_keys_also_after_new_factors(llama):
+    # No outliers, so that the slots outlive the prompt after which the keys are factored again.
     cache = injected(llama, rank=9, sparse_budget=24, outlier_chunks=0, refactor_above=0.0)
     logits(llama, cache, random_tokens(60, 1), *random_tokens(6, 2).split(1, dim=1))
     factored = [layer.counted.factored for layer in cache.layers]
@@ -84,9 +84,9 @@ def test_slots_hold_what_the_factors_say_also_when_these_are_made_anew(llama):
 def require_current(layer):
     """Fail unless the slots, of which none is empty, hold what their chunks' factors say."""
     residents = layer.context.outliers.residents
-    held = residents.keys.unflatten(2, (-1, 4))
+    resident = residents.keys.unflatten(2, (-1, 4))
     assert (residents.ids >= 0).all()
-    torch.testing.assert_close(held, layer.rebuilt(residents.ids), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resident, layer.rebuilt(residents.ids), rtol=1e-4, atol=1e-5)
 
 
 def test_slots_forget_the_chunks_of_steps_that_were_undone(llama):
@@ -128,7 +128,7 @@ def test_beam_search_equals_the_untouched_models(llama):
     assert llama.generate(tokens, past_key_values=cache, **beam).tolist() == expected.tolist()
 
 
-def test_a_reset_cache_begins_anew(llama):
+def test_a_reset_cache_is_empty(llama):
     cache = injected(llama, rank=9, sparse_budget=12)
     parts = conversation(90, 10, 20, 3)
     first = logits(llama, cache, *parts)

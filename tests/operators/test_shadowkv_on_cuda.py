@@ -1,4 +1,4 @@
-"""ShadowKV on a GPU: the host waits for nothing, and what is held, counted and attended to is what it would be else."""
+"""ShadowKV on a GPU: the host never waits, and kept, counted and attended tokens are the same as on the CPU."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ import gc
 
 import pytest
 import torch
-from count_launches import PROMPT, TOKENS, counts_of
-from devices import model_on, simulated_cuda
-from shadowkv_models import injected, logits, model_of, random_tokens
-from simulated_cuda import SimulatedCudaError
-from tiny_models import tiny_model
 
 from gpu_ops import resident_slots
 from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.shadowkv import attention as shadowkv_attention
 from hetero_kv.families.shadowkv import device_decode, resident_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
+from tests.operators.shadowkv_models import injected, logits, model_of, random_tokens
+from tests.support.devices import model_on
+from tests.support.launch_counts import PROMPT, TOKENS, counts_of
+from tests.support.simulated_cuda import SimulatedCudaError
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("triton")
 
-#: Of 25 chunks four are chosen, beside three outliers and the newest.
+#: Of 25 chunks four are chosen, in addition to three outliers and the newest.
 SPARSE = {"rank": 24, "sparse_budget": 16, "value_type": "FP16"}
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
 
 
 def answer(model, **settings):
@@ -45,7 +39,7 @@ def answer(model, **settings):
 
 
 def test_no_layer_waits_and_nothing_is_copied():
-    # What is stored as it is computed has no end that a number could lie beyond.
+    # Keys in their computed precision cannot overflow.
     counts = counts_of(("shadowkv",), as_shipped=False)["shadowkv"]
     assert (counts.waits, counts.pinned, counts.pageable) == (0, 0, 0)
     assert counts.launches <= 18
@@ -124,17 +118,17 @@ def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("by_host", [False, True])
-def test_what_is_still_read_is_let_go_of_when_it_has_been(gpu, monkeypatch, by_host):
+def test_memory_in_use_is_freed_after_its_last_read(gpu, monkeypatch, by_host):
     model = model_on(torch.device("cuda", 0), model_of("llama"))
     if by_host:
         monkeypatch.setattr(device_decode, "supports", lambda layer, keys: False)
     cache = injected(model, **SPARSE)
     *before, last = random_tokens(106).split([100, *[1] * 6], dim=1)
     logits(model, cache, *before)
-    twin = cache.fork()
-    expected = logits(model, twin, last)
+    fork = cache.fork()
+    expected = logits(model, fork, last)
     with monkeypatch.context() as patch:
-        # Between what is queued beside other work and the wait for it.
+        # Between queueing on the other stream and the wait for it.
         patch.setattr(resident_chunks if by_host else shadowkv_attention, *_interrupted(by_host))
         with pytest.raises(KeyboardInterrupt):
             logits(model, cache, last)
@@ -145,7 +139,7 @@ def test_what_is_still_read_is_let_go_of_when_it_has_been(gpu, monkeypatch, by_h
 
 
 def _interrupted(by_host):
-    def interrupted(*given):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     return "_put" if by_host else "_folded_attention", interrupted

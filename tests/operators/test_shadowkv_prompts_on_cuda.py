@@ -1,30 +1,24 @@
-"""What a prompt under ShadowKV asks of a GPU: nothing pageable, nothing that blocks, and no second copy of the past."""
+"""A ShadowKV prompt on a GPU: nothing pageable, nothing blocking, no second copy of the past."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from shadowkv_models import injected, logits, model_of, random_tokens, relative_error
-from tiny_models import tiny_model
-from variants import with_slow
 
 from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.gpu_prefill import pieces, writing
 from hetero_kv.families.shadowkv import context_layer, key_factors
 from hetero_kv.families.shadowkv import layer as low_rank_layer
+from tests.operators.shadowkv_models import injected, logits, model_of, random_tokens, relative_error
+from tests.support.devices import model_on
+from tests.support.slow_variants import with_slow
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
 #: Layers, kv heads and head dim of the tiny Llama.
 LAYERS, HEADS, DIM = 3, 2, 16
 SPARSE = {"rank": 8, "sparse_budget": 16, "value_type": "FP16"}
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
 
 
 @pytest.fixture
@@ -67,7 +61,7 @@ def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_
         model(turn, past_key_values=cache)
     waits = [wait.line.partition(":")[0] for wait in gpu.record.waits]
     assert waits.count("gpu_ops/host_copies.py") == 1
-    # Eigenvectors, where keys are factored anew; the rest are values on their way out and in.
+    # Eigenvectors, where keys are factored again; the rest are values that leave and return.
     anew = "hetero_kv/families/shadowkv/low_rank_basis.py"
     assert waits.count(anew) == (0 if refactor_above else LAYERS)
     assert set(waits) - {anew, "gpu_ops/host_copies.py"} == {"gpu_ops/write_out.py", "gpu_ops/prefetch.py"}
@@ -78,7 +72,7 @@ def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_
 def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted_as_on_a_cpu():
     plain = tiny_model("llama")
     parts = random_tokens(150).split([100, *[1] * 8, 8, *[1] * 8, 8, *[1] * 18], dim=1)
-    found, held = [], []
+    found, records = [], []
     for model in (plain, on_gpu(plain)):
         cache = injected(model, **SPARSE, refactor_above=1.0)
         seen = []
@@ -88,11 +82,11 @@ def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted
             after = [layer.context.outliers for layer in cache.layers]
             if part.shape[1] == 8:
                 seen += [new is old for new, old in zip(after, before, strict=True)]
-        held.append(seen)
+        records.append(seen)
         found.append(cache.statistics)
         eject(model)
-    assert held[1] == held[0]
-    assert set(held[1]) == {True, False}
+    assert records[1] == records[0]
+    assert set(records[1]) == {True, False}
     assert found[1]["chunk_hit_rate"] == found[0]["chunk_hit_rate"]
     assert found[1]["key_energy_outside"] == pytest.approx(found[0]["key_energy_outside"])
 
@@ -143,7 +137,7 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     torch.cuda.reset_peak_memory_stats()
     logits(model, cache, random_tokens(24, seed=1))
     of_one_layer = 2 * HEADS * DIM * 2 * 900
-    # What grows, or is made anew, is there twice in one layer at a time, Recent until the turn has passed: a forward
+    # Growing or rebuilt arrays exist twice in one layer at a time, Recent until the turn has passed: a forward
     # that fails goes back.
     assert torch.cuda.max_memory_allocated() - live < kept / LAYERS + of_one_layer / 2
     assert torch.cuda.memory_allocated() - live < of_one_layer / 4

@@ -1,19 +1,19 @@
-"""What ShadowKV refuses, by name and with what fits; and that its recipes are the paper's."""
+"""ShadowKV's refusals name the setting and what fits; its recipes are the paper's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from shadowkv_models import (
-    injected,
-    logits,
-    random_tokens,
-)
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.bridge import UnsupportedModelError
 from hetero_kv.errors import HeteroKVError
+from tests.operators.shadowkv_models import (
+    injected,
+    logits,
+    random_tokens,
+)
+from tests.support.tiny_models import tiny_model
 
 
 def test_a_model_whose_rotation_is_unknown_is_refused_by_name(llama, monkeypatch):

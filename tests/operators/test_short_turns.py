@@ -1,13 +1,9 @@
-"""Short turns attend to what is stored where it lies: as a prompt that is first loaded into a buffer does."""
+"""Short turns attend to stored tokens in place, and equal prompts that load them into a buffer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
-from small_recipes import ENGINE, injected, new_cache, with_settings
-from tiny_models import tiny_model
-from variants import combined, with_slow
 
 from hetero_kv.engine.buffered_layer import BufferedLayer
 from hetero_kv.errors import HeteroKVError
@@ -15,6 +11,10 @@ from hetero_kv.families.retrieval import exact_prefill, short_turn
 from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
+from tests.support.slow_variants import combined, with_slow
+from tests.support.small_recipes import ENGINE, injected, new_cache, with_settings
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,7 +97,7 @@ def test_answers_are_those_of_turns_that_go_through_the_buffer(monkeypatch, buff
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_derived_from_a_turn_is_what_it_is_by_the_buffer(buffered, method):
+def test_derived_arrays_of_a_turn_equal_those_by_the_buffer(buffered, method):
     model = tiny_model("llama")
     caches = [injected(model, retrieval(**METHODS[method])), new_cache(model)]
     alone(model, caches[0], conversation(30, 9)[:-1])
@@ -144,7 +144,7 @@ def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv
 @pytest.mark.parametrize(
     ("architecture", "method"), combined(["llama", "gemma2", "gpt_oss"], ["DYNAMIC", "preselection"])
 )
-def test_rows_are_what_they_are_alone(architecture, method):
+def test_rows_equal_each_row_alone(architecture, method):
     model = tiny_model(architecture, max_position_embeddings=1024)
     # Two of one length, which pass together, and two of others.
     firsts = [prompt(length, seed) for seed, length in enumerate((90, 90, 33, 200))]
@@ -202,7 +202,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(monkeypatch, stor
     assert torch.equal(alone(model, cache, rest), alone(model, new_cache(model), [*script, *rest])[101:])
 
 
-def test_a_turn_that_is_undone_and_asked_again_answers_the_same():
+def test_a_turn_that_is_undone_and_repeated_answers_the_same():
     model = tiny_model("llama")
     cache = injected(model, retrieval(**METHODS["DYNAMIC"]))
     alone(model, cache, [prompt(90, 0), 11])

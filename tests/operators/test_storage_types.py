@@ -9,16 +9,16 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
+from tests.support.slow_variants import combined
+from tests.support.tiny_models import tiny_model
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
@@ -50,7 +50,7 @@ class StoredLayer(DynamicLayer):
         self.kinds = key_kind, value_kind
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Prefill attends to new tokens as they are, decoding to all as they are stored; both to a stored past."""
+        """Prefill attends to unrounded new tokens, decoding to stored ones; both to a stored past."""
         new_parts = zip(self.kinds, (key_states, value_states), strict=True)
         keys, values = super().update(*(kind.decode(kind.encode(new)).to(new) for kind, new in new_parts))
         new = key_states.shape[2]
@@ -87,8 +87,8 @@ def expected():
     return {name: run(name, name) for name in storage.names()} | {pair: run(*pair) for pair in MIXED}
 
 
-def error(actual, wanted):
-    return float((actual - wanted).abs().max() / wanted.abs().max())
+def error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize(("number_and_kind", "kv_type"), combined(KINDS, storage.names()))
@@ -187,7 +187,7 @@ def test_a_number_is_refused_that_its_own_type_does_not_hold(number, refused):
             weight.div_(1e7)
 
 
-def test_what_a_storage_type_loses_grows_as_its_bytes_shrink(expected):
+def test_a_storage_types_error_grows_as_its_bytes_shrink(expected):
     lost = {name: error(expected[name], expected["FP32"]) for name in ("FP16", "BF16", "Q8_0", "Q4_0")}
     assert 0 < lost["FP16"] < lost["BF16"] < lost["Q4_0"]
     assert lost["FP16"] < lost["Q8_0"] < lost["Q4_0"]

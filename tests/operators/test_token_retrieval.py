@@ -1,14 +1,9 @@
-"""Retrieval of single tokens, whatever chooses them: exact where all are attended to, and whole in every history."""
+"""Retrieval of single tokens by every chooser: exact under covering budgets, consistent in every history."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
-from small_recipes import ENGINE, new_cache, small_recipe, with_settings
-from tiny_models import tiny_model
-from token_problem import TokenProblem
-from variants import combined
 
 from hetero_kv import inject
 from hetero_kv.adapter.kv_shape import KVShape
@@ -16,6 +11,11 @@ from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers.retroinfer import RetroInfer
 from hetero_kv.rules.rule_file import parse_rules
+from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
+from tests.support.slow_variants import combined
+from tests.support.small_recipes import ENGINE, new_cache, small_recipe, with_settings
+from tests.support.tiny_models import tiny_model
+from tests.support.token_problem import TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +42,7 @@ def test_a_step_that_takes_all_tokens_is_full_attention(chooser, kv_type):
     problem = TokenProblem(chooser, kv_type=kv_type, dim=32, block=32, **COVERING[chooser])
     answer, out, lse = problem.answered()
     scores = problem.scores
-    assert answer.tokens == problem.asked.tokens == int(problem.in_context.sum())
+    assert answer.tokens == problem.request.tokens == int(problem.in_context.sum())
     torch.testing.assert_close(out, scores.softmax(dim=3) @ problem.values, rtol=1e-4, atol=1e-4)
     for found in (lse, torch.logaddexp(answer.mass, problem.around[1])):
         torch.testing.assert_close(found, scores.logsumexp(dim=3), rtol=1e-5, atol=1e-4)
@@ -93,9 +93,9 @@ def said(model, cache, *script):
 def test_forks_go_on_by_themselves(model):
     cache = new_cache(model)
     said(model, cache, prompt(61, 0), 9)
-    twin, third = cache.fork(), cache.fork()
+    fork, third = cache.fork(), cache.fork()
     scripts = [(prompt(7, seed), 12) for seed in range(3)]
-    answers = [said(model, each, *script) for each, script in zip((cache, twin, third), scripts, strict=True)]
+    answers = [said(model, each, *script) for each, script in zip((cache, fork, third), scripts, strict=True)]
     for answer, script in zip(answers, scripts, strict=True):
         fresh = new_cache(model)
         said(model, fresh, prompt(61, 0), 9)
@@ -103,14 +103,14 @@ def test_forks_go_on_by_themselves(model):
 
 
 @pytest.mark.parametrize("kept", [58, 43, 21])
-def test_what_is_forgotten_leaves_no_trace(model, kept, request):
+def test_cropped_tokens_leave_no_trace(model, kept, request):
     cache, fresh, whole = new_cache(model), new_cache(model), new_cache(model)
     first, second, script = prompt(40, 0), prompt(22, 1), (prompt(9, 2), 11)
     said(model, cache, first, second)
     other = cache.fork()
     cache.crop(kept - 62)
     answer = said(model, cache, *script)
-    # What was learned of tokens that are gone is learned anew when the next prompt has passed, of all.
+    # After cropped tokens, the index of all tokens is rebuilt after the next prompt.
     turns = (first, second[: kept - 40], *script) if kept > 40 else (torch.cat([first[:kept], script[0]]), script[1])
     if kept == 58 and "retroinfer" in request.node.callspec.params.values():
         # So is a segment that has lost some of the Context's blocks to the window: with the next prompt's.
@@ -134,24 +134,24 @@ def test_a_cropped_context_can_be_saved(model, tmp_path, script, forgotten):
 def test_clusters_end_where_the_context_does(model_of, monkeypatch):
     model, seen = model_of("llama"), []
     attend = RetroInfer.attend
-    monkeypatch.setattr(RetroInfer, "attend", lambda self, asked: seen.append(asked) or attend(self, asked))
+    monkeypatch.setattr(RetroInfer, "attend", lambda self, request: seen.append(request) or attend(self, request))
     inject(model, small_recipe("retroinfer", **SMALLER, dense_layer_num=0, segment_tokens=8192, exact_clusters=2))
     cache, fresh, whole = new_cache(model), new_cache(model), prompt(202, 0)
     said(model, cache, whole)
     cache.crop(-6)
     answer = said(model, cache, prompt(1, 1), 3)
-    for asked in seen:
-        sizes = asked.pool.auxiliary["cluster_sizes"][torch.from_numpy(asked.context.astype("int64"))]
-        assert sizes.sum(dim=(1, 3)).tolist() == [[asked.tokens] * 2]
+    for request in seen:
+        sizes = request.pool.auxiliary["cluster_sizes"][torch.from_numpy(request.context.astype("int64"))]
+        assert sizes.sum(dim=(1, 3)).tolist() == [[request.tokens] * 2]
     said(model, fresh, whole[:196])
     assert_same_but_for_rounding(answer, said(model, fresh, prompt(1, 1), 3))
 
 
 def test_clusters_of_layers_with_other_segments_keep_their_tokens(model_of, monkeypatch):
-    """Where one layer clusters anew what a crop has cut, another, whose segments end elsewhere, does not."""
+    """After a crop one layer clusters its cut segment again; another, whose segments end elsewhere, does not."""
     model, seen = model_of("llama"), []
     attend = RetroInfer.attend
-    monkeypatch.setattr(RetroInfer, "attend", lambda self, asked: seen.append(asked) or attend(self, asked))
+    monkeypatch.setattr(RetroInfer, "attend", lambda self, request: seen.append(request) or attend(self, request))
     settings = {"chooser": "retroinfer", "cluster_tokens": 4, "exact_clusters": 2, "estimated_clusters": 4}
     rules = [
         {
@@ -166,13 +166,13 @@ def test_clusters_of_layers_with_other_segments_keep_their_tokens(model_of, monk
     cache.crop(-94)
     said(model, cache, prompt(1, 1), 3)
     assert len(seen) == 3 * 4
-    for asked in seen:
-        ids = torch.from_numpy(asked.context.astype("int64"))
-        sizes = asked.pool.auxiliary["cluster_sizes"][ids].transpose(1, 2).flatten(2)
-        clusters = asked.pool.auxiliary["clusters"][ids].transpose(1, 2).flatten(2) - asked.first
+    for request in seen:
+        ids = torch.from_numpy(request.context.astype("int64"))
+        sizes = request.pool.auxiliary["cluster_sizes"][ids].transpose(1, 2).flatten(2)
+        clusters = request.pool.auxiliary["clusters"][ids].transpose(1, 2).flatten(2) - request.first
         counted = torch.zeros_like(sizes).scatter_add_(2, clusters.long(), torch.ones(clusters.shape))
         assert torch.equal(counted, sizes)
-        assert int(counted.sum()) == 2 * asked.tokens
+        assert int(counted.sum()) == 2 * request.tokens
 
 
 def test_a_skewing_by_queries_that_are_gone_is_gone_too(model_of):
@@ -212,7 +212,7 @@ def test_a_long_prompt_behind_a_short_one_is_learned_from(model_of, chooser):
 
 
 @pytest.mark.parametrize("chooser", LEARNERS)
-def test_what_was_learned_stays_until_a_prompt_brings_several_times_as_much(model_of, chooser):
+def test_an_index_stays_until_a_prompt_is_several_times_longer(model_of, chooser):
     model, found = learner(model_of("llama"), chooser), []
     for tokens in (127, 128):
         cache = new_cache(model)
@@ -223,20 +223,20 @@ def test_what_was_learned_stays_until_a_prompt_brings_several_times_as_much(mode
 
 
 @pytest.mark.parametrize("chooser", LEARNERS)
-def test_a_fork_keeps_what_it_knows_where_the_other_learns_anew(model_of, chooser):
+def test_a_fork_keeps_its_index_where_the_other_rebuilds_it(model_of, chooser):
     model = learner(model_of("llama"), chooser)
     cache, alike = new_cache(model), new_cache(model)
     for each in (cache, alike):
         said(model, each, prompt(47, 0), 5)
-    twin = cache.fork()
+    fork = cache.fork()
     said(model, cache, prompt(300, 1), 2)
-    assert learned(twin) != learned(cache)
-    assert torch.equal(said(model, twin, prompt(9, 2), 12), said(model, alike, prompt(9, 2), 12))
+    assert learned(fork) != learned(cache)
+    assert torch.equal(said(model, fork, prompt(9, 2), 12), said(model, alike, prompt(9, 2), 12))
 
 
 @pytest.mark.parametrize("chooser", LEARNERS)
-def test_a_turn_that_fails_leaves_what_was_known(model_of, chooser, monkeypatch):
-    """Though what is kept of blocks was derived anew in it, in some layers, rows that part included."""
+def test_a_failed_turn_leaves_the_index_unchanged(model_of, chooser, monkeypatch):
+    """Even if the failed turn rebuilt block indexes in some layers, also for rows that diverge."""
     model = learner(model_of("llama"), chooser)
     cache, alike = new_cache(model), new_cache(model)
     rows = [prompt(47, 0), prompt(47, 3)]
@@ -257,7 +257,7 @@ def test_a_turn_that_fails_leaves_what_was_known(model_of, chooser, monkeypatch)
 
 
 @pytest.mark.parametrize("chooser", LEARNERS)
-def test_rows_learn_anew_each_by_what_it_is_told(model_of, chooser):
+def test_each_row_rebuilds_its_index_from_its_own_tokens(model_of, chooser):
     model = learner(model_of("llama"), chooser)
     rows, turns = [prompt(47, 0), prompt(47, 3)], [prompt(3, 4), prompt(300, 1)]
     batch = Batch(model, new_cache(model), rows)
@@ -278,7 +278,7 @@ def test_a_saved_context_goes_on_bit_for_bit(model, tmp_path):
     assert loaded.statistics == cache.statistics
 
 
-def test_what_is_kept_is_what_the_plan_counts(model):
+def test_kept_arrays_have_the_planned_bytes(model):
     cache = new_cache(model)
     said(model, cache, prompt(61, 0), 9)
     for operator, layer in zip(model.hetero_kv_injection.attention_operators(), cache.layers, strict=True):

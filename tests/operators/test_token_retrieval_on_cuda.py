@@ -1,27 +1,21 @@
-"""Retrieval of single tokens beside a GPU: what it answers on a CPU, with one wait and two copies a layer."""
+"""Retrieval of single tokens with a GPU: the CPU's answers, with one wait and two copies a layer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from count_launches import counts_of
-from devices import model_on, simulated_cuda
-from small_recipes import injected, new_cache, small_recipe
-from tiny_models import tiny_model
 
 from hetero_kv import eject, inject
+from tests.support.devices import model_on
+from tests.support.launch_counts import counts_of
+from tests.support.small_recipes import injected, new_cache, small_recipe
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
 SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8}
 COVERING = {"token_budget": 1.0, "alpha": 1e9}
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("loki", "magicpig", "retroinfer")]
-
-
-@pytest.fixture
-def gpu():
-    with simulated_cuda() as simulation:
-        yield simulation
 
 
 def tokens_of(rows=2, count=90):
@@ -56,7 +50,7 @@ def test_a_token_waits_once_in_a_layer_and_is_copied_down_and_back(recipe):
     assert counts.pinned == pytest.approx(2 + 1 / 3 if recipe == "infinigen" else 2)
 
 
-def test_infinigen_chooses_what_it_does_on_a_cpu(gpu):
+def test_infinigen_chooses_as_on_a_cpu(gpu):
     plain, found = tiny_model("llama"), []
     for model in (plain, model_on(torch.device("cuda", 0), plain)):
         cache = injected(model, small_recipe("infinigen", **SMALLER))

@@ -1,4 +1,4 @@
-"""Weights of layers in DRAM under a model on a GPU: the same answers, and a model for which the GPU has no room."""
+"""Layer weights in DRAM for a model on a GPU: the same answers, and models larger than the GPU's memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import copy
 
 import pytest
 import torch
-from devices import model_on, simulated_cuda
-from small_recipes import injected, small_recipe
-from tiny_models import tiny_model
-from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.placing import decoder_layers, offloads_to_dram, placed, weight_bytes, with_layers_in_dram
 from hetero_kv.planning.footprint import Footprint
+from tests.support.devices import model_on, simulated_cuda
+from tests.support.slow_variants import with_slow
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
 
 CUDA = torch.device("cuda")
 
@@ -48,7 +48,7 @@ def test_answers_are_the_same_wherever_weights_lie(layers, tied, fetched):
         gpu.record.clear()
         torch.testing.assert_close(answers(model), expected, rtol=1e-5, atol=1e-5)
         copies = [copied for copied in gpu.record.copies if copied.line.startswith("gpu_ops/layer_stream")]
-        # All of them for the prompt; then those that take turns in a place, of which the first is asked for ahead.
+        # All layers for the prompt; then those that share a place in turn, the first of which is prefetched.
         assert len(copies) == fetched
         assert all(copied.is_pinned and not copied.is_blocking for copied in copies)
         # Without rules the model has its weights where they were.

@@ -1,4 +1,4 @@
-"""Prompts, tokens behind them, and the logits of both."""
+"""Prompts, later tokens, and the logits of both."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The simulated device refuses what CUDA refuses, and records what it is asked for."""
+"""The simulated device refuses what CUDA refuses, and records launches, copies and waits."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.merge import merge_attention, merge_attention_in_torch
-from simulated_cuda import Copy
+from tests.support.devices import simulated_cuda
+from tests.support.simulated_cuda import Copy
 
 pytestmark = pytest.mark.cuda
 
@@ -63,7 +63,7 @@ def test_numpy_and_devices_that_are_not_there_are_refused(gpu):
         ((8, 9), torch.float16, (264, 264), "up to 256"),
     ],
 )
-def test_flash_attention_takes_what_cuda_takes(capability, dtype, dims, message):
+def test_flash_attention_accepts_cudas_inputs(capability, dtype, dims, message):
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     with simulated_cuda(capability=capability):
         q, k, v = (torch.ones(1, 2, 4, dim, dtype=dtype, device="cuda") for dim in (dims[0], *dims))
@@ -79,7 +79,7 @@ def test_flash_attention_computes_attention(gpu):
     assert (lse.dtype, lse.shape) == (torch.float32, (1, 2, 5))
 
 
-def test_launches_copies_and_waits_are_recorded_with_the_line_that_asked(gpu):
+def test_launches_copies_and_waits_are_recorded_with_the_causing_line(gpu):
     a, b = torch.ones(1, 2, 1, 8, device="cuda"), torch.zeros(1, 2, 1, device="cuda")
     gpu.record.clear()
     merge_attention(a, b, a, b)

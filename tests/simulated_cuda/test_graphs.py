@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.graph_segments import GraphSegments
 from gpu_ops.merge import merge_attention
-from simulated_cuda import Launch, SimulatedCudaError
+from tests.support.devices import simulated_cuda
+from tests.support.simulated_cuda import Launch, SimulatedCudaError
 
 pytestmark = pytest.mark.cuda
 
@@ -90,7 +90,7 @@ def test_kernels_of_triton_and_indices_are_captured(gpu):
         lambda ours: torch.cuda.Event().record(),
     ],
 )
-def test_what_cannot_be_captured_is_refused_and_the_device_goes_on(gpu, refused):
+def test_uncapturable_operations_are_refused_and_the_device_stays_usable(gpu, refused):
     ours = torch.ones(4, device="cuda")
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         captured(lambda: refused(ours.mul_(2)))
@@ -103,10 +103,10 @@ def test_the_devices_own_stream_is_not_captured(gpu):
 
 
 def test_a_graph_whose_memory_was_let_go_is_an_error(gpu):
-    held = [torch.ones(4, device="cuda")]
-    segments, _ = captured(lambda: held[0] + 1)
+    inputs = [torch.ones(4, device="cuda")]
+    segments, _ = captured(lambda: inputs[0] + 1)
     segments.launch(0)
-    held.clear()
+    inputs.clear()
     with pytest.raises(SimulatedCudaError, match="freed since it was captured"):
         segments.launch(0)
 

@@ -1,15 +1,15 @@
-"""Mistakes whose results a GPU would not tell from right ones: the simulated device tells."""
+"""The simulated device reports mistakes that a GPU would compute wrong results with."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from devices import simulated_cuda
 
 from gpu_ops.gather import gathered_rows
 from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.side_stream import joined, on_side_stream
-from simulated_cuda import SimulatedCudaError
+from tests.support.devices import simulated_cuda
+from tests.support.simulated_cuda import SimulatedCudaError
 
 pytestmark = pytest.mark.cuda
 
@@ -20,7 +20,7 @@ def gpu():
         yield simulation
 
 
-def test_who_reads_before_the_wait_reads_poison(gpu):
+def test_reads_before_the_wait_return_poison(gpu):
     host, ours = torch.zeros(4, pin_memory=True), torch.ones(4, device="cuda")
     host.copy_(ours, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -51,7 +51,7 @@ def test_waiting_for_one_stream_is_not_waiting_for_another(gpu):
     assert host.tolist() == [1.0] * 4
 
 
-def test_what_goes_to_the_cpu_without_blocking_is_not_there_either(gpu):
+def test_non_blocking_copies_to_the_cpu_are_incomplete_before_the_wait(gpu):
     host = torch.ones(4, device="cuda").to("cpu", non_blocking=True)
     assert host.isnan().all()
     torch.cuda.synchronize()

@@ -46,7 +46,7 @@ def contents(table):
 
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(st.integers(1, 19), min_size=1, max_size=8), seed=st.integers(0, 99))
-def test_what_is_appended_in_pieces_is_read_back_whole(pieces, seed):
+def test_appended_pieces_are_read_back_whole(pieces, seed):
     table = BlockTable(new_allocator(64), 64 * BLOCK)
     keys, values = random_tokens(sum(pieces), seed)
     start = 0
@@ -61,7 +61,7 @@ def test_what_is_appended_in_pieces_is_read_back_whole(pieces, seed):
 
 
 @given(start=st.integers(0, 30), count=st.integers(0, 30))
-def test_read_returns_the_positions_asked_for(start, count):
+def test_read_returns_the_requested_positions(start, count):
     table = BlockTable(new_allocator(), BLOCKS * BLOCK)
     keys, values = random_tokens(61, seed=0)
     append(table, keys, values)
@@ -89,7 +89,7 @@ def test_a_full_pool_stores_nothing_of_what_does_not_fit():
 
 
 class ForkedSequences(RuleBasedStateMachine):
-    """Random forks, appends, truncations and frees of sequences over one pool, beside plain tensors."""
+    """Random forks, appends, truncations and frees of sequences over one pool, compared with plain tensors."""
 
     sequences = Bundle("sequences")
 
@@ -130,9 +130,9 @@ class ForkedSequences(RuleBasedStateMachine):
     def fork(self, table):
         if table not in self.expected:
             return table
-        twin = table.fork()
-        self.expected[twin] = self.expected[table]
-        return twin
+        forked = table.fork()
+        self.expected[forked] = self.expected[table]
+        return forked
 
     @rule(table=sequences)
     def free(self, table):
@@ -148,7 +148,7 @@ class ForkedSequences(RuleBasedStateMachine):
             assert self.allocator.lengths[table.ids].sum() >= table.length
 
     @invariant()
-    def every_block_is_held_by_exactly_its_sequences(self):
+    def every_block_belongs_to_exactly_its_sequences(self):
         holders = [int(block) for table in self.expected for block in table.ids]
         assert all(self.allocator.references(block) == holders.count(block) for block in range(BLOCKS))
         assert self.allocator.free_blocks == BLOCKS - len(set(holders))
@@ -161,11 +161,11 @@ TestForkedSequences.settings = settings(max_examples=40, stateful_step_count=25,
 def test_both_of_two_tables_that_go_on_in_a_block_of_theirs_keep_their_own_tokens():
     table = BlockTable(new_allocator(), BLOCKS * BLOCK)
     append(table, *random_tokens(6, seed=0))
-    twin = table.fork()
+    fork = table.fork()
     ways = [random_tokens(1, seed) for seed in (1, 2)]
-    for way, tokens in zip((table, twin), ways, strict=True):
+    for way, tokens in zip((table, fork), ways, strict=True):
         append(way, *tokens)
-    for way, tokens in zip((table, twin), ways, strict=True):
+    for way, tokens in zip((table, fork), ways, strict=True):
         assert torch.equal(contents(way)[0][:, 6:], tokens[0])
 
 

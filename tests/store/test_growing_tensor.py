@@ -1,4 +1,4 @@
-"""A growing tensor holds what a list would, through growth, cuts, forks and steps back."""
+"""A growing tensor equals a list, through growth, cuts, forks and steps back."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ def test_a_growing_tensor_and_its_forks_hold_what_lists_hold(operations, slack):
     tensors[0].append(torch.empty(2, 0))
     for operation, number in operations:
         at = number % len(tensors)
-        tensor, held = tensors[at], lists[at]
+        tensor, expected = tensors[at], lists[at]
         new = list(range(fresh, fresh + number))
         fresh += number
         entries = torch.tensor([new, new], dtype=torch.float32)
         if operation == "append":
             tensor.append(entries)
-            held += new
+            expected += new
         elif operation == "replace":
             tensor.replace(entries)
-            held[:] = new
+            expected[:] = new
         elif operation == "drop":
-            tensor.drop_first(min(number, len(held)))
-            del held[: min(number, len(held))]
+            tensor.drop_first(min(number, len(expected)))
+            del expected[: min(number, len(expected))]
         elif operation == "truncate":
-            tensor.truncate(min(number, len(held)))
-            del held[min(number, len(held)) :]
+            tensor.truncate(min(number, len(expected)))
+            del expected[min(number, len(expected)) :]
         elif operation == "fork":
             tensors.append(tensor.fork())
-            lists.append(list(held))
+            lists.append(list(expected))
         else:
             checkpoint = tensor.checkpoint()
             tensor.append(entries)
             tensor.drop_first(min(2, len(tensor)))
             tensor.append(entries)
             tensor.restore(checkpoint)
-    for tensor, held in zip(tensors, lists, strict=True):
-        assert len(tensor) == len(held)
-        assert tensor.entries.tolist() == [held, held]
+    for tensor, expected in zip(tensors, lists, strict=True):
+        assert len(tensor) == len(expected)
+        assert tensor.entries.tolist() == [expected, expected]
 
 
 def test_growing_by_one_copies_the_rest_only_now_and_then():
@@ -89,11 +89,11 @@ def test_a_checkpoint_stays_where_the_larger_buffer_lacks_some_of_its_entries():
 def test_a_checkpoint_does_not_follow_a_fork():
     tensor = GrowingTensor(0, 0)
     tensor.append(torch.arange(5.0))
-    checkpoint, twin = tensor.checkpoint(), tensor.fork()
-    twin.append(torch.arange(10.0, 20))
-    twin.truncate(0)
-    twin.append(torch.arange(20.0, 30))
+    checkpoint, fork = tensor.checkpoint(), tensor.fork()
+    fork.append(torch.arange(10.0, 20))
+    fork.truncate(0)
+    fork.append(torch.arange(20.0, 30))
     tensor.restore(checkpoint)
     tensor.append(torch.tensor([7.0]))
     assert tensor.entries.tolist() == [0, 1, 2, 3, 4, 7]
-    assert twin.entries.tolist() == [*range(20, 30)]
+    assert fork.entries.tolist() == [*range(20, 30)]

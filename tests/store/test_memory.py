@@ -1,4 +1,4 @@
-"""Memory that is given as it is written, and files that are laid into it."""
+"""Lazily allocated memory, and files mapped into it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, 
     assert target[before] != content[offset + before]
 
 
-def test_what_does_not_lie_alike_in_its_pages_or_fills_none_is_to_be_read(file):
+def test_misaligned_and_small_arrays_are_read_instead_of_mapped(file):
     memory = reserve(4 * PAGE)
     assert map_file(memory[1:], file[1], 0) == (4 * PAGE - 1, 0)
     assert map_file(memory[: PAGE - 1], file[1], 0) == (PAGE - 1, 0)
     assert not memory.any()
 
 
-def test_no_room_is_a_memory_error_and_none_is_wanted_for_nothing():
+def test_too_little_memory_is_an_error_and_zero_bytes_always_fit():
     with pytest.raises(MemoryError, match="Unable to allocate"):
         reserve(1 << 62)
     assert reserve(0).size == 0

@@ -1,4 +1,4 @@
-"""Storage codecs: GGML's very bytes, and errors within half a step."""
+"""Storage codecs: GGML's exact bytes, and errors within half a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_formats import decoded, encoded
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.storage_formats import decoded, encoded
 
 kinds = pytest.mark.parametrize("kind", [storage.get(name) for name in storage.names()], ids=storage.names())
 
@@ -33,8 +33,8 @@ def test_kernels_read_what_the_codec_decodes(kind, seed, spread):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 999), spread=st.sampled_from([1e-3, 1.0, 300.0]))
 def test_a_group_is_rounded_to_steps_of_its_largest_number(kind, steps, seed, spread):
-    given_vectors = vectors(seed, spread)
-    groups, restored = (v.unflatten(-1, (-1, 32)) for v in (given_vectors, kind.decode(kind.encode(given_vectors))))
+    inputs = vectors(seed, spread)
+    groups, restored = (v.unflatten(-1, (-1, 32)) for v in (inputs, kind.decode(kind.encode(inputs))))
     largest = groups.abs().amax(dim=-1, keepdim=True)
     # Half a step, but for the numbers of Q4_0 that are a step beyond the nibble's positive end.
     # The scale is a number of 16 bits: rounded by 2^-11 of its size, and by 2^-25 where it is subnormal.
@@ -74,7 +74,7 @@ def test_zeros_and_numbers_too_small_for_the_scale_become_zero(kind):
 @kinds
 @settings(max_examples=15, deadline=None)
 @given(pieces=st.lists(st.integers(1, 90), min_size=1, max_size=5), seed=st.integers(0, 99))
-def test_what_is_appended_in_pieces_is_read_back_as_the_codec_decodes_it(kind, pieces, seed):
+def test_appended_pieces_are_read_back_as_the_codec_decodes_them(kind, pieces, seed):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, sum(pieces), 32, generator=generator) for _ in range(2))
     pool, ids, start = BlockPool(20, 2, 32, 32, 32, kind, 1), np.arange(20, dtype=np.int32)[::-1], 0
@@ -89,7 +89,7 @@ def test_what_is_appended_in_pieces_is_read_back_as_the_codec_decodes_it(kind, p
 
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.integers(1, 90), min_size=1, max_size=5), seed=st.integers(0, 99))
-def test_keys_are_read_back_with_what_was_taken_off_them(pieces, seed):
+def test_keys_are_read_back_with_their_offset(pieces, seed):
     generator = torch.Generator().manual_seed(seed)
     # What all keys of a channel have in common is larger by far than how they differ.
     common = 30 * torch.randn(2, 1, 32, generator=generator)

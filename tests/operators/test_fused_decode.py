@@ -1,0 +1,120 @@
+"""A fused decode layer equals the layer, and is not used where it would differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpu_ops.fused_decode_layer import gate_region
+from cpu_ops.gates import GELU_TANH
+from hetero_kv import HeteroCache, inject
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from tests.support.tiny_models import tiny_model
+
+SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
+PROMPT = torch.arange(2, 42)[None, :]
+# More tokens than are multiplied with codes.
+LONG = (torch.arange(110) % 90 + 2)[None, :]
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
+
+
+def decoded(model, tokens=6, rows=1, prompt=PROMPT):
+    """Logits of some tokens behind a prompt."""
+    cache = HeteroCache(model, 256)
+    model(prompt.repeat(rows, 1), past_key_values=cache)
+    steps = [torch.full((rows, 1), 3 + step) + torch.arange(rows)[:, None] for step in range(tokens)]
+    return torch.cat([model(step, past_key_values=cache).logits for step in steps], dim=1)
+
+
+def without_native_way(model):
+    for layer in layers(model):
+        layer._native = None
+
+
+def relative(mine, expected):
+    return float((mine - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_tokens_are_the_same_the_native_way(architecture, rows):
+    model = tiny_model(architecture)
+    inject(model, "quest", command_line=SETTINGS)
+    native = decoded(model, rows=rows, prompt=LONG)
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
+    without_native_way(model)
+    assert relative(native, decoded(model, rows=rows, prompt=LONG)) < 5e-3
+
+
+@pytest.mark.parametrize("recipe", ["streaming_llm", "tova", "shadowkv", "ktransformers"])
+def test_tokens_of_every_family_pass_the_native_way(recipe):
+    model = tiny_model("qwen3")
+    small = {"max_seq_len": 256, "weights": "q8_0"} | ({"rank": 16} if recipe == "shadowkv" else {})
+    inject(model, recipe, command_line=small)
+    native = decoded(model, prompt=LONG)
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
+    without_native_way(model)
+    assert relative(native, decoded(model, prompt=LONG)) < 5e-3
+
+
+def test_tokens_are_the_same_the_native_way_in_bfloat16():
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    inject(model, "quest", command_line=SETTINGS)
+    native = decoded(model)
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
+    without_native_way(model)
+    assert relative(native, decoded(model)) < 5e-2
+
+
+def test_a_layer_that_computes_something_else_is_noticed(caplog):
+    """Granite has the parts of Llama and scales what they add; one of SmolLM3's layers does not rotate."""
+    granite = tiny_model("granite")
+    inject(granite, "quest", command_line=SETTINGS)
+    logits = decoded(granite)
+    assert [layer._native for layer in layers(granite)] == [None] * 3
+    assert caplog.text.count("it is not used, and") == 1
+    assert "model.layers.0.self_attn" in caplog.text
+    without_native_way(granite)
+    assert torch.equal(logits, decoded(granite))
+    mixed = tiny_model("smollm3")
+    inject(mixed, "quest", command_line=SETTINGS)
+    decoded(mixed)
+    assert [layer._native is None for layer in layers(mixed)] == [False, True, False]
+
+
+@pytest.mark.parametrize("wrong", ["_bias", "_norm", "_epsilon", "_gate_up"])
+def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
+    made = FusedDecodeLayer.__init__
+
+    def seeded(self, layer, operator):
+        made(self, layer, operator)
+        value = getattr(self, wrong)
+        setattr(
+            self, wrong, {"_gate_up": gate_region(GELU_TANH), "_epsilon": value + 0.5}.get(wrong, value * 1.2 + 0.1)
+        )
+
+    monkeypatch.setattr(FusedDecodeLayer, "__init__", seeded)
+    model = tiny_model("qwen2")
+    inject(model, "quest", command_line=SETTINGS)
+    decoded(model, tokens=1)
+    assert [layer._native for layer in layers(model)] == [None] * 3
+    assert "it is not used, and" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3", "gpt_neox", "mixtral"])
+def test_other_layers_take_the_general_way(architecture):
+    model = tiny_model(architecture)
+    inject(model, "quest", command_line=SETTINGS)
+    decoded(model, tokens=1)
+    assert [layer._native for layer in layers(model)] == [None] * 3
+
+
+def test_a_layer_whose_weights_are_numbers_takes_the_general_way():
+    model = tiny_model("llama")
+    inject(model, "quest", command_line={name: value for name, value in SETTINGS.items() if name != "weights"})
+    decoded(model, tokens=1)
+    assert [layer._native for layer in layers(model)] == [None] * 3

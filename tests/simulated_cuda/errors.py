@@ -1,5 +1,0 @@
-"""What a simulated device raises where a real one would compute with the wrong numbers, or crash."""
-
-
-class SimulatedCudaError(RuntimeError):
-    """A use of the device that CUDA does not forbid in words, and whose result is undefined."""

@@ -1,0 +1,82 @@
+"""Changes of a model's tensors by the published layout of GGUF files, as functions of (tensor, configuration).
+
+Facts: `convert_hf_to_gguf.py` of llama.cpp (https://github.com/ggml-org/llama.cpp). Tensors are numpy arrays, float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+#: One tensor, or several by the suffix of their names.
+Change = Callable[[np.ndarray, Any], "np.ndarray | dict[str, np.ndarray]"]
+
+
+def interleaved(heads: str) -> Change:
+    """Rows of a head: first and second half of the rotated pairs become neighbours."""
+
+    def change(tensor: np.ndarray, config: Any) -> np.ndarray:
+        halves = np.stack(np.split(tensor.reshape(getattr(config, heads), -1, *tensor.shape[1:]), 2, axis=1), axis=2)
+        return halves.reshape(tensor.shape)
+
+    return change
+
+
+def plus_one(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Norms whose weight is added to one."""
+    return tensor + np.float32(1)
+
+
+def transposed(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Matrices that multiply from the right; biases stay."""
+    return tensor.T
+
+
+def squeezed(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """A convolution over single channels, [channels, 1, width] -> [channels, width]; biases stay."""
+    return tensor[:, 0] if tensor.ndim == 3 else tensor
+
+
+def minus_exponential(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """The logarithm of a decay becomes the decay."""
+    return -np.exp(tensor)
+
+
+def gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Experts [experts, gate rows and then up rows, columns]."""
+    gate, up = np.split(tensor, 2, axis=1)
+    return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+
+
+def shared_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """The expert that all tokens have: gate rows and then up rows."""
+    gate, up = np.split(tensor, 2)
+    return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+
+
+def alternating_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Experts [experts, columns, a gate row and an up row in turn] of gpt-oss, or their biases."""
+    kind = "bias" if tensor.ndim == 2 else "weight"
+    rows = tensor if tensor.ndim == 2 else tensor.swapaxes(1, 2)
+    return {f"ffn_gate_exps.{kind}": rows[:, 0::2], f"ffn_up_exps.{kind}": rows[:, 1::2]}
+
+
+def columns_first(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Experts [experts, columns, rows]."""
+    return tensor.swapaxes(1, 2)
+
+
+def queries_before_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Of Bloom and GPT-NeoX, [head, (query, key, value), ...] -> [(query, key, value), head, ...]."""
+    parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+    return parts.swapaxes(0, 1).reshape(tensor.shape)
+
+
+def queries_before_shared_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Of Falcon, each group's queries, key and value -> all queries, all keys, all values."""
+    dim = config.hidden_size // config.num_attention_heads
+    groups = tensor.reshape(config.num_kv_heads, -1, dim, tensor.shape[1])
+    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+    return np.concatenate([part.reshape(-1, tensor.shape[1]) for part in parts])

@@ -1,0 +1,21 @@
+"""The published layout of each architecture: metadata from a configuration, names of tensors, and their changes.
+
+Written independently of `hetero_kv`, which reverses these layouts. Sources: `convert_hf_to_gguf.py` and
+`gguf/tensor_mapping.py` of llama.cpp (https://github.com/ggml-org/llama.cpp).
+"""
+
+from tests.support.gguf_models.layouts import dense, experts, gemma, llama, qwen, recurrent, ungated
+from tests.support.gguf_models.layouts.layout import Layout, Place, Value
+
+__all__ = ["LAYOUTS", "Layout", "Place", "Value"]
+
+#: transformers' model type -> layout.
+LAYOUTS: dict[str, Layout] = {
+    **llama.LAYOUTS,
+    **qwen.LAYOUTS,
+    **gemma.LAYOUTS,
+    **dense.LAYOUTS,
+    **ungated.LAYOUTS,
+    **experts.LAYOUTS,
+    **recurrent.LAYOUTS,
+}

@@ -1,0 +1,191 @@
+"""The meaning of a change of a file's metadata, and whether a loaded model follows it.
+
+The meaning is llama.cpp's (`src/llama-model.cpp` and `src/models/` of https://github.com/ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_kv.models.gguf.architectures import ARCHITECTURES
+from hetero_kv.models.gguf.ignored_keys import WITHOUT_EFFECT
+from tests.support.gguf_models.conversion import layout_of, metadata
+
+IDS = torch.randint(5, 250, (1, 40), generator=torch.Generator().manual_seed(0))
+#: Of the logits' standard deviation: rounding, and what no other model's logits are within.
+ROUNDING = 1e-3
+#: Behind the architecture's name: what is not of the tokens' values.
+OF_NO_VALUE = {
+    "context_length": "the longest text, which no token's logits depend on",
+    "rope.scaling.finetuned": "says whether it was trained so",
+}
+#: Values that say that something is not there.
+NEUTRAL: tuple[Any, ...] = (0, 0.0, False, "none", "", [])
+#: Keys on which the order of rows in a file depends, so that other values are other weights.
+OF_THE_LAYOUT = ("attention.head_count", "attention.head_count_kv")
+#: Where 0 is no groups, and no cap and no clamp.
+GROUPS = ("expert_group_count", "expert_group_used_count")
+NONE_WHERE_ZERO = ("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv")
+_GRANITE = {
+    "attention.scale": ("attention_multiplier", 0.25),
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "logit_scale": ("logits_scaling", 1.0),
+}
+_ROUTED = {"expert_weights_scale": ("routed_scaling_factor", 1.0), "expert_weights_norm": ("norm_topk_prob", False)}
+_FULL = ("layer_types", "full_attention")
+#: What stands for a key that is not there: architecture -> key -> (setting, its value; of each layer the same).
+DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
+    "gemma2": {
+        "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        "attention.sliding_window": ("sliding_window", 4096),
+    },
+    "gemma3": {
+        "final_logit_softcapping": ("final_logit_softcapping", None),
+        "attention.sliding_window": _FULL,
+    },
+    "command-r": {"logit_scale": ("logit_scale", 1.0)},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
+    "dots1": _ROUTED,
+    "glm4moe": _ROUTED,
+    "exaone-moe": _ROUTED,
+}
+_ROTATION = re.compile(
+    r"rope\.(freq_base|freq_base_swa|dimension_count|scale_linear"
+    r"|scaling\.(type|factor|original_context_length|yarn_beta_fast|yarn_beta_slow|yarn_attn_factor))"
+)
+#: Of Mistral 3.
+_BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model whose file is changed."""
+
+    original: Any
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        return self._logits(self.original)
+
+    @cached_property
+    def architecture(self) -> str:
+        return layout_of(self.original.config).architecture
+
+    @cached_property
+    def said(self) -> dict[str, Any]:
+        """What the untouched file says, without the vocabulary."""
+        return metadata(self.original.config)
+
+    def wrong(self, key: str, value: Any, model: Any) -> str | None:
+        """What is wrong with a model that was loaded from the file with `key` as `value`; None where it is right.
+
+        value: None where the key is removed.
+        """
+        found = self._logits(model)
+        same = self._equal(found, self.logits)
+        suffix = key.removeprefix(f"{self.architecture}.")
+        if self.without_effect(key):
+            return None if same else "has no effect, and the logits are others"
+        if (expected := self._expected(suffix, value)) is not None:
+            return None if self._equal(found, expected) else "computes something else than it says"
+        if value is None:
+            return None if same else "is gone, and the logits are others"
+        if same:
+            known = self.said.get(key)
+            neutral = value in NEUTRAL or (value == 1 and suffix.endswith(("factor", "scale", "causal")))
+            # The text is longer than either, and what scales attention is another key.
+            short = suffix == "rope.scaling.original_context_length" and isinstance(value, int)
+            neutral |= short and value < IDS.shape[1]
+            return None if neutral or value == known else "is passed over"
+        known = suffix in layout_of(self.original.config).keys or suffix.startswith("rope.")
+        return None if known else "changes the logits, and is no key of such a model"
+
+    def without_effect(self, key: str) -> bool:
+        """Whether a key is listed as without effect on the logits."""
+        table = ARCHITECTURES[self.architecture].without_effect
+        suffix = key.removeprefix(f"{self.architecture}.")
+        listed = any(re.fullmatch(pattern, key) for pattern in WITHOUT_EFFECT)
+        return listed or (suffix != key and (suffix in table or suffix in OF_NO_VALUE))
+
+    def _expected(self, suffix: str, value: Any) -> torch.Tensor | None:
+        """The logits that the changed file stands for, where they are those of a model with other settings."""
+        setting = layout_of(self.original.config).keys.get(suffix)
+        settings = self.original.config.to_dict()
+        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture == "mistral3"):
+            settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
+            if settings["rope_parameters"] is None:
+                return None
+        elif value is None and self.architecture == "exaone4" and suffix.startswith("attention.sliding_window"):
+            # A model without windows, as the small one is.
+            settings |= {"sliding_window": None, "layer_types": ["full_attention"] * len(settings["layer_types"])}
+        elif value is None:
+            if suffix not in DEFAULTS.get(self.architecture, {}):
+                return None
+            name, default = DEFAULTS[self.architecture][suffix]
+            settings[name] = [default] * len(settings[name]) if isinstance(settings[name], list) else default
+        elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT and not isinstance(value, list):
+            none = {**dict.fromkeys(NONE_WHERE_ZERO), **dict.fromkeys(GROUPS, 1)}
+            settings[setting] = none.get(suffix, value) if value == 0 else value
+        else:
+            return None
+        try:
+            model = AutoModelForCausalLM.from_config(type(self.original.config).from_dict(settings))
+            model.load_state_dict(self.original.state_dict())
+            return self._logits(model.eval())
+        except Exception:  # whatever transformers makes of settings that are no model's
+            return torch.full_like(self.logits, torch.nan)
+
+    def _rotation(self, said: dict[str, Any]) -> dict[str, Any] | None:
+        said = {key.removeprefix(f"{self.architecture}."): value for key, value in said.items() if value is not None}
+        config = self.original.config
+        nested = "full_attention" in config.rope_parameters
+        old = config.rope_parameters["full_attention"] if nested else config.rope_parameters
+        if old["rope_type"] in ("llama3", "longrope"):
+            return None
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotated = said.get("rope.dimension_count", dim)
+        if rotated != dim and "partial_rotary_factor" not in old:
+            return None
+        new = {"truncate": old["truncate"]} if "truncate" in old else {}
+        new |= {"rope_theta": said.get("rope.freq_base", 1e4)}
+        new |= {"partial_rotary_factor": rotated / dim} if "partial_rotary_factor" in old else {}
+        factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", 0)) or 1
+        kind = said.get("rope.scaling.type", "linear")
+        if kind == "yarn":
+            length = said.get("rope.scaling.original_context_length") or config.max_position_embeddings
+            more = {
+                "attention_factor": said.get("rope.scaling.yarn_attn_factor"),
+                "beta_fast": said.get("rope.scaling.yarn_beta_fast"),
+                "beta_slow": said.get("rope.scaling.yarn_beta_slow"),
+            }
+            if "llama_4_scaling_beta" in old:
+                more["llama_4_scaling_beta"] = said.get("attention.temperature_scale", 0.0)
+                if multiplier := said.get("rope.scaling.yarn_log_multiplier"):
+                    more |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+            new |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+            new |= {name: value for name, value in more.items() if value is not None}
+        elif kind == "linear" and factor != 1:
+            new |= {"rope_type": "linear", "factor": factor}
+        elif kind in ("linear", "none"):
+            new |= {"rope_type": "default"}
+        else:
+            return None
+        window = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 1e4)}
+        return {"full_attention": new, "sliding_attention": window} if nested else new
+
+    def _logits(self, model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(IDS).logits
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return bool(((one - other).abs().max() / self.logits.std()) < ROUNDING)

@@ -1,0 +1,279 @@
+"""Triton kernels on simulated tensors: their torch functions, or Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
+from gpu_ops.column_sums import column_sums_in_torch
+from gpu_ops.draws import mixed_in_torch, share_in_torch
+from gpu_ops.flash import flash_attention_in_torch
+from gpu_ops.merge import merge_attention_in_torch
+from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
+from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, rows_in_torch, unpacked_in_torch
+from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
+from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
+from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from tests.support.simulated_cuda.copies import bytes_of
+from tests.support.simulated_cuda.errors import SimulatedCudaError
+from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu
+
+# Of the dimensions x, y and z.
+_MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
+
+
+def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *_: Any, **__: Any) -> None:
+    merged = merge_attention_in_torch(out_a, lse_a, out_b, lse_b)
+    out.copy_(merged[0])
+    lse.copy_(merged[1])
+
+
+def _gather(stored: Any, where: Any, out: Any, *_: Any, **__: Any) -> None:
+    out.copy_(stored[where])
+
+
+def _rebuild(
+    coefficients: Any, basis: Any, cos: Any, sin: Any, chunks: Any, slots: Any, out: Any, *_: Any, **fixed: Any
+) -> None:
+    layout = RotaryLayout(fixed["PAIRS"], fixed["OFFSET"], fixed["INTERLEAVED"])
+    arguments = coefficients, basis, cos, sin, layout, chunks
+    if fixed["SLOTTED"]:
+        rebuild_into_in_torch(*arguments, slots, out)
+    else:
+        out.copy_(rebuilt_chunks_in_torch(*arguments, fixed["CHUNK"]))
+
+
+def _place(resident: Any, chosen: Any, after: Any, misses: Any, into: Any, missed: Any, *_: Any, **__: Any) -> None:
+    for out, computed in zip((after, misses, into), placed_in_torch(resident, chosen, missed), strict=True):
+        out.copy_(computed)
+
+
+def _fetch(stored: Any, table: Any, misses: Any, into: Any, out: Any, *_: Any, **__: Any) -> None:
+    fetch_in_torch(stored, table, misses, into, out)
+
+
+def _flash(
+    q: Any, past_k: Any, past_v: Any, k: Any, v: Any, sink: Any, out: Any, lse: Any, n: int, past: int, own: int,
+    window: int, scale: float, softcap: float, *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    width, scores = window if fixed["WINDOWED"] else None, sink if fixed["HAS_SINK"] else None
+    attended = flash_attention_in_torch(q, past_k, past_v, k, v, scale, softcap, width, scores)
+    out.copy_(attended[0])
+    lse.copy_(attended[1])
+
+
+def _column_sums(
+    q: Any, lse: Any, keys: Any, weights: Any, sums: Any, n: int, length: int, past: int, scale: float, softcap: float,
+    *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    factors = weights if fixed["WEIGHTED"] else None
+    arguments = q, lse, keys, scale, softcap, factors, fixed["SQUARED"], fixed["HEADS"] > 1, past
+    sums.copy_(column_sums_in_torch(*arguments))
+
+
+def _append(
+    key: Any, value: Any, keys: Any, values: Any, positions: Any, taken: int, position: int, *_: Any, **__: Any
+) -> None:
+    append_token_in_torch(key, value, keys, values, positions, taken, position)
+
+
+def _all_but_lowest(scores: Any, index: Any, cached: int, first: int, last: int, *_: Any, **__: Any) -> None:
+    index.copy_(all_but_lowest_in_torch(scores, first, last))
+
+
+def _keep(*arguments: Any, **fixed: Any) -> None:
+    parts, scores, index, kept, gathered = (
+        arguments[:3],
+        arguments[3:6],
+        arguments[6],
+        arguments[7:10],
+        arguments[10:13],
+    )
+    count = fixed["SCORES"]
+    found = keep_in_torch(parts, scores[:count], index, kept)
+    for out, each in zip(gathered[:count], found, strict=True):
+        out.copy_(each)
+
+
+def _rotate(x: Any, cos: Any, sin: Any, out: Any, *_: Any, **fixed: Any) -> None:
+    layout = RotaryLayout(fixed["PAIRS"], fixed["OFFSET"], fixed["INTERLEAVED"])
+    (unrotate_into_in_torch if fixed["INVERSE"] else rotate_into_in_torch)(x, cos, sin, layout, out)
+
+
+def _draw(positions: Any, out: Any, count: int, heads: int, row: int, head: int, constant: int, **fixed: Any) -> None:
+    mixed = mixed_in_torch(positions, constant)
+    out.copy_(share_in_torch(mixed) if fixed["BITS"] else mixed)
+
+
+def _similarities(evicted: Any, kept: Any, out: Any, *_: Any, **__: Any) -> None:
+    out.copy_(similarities_in_torch(evicted, kept))
+
+
+def _merge_one(*arguments: Any, **_: Any) -> None:
+    merge_one_in_torch(*arguments[:7])
+
+
+def _multiply_packed(x: Any, data: Any, bias: Any, chosen: Any, out: Any, *_: Any, **fixed: Any) -> None:
+    name, rows = fixed["NAME"], out.shape[1]
+    if fixed["HAS_EXPERTS"]:
+        out.copy_(multiply_chosen_in_torch(x, data, name, rows, chosen))
+    else:
+        out.copy_(multiply_in_torch(x, data, name, rows, bias if fixed["HAS_BIAS"] else None))
+
+
+def _unpack_packed(data: Any, out: Any, first_tile: int, *_: Any, **fixed: Any) -> None:
+    rows, columns = out.shape
+    out.copy_(unpacked_in_torch(data, fixed["NAME"], 16 * first_tile + rows, columns)[16 * first_tile :])
+
+
+def _rows_of_packed(data: Any, ids: Any, out: Any, rows: int, columns: int, *_: Any, **fixed: Any) -> None:
+    out.copy_(rows_in_torch(data, fixed["NAME"], rows, columns, ids))
+
+
+def _take_token(
+    q: Any, k: Any, v: Any, keys: Any, values: Any, sent_q: Any, sent_k: Any, sent_v: Any, sent_lse: Any, out: Any,
+    slot: int, first: int, first_count: int, second: int, total: int, share: int, scale: float, softcap: float,
+    *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    runs, sent = (first, first_count, second, total - first_count), (sent_q, sent_k, sent_v, sent_lse)
+    out.copy_(take_token_in_torch(q, k, v, keys, values, slot, runs, scale, softcap, sent, fixed["SPLITS"]))
+
+
+def _join_parts(*arguments: Any, **_: Any) -> None:
+    join_parts_in_torch(*arguments)
+
+
+#: What each kernel computes, in milliseconds less than its interpreter takes. That they are the same is tested.
+DEFINITIONS: dict[str, Callable[..., None]] = {
+    "_merge": _merge,
+    "_gather": _gather,
+    "_rebuild": _rebuild,
+    "_place": _place,
+    "_fetch": _fetch,
+    "_flash": _flash,
+    "_column_sums": _column_sums,
+    "_append": _append,
+    "_all_but_lowest": _all_but_lowest,
+    "_keep": _keep,
+    "_rotate": _rotate,
+    "_draw": _draw,
+    "_similarities": _similarities,
+    "_merge_one": _merge_one,
+    "_multiply_packed": _multiply_packed,
+    "_unpack_packed": _unpack_packed,
+    "_rows_of_packed": _rows_of_packed,
+    "_take_token": _take_token,
+    "_join_parts": _join_parts,
+}
+
+#: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "_merge": ("out", "lse"),
+    "_gather": ("out",),
+    "_rebuild": ("out",),
+    "_place": ("after", "misses", "into", "missed"),
+    "_fetch": ("out",),
+    "_flash": ("out", "lse"),
+    "_column_sums": ("sums",),
+    "_append": ("keys", "values", "positions"),
+    "_all_but_lowest": ("index",),
+    "_keep": ("kept_keys", "kept_values", "kept_positions", "kept_a", "kept_b", "kept_c"),
+    "_rotate": ("out",),
+    "_draw": ("out",),
+    "_similarities": ("out",),
+    "_merge_one": ("keys", "values"),
+    "_multiply_packed": ("out",),
+    "_unpack_packed": ("out",),
+    "_rows_of_packed": ("out",),
+    "_take_token": ("keys", "values", "sent_q", "sent_k", "sent_v", "sent_lse", "out"),
+    "_join_parts": ("out", "lse"),
+}
+
+
+def _rows_read(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The indices of dimension 0 that a kernel reads of a DRAM argument, by the parameter's name."""
+    if name == "_gather":
+        return {"stored": arguments["where"]}
+    if name == "_fetch":
+        row, head, listed = (arguments["misses"] >= 0).nonzero(as_tuple=True)
+        return {"stored": arguments["table"][row, arguments["misses"][row, head, listed]].long()}
+    return {}
+
+
+@contextmanager
+def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
+    """Within this context Triton's kernels run on the simulated device, if Triton is installed.
+
+    Those that have no definition are interpreted in any case.
+    """
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = self.fn.__name__
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        _require_grid(name, grid(named) if callable(grid) else grid)
+        written = _queue(simulation, name, named)
+        data, fixed = on_cpu(args), on_cpu(kwargs)
+        if name in DEFINITIONS and not by_interpreter:
+            DEFINITIONS[name](*data, **fixed)
+            simulation.computed(lambda: DEFINITIONS[name](*data, **fixed), ())
+            return
+        simulation.refuse_capturing("a kernel by the interpreter")
+        kept = {each: data.clone() for each, data in on_cpu(_tensors(named)).items() if each not in written}
+        InterpretedFunction(self.fn).run(*on_cpu(args), grid=grid, warmup=warmup, **on_cpu(kwargs))
+        for each, before in kept.items():
+            if not torch.equal(bytes_of(on_cpu(named[each])), bytes_of(before)):
+                raise SimulatedCudaError(f"{name} writes to {each}, of which WRITTEN does not tell")
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return InterpretedFunction(self.fn)(*args, **kwargs)
+
+    with patch.object(JITFunction, "run", run), patch.object(JITFunction, "__call__", call):
+        yield
+
+
+def _require_grid(name: str, grid: tuple[int, ...]) -> None:
+    """Raise what a launch does for more blocks than CUDA takes of a dimension."""
+    if any(blocks > most for blocks, most in zip(grid, _MOST_BLOCKS, strict=False)):
+        raise RuntimeError(f"Triton Error [CUDA]: invalid argument ({name} in {' x '.join(map(str, grid))} blocks)")
+
+
+def _tensors(named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+
+
+def _queue(simulation: Any, name: str, named: dict[str, Any]) -> tuple[str, ...]:
+    """The launch of a kernel with these arguments. Raises what CUDA does, or SimulatedCudaError.
+
+    Returns which of the arguments it may write to.
+    """
+    arguments = _tensors(named)
+    ours = {each: tensor for each, tensor in arguments.items() if isinstance(tensor, SimulatedTensor)}
+    if not ours:
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    places = {tensor.place for tensor in ours.values()}
+    if len(places) > 1 or places.pop().index != simulation.index:
+        raise SimulatedCudaError(f"{name} is launched on GPU {simulation.index}, on tensors of another")
+    in_dram = {each: tensor for each, tensor in arguments.items() if each not in ours}
+    for tensor in in_dram.values():
+        if not simulation.pinned.covers(tensor):
+            raise SimulatedCudaError(f"{name} reads DRAM that is not page-locked: an illegal address")
+    # A kernel's outputs cannot be told from outside: an unlisted kernel may write to all its arguments.
+    written = WRITTEN.get(name, tuple(ours))
+    reads = [tensor for each, tensor in ours.items() if each not in written]
+    simulation.launch(name, simulation.index, reads, [ours[each] for each in written])
+    rows = _rows_read(name, on_cpu(named)) if in_dram else {}
+    for each, tensor in in_dram.items():
+        simulation.read_in_place(name, tensor, rows.get(each))
+    return written
