@@ -60,11 +60,11 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         formerly=("second_block_count",),
     )
     preselect_block: bool = setting(
-        False, "restrict the candidates once per turn, by what the end of the prompt attends to"
+        False, "restrict the candidates once per turn to the blocks that the prompt's last queries attend to"
     )
     preselect_block_count: int | tuple[int, ...] | Pyramid = setting(
         96,
-        "blocks that survive preselection; where top_k_blocks is no less, all of them are attended to",
+        "blocks that preselection keeps; if top_k_blocks is at least as large, all of them are attended to",
         unit="blocks",
         minimum=0,
     )
@@ -74,14 +74,14 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     observation: int | Literal["question"] = setting(
         "question",
         "last queries of the prompt whose attention DYNAMIC and preselection read; question: the turn's question, or "
-        "128 where nobody says where it begins",
+        "128 if its beginning is unknown",
         unit="tokens",
         minimum=1,
         aliases=("observation_len",),
     )
     representative_type: str = setting(
         "DYNAMIC",
-        "what stands for a block when blocks are scored",
+        "the vectors that represent a block when blocks are scored",
         choices=_representative_types,
         aliases=("anchor_type",),
         value_aliases={"BLOCK_MEAN": "MEAN", "BLOCK_MAX": "MAX", "FIXED_ANCHOR": "FIXED"},
@@ -92,18 +92,18 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     representative_reduce: Literal["max", "mean"] = setting(
         "max",
-        "a block's score from those of its representatives: the highest, or their mean, by which blocks are ordered as "
-        "by InfLLM's sum; their mean is stored then",
+        "a block's score from those of its representatives: the maximum, or the mean, which orders blocks as "
+        "InfLLM's sum does; then only their mean is stored",
     )
     representative_storage: Literal["auto"] | str = setting(
         "auto",
-        "number format of the representatives and of mean values; auto: that of the keys, FP16 where these have fewer "
-        "bits; FP16 too for heads whose dimension Q8_0's groups of 32 do not divide",
+        "number format of the representatives and of mean values; auto: that of the keys, or FP16 if that has fewer "
+        "bits or if Q8_0's groups of 32 do not divide the head dimension",
         choices=_representative_storages,
     )
     head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
         "SHARED",
-        "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own",
+        "SHARED: one choice of blocks for all kv heads; SEPARATE: one per kv head",
         names_method="{}",
     )
     group_reduce: Literal["mean", "max", "softmax", "softmax_max"] = setting(
@@ -119,41 +119,41 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     rerank: int | Literal["all"] = setting(
         1,
-        "times the blocks to be attended to that representatives propose, and coarse scores of their keys choose from; "
+        "representatives propose this many times the attended blocks, and coarse scores of keys choose among these; "
         "1: the representatives choose; all: every block's keys are scored",
         minimum=1,
     )
     attend_to: Literal["blocks", "tokens"] = setting(
         "blocks",
-        "what of the Context is attended to: blocks as a whole; tokens: as many single tokens, those of the blocks "
-        "that are looked at (rerank) which receive most attention; what is left of a block is part of the rest",
+        "the unit of attention in the Context; blocks: whole blocks; tokens: as many single tokens, those with most "
+        "attention in the blocks that rerank scores; a block's other tokens count as unattended",
     )
     target_mass: float | Literal["none"] = setting(
         "none",
-        "share of the attention, above 0, that as few blocks, or tokens, as possible are to reach, by estimate, for "
-        "each list of blocks; top_k_blocks is the most then",
+        "share of the attention, above 0, that the fewest possible blocks or tokens reach by estimate, in each list "
+        "of blocks; top_k_blocks is the maximum then",
         minimum=0,
         maximum=1,
     )
     min_blocks: int = setting(
         1,
-        "with target_mass, Context blocks attended at least; at most top_k_blocks",
+        "with target_mass, the least number of attended Context blocks; at most top_k_blocks",
         unit="blocks",
         minimum=0,
         formerly=("least_block_count",),
     )
     max_dense_blocks: int = setting(
         0,
-        "with target_mass, Context blocks up to which all of them are attended to, which is exact, and faster than a "
-        "choice among few",
+        "with target_mass, number of Context blocks up to which all are attended to: exact, and faster than a choice "
+        "among few",
         unit="blocks",
         minimum=0,
         formerly=("whole_block_count",),
     )
     group_blocks: int = setting(
         1,
-        "blocks of a group, which is scored before them: blocks of the best groups alone are scored and chosen from; "
-        "1: all are",
+        "blocks of a group; groups are scored first, and only blocks of the best groups are scored; 1: all blocks "
+        "are scored",
         unit="blocks",
         minimum=1,
     )
@@ -170,15 +170,15 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
     kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
     key_type: Literal["kv_type"] | str = setting(
-        "kv_type", "number format of the stored keys, where it is another than kv_type", choices=_storage_types
+        "kv_type", "number format of the stored keys, if it differs from kv_type", choices=_storage_types
     )
     value_type: Literal["kv_type"] | str = setting(
-        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+        "kv_type", "number format of the stored values, if it differs from kv_type", choices=_storage_types
     )
     key_offset: Literal["auto", "none", "block_mean"] = setting(
         "auto",
-        "block_mean: keys are stored as they differ from the mean of their block, which few bits hold better; scores "
-        "get it back; auto: where keys are stored as Q4_0",
+        "block_mean: keys are stored as differences to their block's mean, which few bits represent better; scores "
+        "include the mean again; auto: for keys in Q4_0",
     )
 
     @property

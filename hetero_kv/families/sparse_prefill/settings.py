@@ -13,7 +13,7 @@ PREFILLS: Mapping[str, Mapping[str, str]] = {
     "Attention of prompts (prefill)": {
         "dense": "to everything before",
         "minference": "each head by its own pattern, A-shape, vertical-slash or block-sparse, found once for a model",
-        "flexprefill": "to as few keys as are estimated to have a share of the attention, chosen in every chunk anew",
+        "flexprefill": "the fewest keys that by estimate receive a share of the attention, chosen again in every chunk",
     }
 }
 
@@ -41,8 +41,8 @@ class PrefillSettings(Settings):
     )
     prefill_budget: int = setting(
         8192,
-        "with minference, tokens of a head's pattern at most; a block of 64 queries attends to the sink and to itself "
-        "besides",
+        "with minference, the most tokens of a head's pattern; a block of 64 queries also attends to the sink and to "
+        "itself",
         unit="tokens",
         minimum=128,
     )
@@ -62,12 +62,10 @@ class PrefillSettings(Settings):
         minimum=0,
         maximum=1024,
     )
-    prefill_mass: float = setting(
-        0.95, "with flexprefill, share of the attention that is to be reached", minimum=0, maximum=1
-    )
+    prefill_mass: float = setting(0.95, "with flexprefill, share of the attention to reach", minimum=0, maximum=1)
     prefill_min_budget: int = setting(
         512,
-        "with flexprefill, tokens that a head takes at least",
+        "with flexprefill, the fewest tokens of a head",
         unit="tokens",
         minimum=64,
         formerly=("prefill_least",),

@@ -1,4 +1,4 @@
-"""D2O (Wan et al. 2024, arXiv:2406.13035): heavy hitters; evicted entries are merged into similar kept ones."""
+"""D2O (Wan et al. 2024, arXiv:2406.13035): heavy hitters; evicted entries merge into similar kept ones."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class D2OSettings(WholePromptSettings):
         4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
     )
     recent_ratio: float = setting(
-        0.25, "share of the budget without the sinks that the newest tokens have", minimum=0, maximum=1
+        0.25, "share of the budget without the sinks for the newest tokens", minimum=0, maximum=1
     )
     threshold: float | Literal["ema"] = setting(
         "ema",
-        "cosine similarity from which an evicted entry is merged into the kept one that is most like it; ema: the mean "
-        "of the prompt's, then a moving average; above 1: never",
+        "cosine similarity from which an evicted entry is merged into the most similar kept one; ema: the mean of "
+        "the prompt's, then a moving average; above 1: never",
     )
     beta: float = setting(0.7, "weight of the newest similarity in the moving average", minimum=0, maximum=1)
     allocation: Literal["relative", "absolute", "uniform"] = setting(
         "relative",
         "how the budget is shared out to layers, in proportion to exp(-variance) of the attention that their entries "
-        "received: relative scales variances to 0-1 over the layers; absolute takes them as they are; uniform: all the "
-        "same",
+        "received: relative scales variances to 0-1 over the layers; absolute uses them unscaled; uniform: equal "
+        "budgets",
     )
 
     @property
@@ -49,7 +49,7 @@ class D2OSettings(WholePromptSettings):
 
 @register(
     "d2o",
-    meaning="the highest accumulated attention, sinks and the newest; the evicted are merged into what is like them",
+    meaning="the highest accumulated attention, sinks and the newest; evicted entries merge into similar kept ones",
     settings=D2OSettings,
 )
 class D2O(EvictionPolicy[D2OSettings]):

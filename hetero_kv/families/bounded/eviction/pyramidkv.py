@@ -16,7 +16,7 @@ class PyramidKVSettings(SnapKVSettings):
 
     policy: str = policy_setting("pyramidkv")
     beta: float = setting(
-        20.0, "steepness: the top layer has 1/beta of the mean budget, without the window; 1: all the same", minimum=1
+        20.0, "steepness: the top layer has 1/beta of the mean budget, without the window; 1: equal budgets", minimum=1
     )
 
 

@@ -29,7 +29,7 @@ class RoCoSettings(WholePromptSettings):
         return self.recent_tokens + 1
 
 
-@register("roco", meaning="the highest mean attention, and what is attended to most unevenly", settings=RoCoSettings)
+@register("roco", meaning="the highest mean attention, and the most unevenly attended entries", settings=RoCoSettings)
 class RoCo(EvictionPolicy[RoCoSettings]):
     """Ranks entries by the mean attention of the queries that saw them; those of highest standard deviation are
     protected. The heads of a group count as additional queries."""

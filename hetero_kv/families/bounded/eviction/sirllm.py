@@ -24,7 +24,7 @@ class SirLLMSettings(StridedSettings):
     sink_tokens: int = setting(
         4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
     )
-    recent_ratio: float = setting(0.25, "share of the budget that the newest tokens have", minimum=0, maximum=1)
+    recent_ratio: float = setting(0.25, "share of the budget for the newest tokens", minimum=0, maximum=1)
     decay_ratio: float = setting(
         1.0, "factor of the entropy of earlier tokens at every new turn; 1: memory does not fade", minimum=0, maximum=1
     )

@@ -27,8 +27,8 @@ class SnapKVSettings(WholePromptSettings):
     recent_tokens: int = setting(64, "newest entries, which are kept", unit="tokens", minimum=1, formerly=("window",))
     observation: int | Literal["question"] = setting(
         "question",
-        "last queries of the prompt, which vote; question: the turn's question, or as many as `recent_tokens` where "
-        "nobody says where it begins",
+        "last queries of the prompt, which vote; question: the turn's question, or as many as `recent_tokens` if "
+        "its beginning is unknown",
         unit="tokens",
         minimum=1,
     )
@@ -103,7 +103,9 @@ class WindowVote(EvictionPolicy[V]):
 
 
 @register(
-    "snapkv", meaning="what the prompt's last queries vote for, and these queries' tokens", settings=SnapKVSettings
+    "snapkv",
+    meaning="the entries that the prompt's last queries vote for, and these queries' tokens",
+    settings=SnapKVSettings,
 )
 class SnapKV(WindowVote[SnapKVSettings]):
     """The same budget in every layer."""

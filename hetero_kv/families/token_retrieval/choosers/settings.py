@@ -46,15 +46,15 @@ class TokenSettings(PagedSettings, PrefillSettings):
     dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
     kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
     key_type: Literal["kv_type"] | str = setting(
-        "kv_type", "number format of the stored keys, where it is another than kv_type", choices=_storage_types
+        "kv_type", "number format of the stored keys, if it differs from kv_type", choices=_storage_types
     )
     value_type: Literal["kv_type"] | str = setting(
-        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+        "kv_type", "number format of the stored values, if it differs from kv_type", choices=_storage_types
     )
     key_offset: Literal["auto", "none", "block_mean"] = setting(
         "auto",
-        "block_mean: keys are stored as they differ from the mean of their block, which few bits hold better; scores "
-        "get it back; auto: where keys are stored as Q4_0",
+        "block_mean: keys are stored as differences to their block's mean, which few bits represent better; scores "
+        "include the mean again; auto: for keys in Q4_0",
     )
 
     def validate(self) -> None:
