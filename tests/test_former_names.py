@@ -231,7 +231,7 @@ def test_a_context_saved_under_former_names_is_one_of_these_rules(identity: Call
 
 
 def test_a_context_of_another_setting_is_refused_under_todays_name(identity: Callable[..., Identity]) -> None:
-    with pytest.raises(ContextError, match=r"under other settings: in layer 1, sink_tokens 3 \(here 4\); inject"):
+    with pytest.raises(ContextError, match=r"under other settings: in layer 1, sink_tokens 3 \(here 4\); inject rules"):
         identity().require(identity(sink_tokens=4), "saved")
 
 
