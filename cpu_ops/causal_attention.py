@@ -229,7 +229,7 @@ def _region(
             edge = 2 * thread + (0 if starts[index] < first else 1)
             whole = starts[index] >= first and starts[index + 1] <= last
             keep_part(
-                index, edge, whole, q_pad, q_pad, most.reshape(1, q_pad), totals.reshape(1, q_pad), sums, edges,
+                index, edge, whole, q_pad, q_pad, most[None, :], totals[None, :], sums, edges,
                 edge_sums, edge_most, edge_total, out, lse,
             )  # fmt: skip
         return np.int64(0 * code_version)
