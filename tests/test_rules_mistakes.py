@@ -110,7 +110,11 @@ def test_a_mistake_in_replace_names_rule_line_and_key(replace: str, expected: st
         ("ktransformers.operators.KLlamaModel", "cannot be imported (No module named 'ktransformers')", "; "),
         ("nowhere.Thing", "cannot be imported (No module named 'nowhere')", "; known: default, hetero_kv.operators."),
         (".x", "cannot be imported (", "; known: default"),
-        ("torch.nn.Linear", "is not an operator; name a subclass of hetero_kv.adapter.replacement.Operator", "; known: "),
+        (
+            "torch.nn.Linear",
+            "is not an operator; name a subclass of hetero_kv.adapter.replacement.Operator",
+            "; known: ",
+        ),
         ("os.getcwd", "is not an operator", "; known: default"),
         ("hetero_kv.operators.Operator", "is not an operator", "; did you mean hetero_kv.operators."),
         ("hetero_kv.operators.AttentionOperator", "is not an operator", "; did you mean hetero_kv.operators."),

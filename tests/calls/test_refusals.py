@@ -142,6 +142,6 @@ def test_layers_that_wait_for_each_other_have_no_early_exit(one_thread):
     model = tiny_model("llama", 1, **SIZES)
     inject(model, "infinipot", command_line={"budget": 300})
     call = Call(model, None, lambda: None)
-    with pytest.raises(HeteroKVError, match=r"behind 2 of 4 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
+    with pytest.raises(HeteroKVError, match=r"after 2 of 4 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
         call.generate(assistant_early_exit=2)
     assert tokens_of(call.generate()) == tokens_of(plain().generate())

@@ -62,7 +62,9 @@ def test_forgetting_a_positive_number_of_tokens_is_refused():
 @pytest.mark.parametrize("ids", [PROMPT[:, :0], PROMPT[0]])
 def test_input_ids_of_wrong_shape_are_refused_by_it(ids):
     cache = injected(MODEL, small_recipe("dense"))
-    with pytest.raises(HeteroKVError, match=re.escape(f"called with {list(ids.shape)} token ids")):
+    with pytest.raises(
+        HeteroKVError, match=re.escape(f"called with token ids or embeddings of shape {list(ids.shape)}")
+    ):
         said(cache, ids)
     assert cache.get_seq_length() == 0
 
@@ -74,7 +76,7 @@ def test_logits_that_are_not_of_tokens_are_refused_for_rows_of_several_lengths()
     with torch.no_grad():
         assert model(PROMPT, past_key_values=HeteroCache(model)).logits.shape == (2, 2)
         mask[0, :7] = 0
-        with pytest.raises(UnsupportedModelError, match=r"gives logits \[1, 2\] for rows of different lengths"):
+        with pytest.raises(UnsupportedModelError, match=r"returns logits \[1, 2\] for rows of different lengths"):
             model(PROMPT, attention_mask=mask, past_key_values=HeteroCache(model))
 
 
