@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hetero_kv.engine.cache import HeteroCache
     from hetero_kv.errors import HeteroKVError
     from hetero_kv.loading import load_model, open_model
-    from hetero_kv.rules.injection import Injection, eject, inject
+    from hetero_kv.rules.injecting import eject, inject
+    from hetero_kv.rules.injection import Injection
     from hetero_kv.rules.rule_file import load_rules
 
 keep_threads_within_quota()
@@ -36,8 +37,8 @@ _HOME = {
     "HeteroCache": "engine.cache",
     "HeteroKVError": "errors",
     "Injection": "rules.injection",
-    "eject": "rules.injection",
-    "inject": "rules.injection",
+    "eject": "rules.injecting",
+    "inject": "rules.injecting",
     "load_model": "loading",
     "load_rules": "rules",
     "open_model": "loading",

@@ -13,7 +13,7 @@ import torch
 from hetero_kv import models
 from hetero_kv.errors import ConfigError
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, OpenedModel, ProgressReport
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.rule_set import RuleSet

@@ -9,7 +9,7 @@ import torch
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.planning.footprint import Footprint
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from tests.support.devices import model_on, simulated_cuda
 from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import injected, small_recipe

@@ -26,7 +26,7 @@ from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.planning.plan import (
     Footprint,
 )
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool

@@ -20,7 +20,7 @@ from hetero_kv.planning.plan import (
     Plan,
     resolve_max_seq_len,
 )
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from tests.support.planned_models import K, footprint_of, llama_plan
 from tests.support.tiny_models import tiny_model
 

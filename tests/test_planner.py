@@ -16,7 +16,7 @@ from hetero_kv.planning.plan import (
     Footprint,
     Plan,
 )
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from tests.support.planned_models import INTERNLM_7B, LLAMA_8B, LLAMA_70B, K, llama_plan, without_weights
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 

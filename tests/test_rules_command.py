@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from hetero_kv.cli import main
 from hetero_kv.commands.rules import grouped
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from tests.support.tiny_models import tiny_model
 
 

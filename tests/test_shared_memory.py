@@ -14,7 +14,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved, reserved_by_others
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import RESERVE, Plan, resolve_max_seq_len
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_other_caches")

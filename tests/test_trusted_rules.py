@@ -11,7 +11,7 @@ from hetero_kv.cli import main
 from hetero_kv.errors import ConfigError
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules import operator_names
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.rules.settings_file import read_settings_file, read_trusted_modules

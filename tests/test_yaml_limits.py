@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from hetero_kv.errors import LONGEST_TEXT, ConfigError, HeteroKVError
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 from hetero_kv.rules.module_pattern import MOST_CHARACTERS, ModulePattern
 from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_text

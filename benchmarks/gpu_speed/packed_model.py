@@ -13,7 +13,7 @@ from benchmarks.gpu_checks.packed_kernels import random_packed
 from benchmarks.gpu_checks.setting import Setting
 from hetero_kv import inject
 from hetero_kv.adapter.quantized_matrix import QuantizedMatrix
-from hetero_kv.rules.injection import eject_around_packed_weights
+from hetero_kv.rules.injecting import eject_around_packed_weights
 from hetero_kv.weights.moving import packed_weight
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.weightless import weightless_model
-from hetero_kv.rules.injection import Injection, inject
+from hetero_kv.rules.injecting import inject
+from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.recipes import display
 from hetero_kv.rules.setting_flags import settings_of

@@ -26,7 +26,8 @@ from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.models import LoadedModel
 from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens
-from hetero_kv.rules.injection import Injection, eject, inject
+from hetero_kv.rules.injecting import eject, inject
+from hetero_kv.rules.injection import Injection
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero_kv.loading import load_model
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel
-from hetero_kv.rules.injection import eject_around_packed_weights
+from hetero_kv.rules.injecting import eject_around_packed_weights
 
 
 def load_packed(name_or_path: str | os.PathLike[str] = DEFAULT_MODEL, **arguments: Any) -> LoadedModel:

@@ -25,7 +25,8 @@ from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
 from hetero_kv.evals.recording_attention import recording_rules
 from hetero_kv.families.retrieval.settings import LONGEST_QUESTION, UNKNOWN_QUESTION
 from hetero_kv.families.window.layer import WindowLayer
-from hetero_kv.rules.injection import Injection, eject, inject, suspended
+from hetero_kv.rules.injecting import eject, inject, suspended
+from hetero_kv.rules.injection import Injection
 from hetero_kv.settings.engine_settings import EngineSettings
 
 # Addresses of a rotation's parts -> the concatenated rotation.

@@ -19,7 +19,7 @@ from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.generation import last_logits
 from hetero_kv.evals.shared_prefill import RecordedPrefill
-from hetero_kv.rules.injection import suspended
+from hetero_kv.rules.injecting import suspended
 
 
 @dataclass(frozen=True)

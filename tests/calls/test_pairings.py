@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
-from hetero_kv.rules.injection import suspended
+from hetero_kv.rules.injecting import suspended
 from tests.calls.reference_model import EVERYTHING, SIZES
 from tests.support.tiny_models import tiny_model
 

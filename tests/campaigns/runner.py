@@ -33,7 +33,7 @@ ROOM_BYTES = 4 << 30
 
 # Not forked from this process, whose threads would be missing there, but from one that has imported what all need.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["hetero_kv.models", "hetero_kv.rules.injection", "transformers.modeling_utils"])
+_PROCESSES.set_forkserver_preload(["hetero_kv.models", "hetero_kv.rules.injecting", "transformers.modeling_utils"])
 
 
 def run(name: str, tries: int, seed: int = 0, progress: Callable[[int], None] = lambda done: None) -> Tally:

@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import config_specs
-from hetero_kv.rules.injection import eject, inject
+from hetero_kv.rules.injecting import eject, inject
 from tests.support.tiny_models import tiny_model
 
 

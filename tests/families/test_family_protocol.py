@@ -33,7 +33,7 @@ from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.generation import counted
 from hetero_kv.evals.outcome import Cost
 from hetero_kv.planning.plan import Footprint
-from hetero_kv.rules.injection import eject, inject
+from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.settings.setting import Settings, setting
 from tests.support.tiny_models import tiny_model

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from hetero_kv import HeteroCache, eject, inject, open_model
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.evals.packed_model import load_packed
-from hetero_kv.rules.injection import eject_around_packed_weights, suspended
+from hetero_kv.rules.injecting import eject_around_packed_weights, suspended
 from hetero_kv.rules.matching import InjectionError
 
 SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}

@@ -9,7 +9,7 @@ from hetero_kv.planning.plan import (
     Footprint,
     Plan,
 )
-from hetero_kv.rules.injection import inject
+from hetero_kv.rules.injecting import inject
 
 K = 1024
 INTERNLM_7B = {
