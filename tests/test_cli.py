@@ -1,4 +1,4 @@
-"""`hetero-kv` before any command: help and errors come at once, without slow imports."""
+"""What `hetero-kv` answers before it computes: help, errors and lists come without what takes seconds to import."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import pytest
 
 from hetero_kv.cli import main
 
+ROOT = Path(__file__).parent.parent
 ASKING = """
-import json, sys
+import json, runpy, sys
 from hetero_kv.cli import main
-status = main(json.loads(sys.argv[1]))
+words = json.loads(sys.argv[1])
+try:
+    if words[:1] == ["local_chat.py"]:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    status = main(words)
+except SystemExit as end:
+    status = end.code
 print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.modules))]))
 """
 
@@ -28,10 +36,22 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         (["--version"], 0, "hetero-kv "),
         (["plam", "--model", "x"], 2, "hetero-kv has no command 'plam'; did you mean plan?"),
         (["--json", "x"], 2, "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, "),
+        (["local_chat.py", "--help"], 0, "--top_k_blocks"),
+        (["local_chat.py", "--top-k-block", "9"], 2, "did you mean --top_k_blocks?"),
+        (["eval", "--taks", "x"], 2, "unknown flag '--taks'; did you mean --task?"),
+        (["plan", "--devise", "x"], 2, "unknown flag '--devise'; did you mean --device?"),
+        (["contexts", "lst"], 2, "contexts has no action 'lst'"),
+        (["methods"], 0, "streaming_llm"),
+        (["rules", "layered"], 2, "there is no rules file 'layered'"),
+        (["rules", "quest:block_size=32"], 0, "block_size 32"),
+        (["rules", "tova", "--json"], 0, '"operator": "BoundedAttention"'),
     ],
 )
-def test_help_and_version_import_no_torch(arguments, status, said):
-    done = subprocess.run([sys.executable, "-c", ASKING, json.dumps(arguments)], capture_output=True, text=True)
+def test_what_needs_no_model_imports_no_torch(arguments, status, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("HETERO_KV_CONFIG", str(tmp_path / "settings.yaml"))
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING, json.dumps(arguments)], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
     assert json.loads(last) == [status, []]

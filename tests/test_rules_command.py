@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from hetero_kv.cli import main
-from hetero_kv.commands.rules import grouped
+from hetero_kv.commands.layer_report import grouped
 from hetero_kv.rules.injecting import inject
 from tests.support.tiny_models import tiny_model
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hetero_kv.adapter import attention_module, bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import passed_cache
+from hetero_kv.adapter.declarations import CHUNKED_DECODER_LAYER
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
@@ -41,7 +42,7 @@ class ChunkedDecoderLayer(Operator):
     second layer on the output overwrites the input: one buffer of hidden states serves all layers.
     """
 
-    meaning = "runs a decoder layer over the prompt in chunks of chunk_size, layer by layer"
+    meaning = CHUNKED_DECODER_LAYER.meaning
     prefills_exactly = True
     continues_exactly = True
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import attention_module, chunking
+from hetero_kv.adapter.declarations import CHUNKED_MODULE
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import UnsupportedModelError
 
@@ -15,7 +16,7 @@ from hetero_kv.errors import UnsupportedModelError
 class ChunkedModule(Operator):
     """Runs a token-wise module over chunks of the sequence."""
 
-    meaning = "runs a token-wise module (the final norm) over the prompt in chunks of chunk_size"
+    meaning = CHUNKED_MODULE.meaning
     prefills_exactly = True
     continues_exactly = True
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cpu_ops.weight_formats import FORMATS
+from hetero_kv.adapter.declarations import QUANTIZED_EXPERTS
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.expert_weights import (
@@ -40,7 +41,7 @@ class QuantizedExperts(QuantizedModule):
             separately as in a GGUF file. Empty while the wrapped module has unpacked weights.
     """
 
-    meaning = "a mixture's experts, whose weights stay quantized as their file holds them, or are quantized"
+    meaning = QUANTIZED_EXPERTS.meaning
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from cpu_ops.weight_formats import FORMATS
+from hetero_kv.adapter.declarations import QUANTIZED_EMBEDDING, QUANTIZED_LINEAR
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.read_only_weights import ReadOnlyWeight
 from hetero_kv.errors import UnsupportedModelError
@@ -196,7 +197,7 @@ class QuantizedLinear(QuantizedMatrix):
     multiplied in the model's dtype.
     """
 
-    meaning = "a linear layer whose weights stay quantized as their file holds them, or are quantized"
+    meaning = QUANTIZED_LINEAR.meaning
     replaces = nn.Linear
 
     @classmethod
@@ -219,7 +220,7 @@ class QuantizedLinear(QuantizedMatrix):
 class QuantizedEmbedding(QuantizedMatrix):
     """An embedding over quantized weights: a token's row is unpacked when it is looked up."""
 
-    meaning = "an embedding whose weights stay quantized as their file holds them, or are quantized"
+    meaning = QUANTIZED_EMBEDDING.meaning
     replaces = nn.Embedding
 
     @classmethod

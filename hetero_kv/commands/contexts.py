@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.index import StoredContext
 from hetero_kv.contexts.listing import as_json, contexts_table, in_words
 from hetero_kv.contexts.settings import ContextSettings
-from hetero_kv.contexts.store import ContextStore
 from hetero_kv.errors import ConfigError
 from hetero_kv.printing import console, json_text, printable
 from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
+
+if TYPE_CHECKING:
+    from hetero_kv.contexts.store import ContextStore
 
 DAMAGED = 1
 
@@ -51,6 +53,9 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(f"contexts {flags.action} takes no names; leave {flags.names[0]!r} out")
     if needs_names and not flags.names:
         raise ConfigError(f"contexts {flags.action} needs a name; hetero-kv contexts list shows them")
+    # Imported here, because it imports torch, which reading flags does not need.
+    from hetero_kv.contexts.folder import open_store
+
     with open_store(settings, makes=False) as store:
         named = [_found(store, name) for name in flags.names]
         return act(store, named, flags.json)

@@ -8,21 +8,15 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.evals import Comparison, ConfiguredModel, Run, RunOptions, compare, config_specs
-from hetero_kv.evals import run as run_evaluation
-from hetero_kv.evals.config_spec import config_words, require_effect_somewhere
-from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
-from hetero_kv.evals.packed_model import load_packed
-from hetero_kv.evals.run_request import requested_tasks, require_use
-from hetero_kv.evals.tasks import registry
-from hetero_kv.loading import load_model
+from hetero_kv.evals.config_spec import config_specs, config_words, require_effect_somewhere
+from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, RunOptions, parse_depth, parse_length, parse_list
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.printing import console, json_text
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSource, in_force
@@ -31,19 +25,16 @@ from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
-from hetero_kv.threads import set_threads
+
+if TYPE_CHECKING:
+    from hetero_kv.evals import Comparison, Run
 
 _logger = logging.getLogger(__name__)
 
 
 def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
-    lines = "; ".join(f"{name}: {registry.get(name).meaning}" for name in registry.names())
-    parser.epilog = (
-        "The same command continues a stopped run. Sources of settings, the first wins: a config's own "
-        "(quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown. "
-        f"Tasks: {lines}."
-    ).replace("%", "%%")
+    parser.epilog_of_help = _epilog
     what = parser.add_argument_group("run")
     what.add_argument(
         "--task", metavar="T[,T…]", help="tasks by name, or by pattern (ruler/niah_*); NAME=FILE for ruler's qa tasks"
@@ -131,12 +122,31 @@ def add_flags(parser: FlagParser) -> None:
     add_setting_flags(parser, lambda flags: config_words(flags.configs))
 
 
+def _epilog() -> str:
+    # Two tasks compute with torch, so that all are imported for the help only.
+    from hetero_kv.evals.run_request import registry
+
+    lines = "; ".join(f"{name}: {registry.get(name).meaning}" for name in registry.names())
+    return (
+        "The same command continues a stopped run. Sources of settings, the first wins: a config's own "
+        "(quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown. "
+        f"Tasks: {lines}."
+    ).replace("%", "%%")
+
+
 def run(flags: argparse.Namespace) -> int:
     """Run an evaluation, or compare two runs; returns the exit status.
 
     Raises:
         HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or rules that do not fit it.
     """
+    from hetero_kv.evals import ConfiguredModel, compare
+    from hetero_kv.evals import run as run_evaluation
+    from hetero_kv.evals.packed_model import load_packed
+    from hetero_kv.evals.run_request import registry, requested_tasks, require_use
+    from hetero_kv.loading import load_model
+    from hetero_kv.threads import set_threads
+
     if flags.compare:
         _print_comparisons(compare(*flags.compare), as_json=flags.json)
         return 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_kv.models import DEFAULT_MODEL
-from hetero_kv.models.weightless import weightless_model
-from hetero_kv.rules.injecting import inject
-from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.recipes import display
 from hetero_kv.rules.setting_flags import settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.flags import FlagParser
+
+if TYPE_CHECKING:
+    from hetero_kv.rules.injection import Injection
 
 
 class InjectedModel(NamedTuple):
@@ -32,15 +32,15 @@ class InjectedModel(NamedTuple):
     stored: Mapping[str, str] | None
 
 
-def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
-    """Add the flags that choose the model."""
+def add_model_flags(parser: FlagParser, default: str) -> argparse._ArgumentGroup:
+    """Add the flags that choose the model; `default` says in the help what happens without them."""
     group = parser.add_argument_group("model (its weights are not loaded)")
     group.add_argument(
         "--model",
         "--model_path",
         metavar="MODEL",
         help="a directory in Hugging Face format, a config.json, a hub id, a .gguf file, or a named model (default: "
-        f"{DEFAULT_MODEL})",
+        f"{default})",
     )
     group.add_argument(
         "--gguf_path",
@@ -60,6 +60,9 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
         HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules
             that do not fit it.
     """
+    from hetero_kv.models.weightless import weightless_model
+    from hetero_kv.rules.injecting import inject
+
     config = named_config(flags.rules, trusted_modules(flags))
     command_line = config.command_line(settings_of(flags))
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.options import parse_list
 from hetero_kv.rules.effect import require_effect, taken_by
-from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import NamedConfig, named_config
 from hetero_kv.rules.owners import registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.recipes import display
+
+if TYPE_CHECKING:
+    from hetero_kv.rules.injection import Injection
 
 BASELINE = "full"
 
@@ -63,7 +65,7 @@ def config_specs(words: Sequence[str], trust_rules: Collection[str] = ()) -> lis
 
 def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[ConfigSpec]) -> None:
     """Raise ConfigError if one of the `settings` for all methods has no effect in any of them."""
-    known = registered_owners(rule.operator for spec in specs for rule in spec.rules.rules if rule.operator)
+    known = registered_owners(rule.declaration for spec in specs for rule in spec.rules.rules if rule.declaration)
     in_place = [owner for spec in specs for owner in spec.rules.owners({**settings, **spec.settings})]
     rules = ", ".join(spec.rules.file.name for spec in specs) or "the untouched model"
     require_effect(settings, list(dict.fromkeys(in_place)), known, where=COMMAND_LINE, rules=rules)

@@ -20,6 +20,7 @@ from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules import RuleSet, load_rules
+from hetero_kv.rules.operator_names import declaration_of
 from hetero_kv.store import storage
 
 
@@ -73,6 +74,7 @@ class RecordingAttention(AttentionOperator):
 def recording_rules() -> RuleSet:
     """The rules of full attention, with retrieval replaced by recording."""
     dense = load_rules("dense")
-    recording: dict[str, Any] = {"operator": RecordingAttention, "operator_name": "RecordingAttention", "kwargs": {}}
+    declaration = declaration_of(RecordingAttention)
+    recording: dict[str, Any] = {"declaration": declaration, "operator_name": declaration.name, "kwargs": {}}
     rules = (replace(rule, **recording) if rule.operator is RetrievalAttention else rule for rule in dense.rules)
     return replace(dense, rules=tuple(rules))

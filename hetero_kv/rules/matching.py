@@ -64,13 +64,14 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
         first = matching[0]
         if not first.recursive:
             closed.append(path)
-        if first.operator is None:
+        operator = first.operator
+        if operator is None:
             continue
-        if issubclass(first.operator, AttentionOperator) and is_recurrent(module):
+        if issubclass(operator, AttentionOperator) and is_recurrent(module):
             # Some models name a recurrent module like their attention; it has no keys and values.
             continue
         with named(first):
-            operator_class = first.operator.operator_for(module)
+            operator_class = operator.operator_for(module)
             operator_class.require_suitable(path, module)
         plan[path] = (first, operator_class)
     if unused:

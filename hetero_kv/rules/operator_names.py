@@ -1,4 +1,4 @@
-"""Finds the operator class that a rule names. Importing a module runs it, so only trusted modules are imported.
+"""Finds the operator that a rule names. Importing a module runs it, so only trusted modules are imported.
 
 Trusted are this package, the entry points of installed packages in the group `hetero_kv.operators`, and modules that
 the user trusts by name.
@@ -13,16 +13,26 @@ from importlib import metadata
 from typing import Any
 
 from hetero_kv import operators
-from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError, shown
+from hetero_kv.operators import DECLARATIONS
+from hetero_kv.settings.declaration import LoadedOperator, OperatorDeclaration
 from hetero_kv.settings.setting import nearest_spelling
 
 ENTRY_POINTS = "hetero_kv.operators"
 _OWN = "hetero_kv"
 
 
-def named_operator(name: str, where: str, trusted: Collection[str] = ()) -> type[Operator]:
-    """The operator class called `name`: a dotted path, a name in `hetero_kv.operators`, or an entry point's name.
+def declaration_of(operator: Any) -> OperatorDeclaration:
+    """The declaration of an operator class."""
+    declared = DECLARATIONS.get(operator.__name__)
+    is_ours = declared is not None and declared.module == operator.__module__
+    return declared if declared is not None and is_ours else LoadedOperator.of(operator)
+
+
+def named_operator(name: str, where: str, trusted: Collection[str] = ()) -> OperatorDeclaration:
+    """The operator called `name`: a dotted path, a name in `hetero_kv.operators`, or an entry point's name.
+
+    No module is imported for an operator that ships.
 
     Args:
         where: the rule, for errors.
@@ -32,7 +42,10 @@ def named_operator(name: str, where: str, trusted: Collection[str] = ()) -> type
         ConfigError: no such class, a class that is no operator, or a module that is not trusted, which is not imported.
     """
     package, _, short = name.rpartition(".")
-    offered = {} if not package and hasattr(operators, short) else _offered()
+    declared = DECLARATIONS.get(short)
+    if declared is not None and package in ("", operators.__name__, declared.module):
+        return declared
+    offered = {} if not package and short in operators.__all__ else _offered()
     if package and name not in offered and not _is_trusted(package, {_OWN, *trusted}):
         raise ConfigError(f"{where}: {_untrusted(name, package)}")
     try:
@@ -46,11 +59,12 @@ def named_operator(name: str, where: str, trusted: Collection[str] = ()) -> type
             f"{where}: class {shown(name)} cannot be imported ({reason}){_nearest_operator(name)}"
         ) from error
     if not is_operator:
-        required = f"{Operator.__module__}.{Operator.__qualname__}"
+        base = operators.Operator
+        required = f"{base.__module__}.{base.__qualname__}"
         raise ConfigError(
             f"{where}: class {shown(name)} is not an operator; name a subclass of {required}{_nearest_operator(name)}"
         )
-    return found
+    return declaration_of(found)
 
 
 def _attribute(package: str, short: str) -> Any:
@@ -69,7 +83,7 @@ def _offered() -> Mapping[str, metadata.EntryPoint]:
 
 
 def _untrusted(name: str, package: str) -> str:
-    near = nearest_spelling(name, [f"{operators.__name__}.{key}" for key in _known()])
+    near = nearest_spelling(name, [f"{operators.__name__}.{key}" for key in DECLARATIONS])
     module = shown(package).strip("'\"")
     return (
         f"class {shown(name)} is in a module that is not trusted, and was not imported; read its code, then give "
@@ -78,16 +92,13 @@ def _untrusted(name: str, package: str) -> str:
 
 
 def _is_operator(thing: object) -> bool:
-    if not (isinstance(thing, type) and issubclass(thing, Operator)) or thing is Operator:
+    base = operators.Operator
+    if not (isinstance(thing, type) and issubclass(thing, base)) or thing is base:
         return False
     return not any(getattr(getattr(thing, name, None), "__isabstractmethod__", False) for name in dir(thing))
 
 
-def _known() -> list[str]:
-    return [key for key, thing in vars(operators).items() if _is_operator(thing)]
-
-
 def _nearest_operator(name: str) -> str:
-    known = _known()
-    spellings = ["default", *(f"{operators.__name__}.{key}" for key in known)] if "." in name else ["default", *known]
+    known = [f"{operators.__name__}.{key}" for key in DECLARATIONS] if "." in name else DECLARATIONS
+    spellings = ["default", *known]
     return nearest_spelling(name, spellings) or f"; known: {', '.join(spellings)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hetero_kv.adapter.replacement import Operator
-from hetero_kv.rules.registered import operator_classes
+from hetero_kv.operators import DECLARATIONS
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.description import choices_of
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import Settings
@@ -35,11 +35,11 @@ class Owner(NamedTuple):
         return self.operator if self.choice is None else f"{self.operator} ({self.choice})"
 
 
-def owners_of(operator: type[Operator], choice: str | None = None) -> list[Owner]:
+def owners_of(operator: OperatorDeclaration, choice: str | None = None) -> list[Owner]:
     """The owners of an operator, or that of `choice` alone if it is a valid one; [] if it has no settings."""
     if operator.settings_class is None:
         return []
-    name, chosen_by = operator.__name__, operator.chosen_by
+    name, chosen_by = operator.name, operator.chosen_by
     if chosen_by is None:
         return [Owner(name, None, None, operator.settings_class, operator.settings_class)]
     choices = choices_of(operator.settings_class, chosen_by)
@@ -48,17 +48,17 @@ def owners_of(operator: type[Operator], choice: str | None = None) -> list[Owner
     return [Owner(name, chosen_by, each, cls, operator.settings_class) for each, cls in found if cls is not None]
 
 
-def owner_in_place(operator: type[Operator], settings: Any) -> Owner | None:
+def owner_in_place(operator: OperatorDeclaration, settings: Any) -> Owner | None:
     """The owner of an injected operator's settings; None if it has no settings."""
     if settings is None or operator.settings_class is None:
         return None
     choice = getattr(settings, operator.chosen_by) if operator.chosen_by else None
-    return Owner(operator.__name__, operator.chosen_by, choice, type(settings), operator.settings_class)
+    return Owner(operator.name, operator.chosen_by, choice, type(settings), operator.settings_class)
 
 
-def registered_owners(more: Iterable[type[Operator]] = ()) -> list[Owner]:
-    """The owners of every registered operator, and of `more`; each operator once."""
-    operators = dict.fromkeys((*operator_classes().values(), *more))
+def registered_owners(more: Iterable[OperatorDeclaration] = ()) -> list[Owner]:
+    """The owners of every operator that ships, and of `more`; each operator once."""
+    operators = dict.fromkeys((*DECLARATIONS.values(), *more))
     simple_first = sorted(operators, key=lambda operator: operator.chosen_by is not None)
     return [owner for operator in simple_first for owner in owners_of(operator)]
 

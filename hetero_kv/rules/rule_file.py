@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError, shown
 from hetero_kv.rules import recipes
 from hetero_kv.rules.module_pattern import ModulePattern, SearchTime
@@ -20,6 +19,7 @@ from hetero_kv.rules.operator_names import named_operator
 from hetero_kv.rules.owners import flat_classes, owners_of, registered_owners
 from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
 from hetero_kv.rules.trusted_names import trusted_names
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.located_yaml import LocatedMapping, located, parse_yaml, read_yaml
 from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import nearest_spelling
@@ -132,7 +132,7 @@ def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
     own = [_rule(each, f"{source}: rule {number}", reading) for number, each in enumerate(listed, start=1)]
     parents = [_load(each, reading.of_parent(each)) for each in _parents(document, source, path)]
     inherited = [rule for parent in parents for rule in parent.rules]
-    owners = registered_owners(rule.operator for rule in (*own, *inherited) if rule.operator)
+    owners = registered_owners(rule.declaration for rule in (*own, *inherited) if rule.declaration)
     long_context = _settings(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
     extends = dict.fromkeys(file for parent in parents for file in (parent.file, *parent.file.extends))
     file = RuleFile(source, long_context, tuple(extends))
@@ -211,22 +211,22 @@ def _rule(content: Any, source: str, reading: _Reading) -> Rule:
     operator_name = replace_with.get("class")
     if not isinstance(operator_name, str) or not operator_name:
         raise ConfigError(f"{where}: class is {shown(operator_name)}; it must be an operator's name, or default")
-    operator = None if operator_name == "default" else named_operator(operator_name, where, reading.trusted)
+    declaration = None if operator_name == "default" else named_operator(operator_name, where, reading.trusted)
     rule = Rule(
         source,
         _pattern(match, source, reading.search_time),
         match.get("class"),
-        operator,
+        declaration,
         operator_name,
         recursive=recursive,
         optional=optional,
     )
     kwargs = replace_with.get("kwargs")
-    classes = [owner.settings for owner in owners_of(operator, _choice(operator, kwargs))] if operator else []
+    classes = [owner.settings for owner in owners_of(declaration, _choice(declaration, kwargs))] if declaration else []
     return replace(rule, kwargs=_settings(kwargs, classes, f"{rule.title}: kwargs"))
 
 
-def _choice(operator: type[Operator], kwargs: Any) -> str | None:
+def _choice(operator: OperatorDeclaration, kwargs: Any) -> str | None:
     """The policy that `kwargs` choose; None if they choose none."""
     chosen = kwargs.get(operator.chosen_by) if isinstance(kwargs, Mapping) and operator.chosen_by else None
     return chosen if isinstance(chosen, str) else None

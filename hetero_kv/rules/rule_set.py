@@ -6,17 +6,21 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.effect import require_effect, with_effect
 from hetero_kv.rules.module_pattern import ModulePattern
+from hetero_kv.rules.operator_names import declaration_of
 from hetero_kv.rules.owners import Owner, owner_in_place, owners_of, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, InForce, SettingsSource, in_force, value_of
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.engine_settings import EngineSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hetero_kv.adapter.replacement import Operator
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +46,7 @@ class Rule:
         source: its file and number, e.g. "injection_rules/quest.yaml: rule 3".
         match_name: searched in a module's path; None matches every path.
         match_class: class of the module, dotted or bare; None matches every class.
-        operator: the operator class to inject; None keeps the module.
+        declaration: the operator to inject; None keeps the module.
         operator_name: the operator as the file spells it ("default" for none).
         kwargs: the operator's checked settings, by canonical key.
         recursive: False excludes the module's children from matching.
@@ -53,12 +57,17 @@ class Rule:
     source: str
     match_name: ModulePattern | None
     match_class: str | None
-    operator: type[Operator] | None
+    declaration: OperatorDeclaration | None
     operator_name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     recursive: bool = True
     optional: bool = False
     file: RuleFile | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def operator(self) -> type[Operator] | None:
+        """The operator's class, imported now; None keeps the module."""
+        return None if self.declaration is None else self.declaration.load()
 
     @property
     def title(self) -> str:
@@ -146,7 +155,7 @@ class RuleSet:
         """
         files = rule.file.extends if rule.file else ()
         firsts = (next((r for r in self.rules if r.file is file and r.matches(path, module)), None) for file in files)
-        return [first for first in firsts if first is not None and first.operator is rule.operator]
+        return [first for first in firsts if first is not None and first.declaration == rule.declaration]
 
     def operator_in_force(
         self,
@@ -165,7 +174,7 @@ class RuleSet:
         Raises:
             ConfigError: a setting of the rule that its operator does not have, or settings that exclude each other.
         """
-        operator = rule.operator
+        operator = rule.declaration
         if operator is None or operator.settings_class is None:
             return InForce(None, {})
         flags, files = SettingsSource(COMMAND_LINE, command_line or {}), self._files(settings_file)
@@ -178,7 +187,7 @@ class RuleSet:
             kwargs = [
                 SettingsSource(one.source, one.settings, own == choice) for one, own in zip(kwargs, chosen, strict=True)
             ]
-        owner = Owner(operator.__name__, chosen_by, choice, cls, operator.settings_class)
+        owner = Owner(operator.name, chosen_by, choice, cls, operator.settings_class)
         known = registered_owners([operator])
         for one in kwargs:
             if one.is_strict:
@@ -239,15 +248,15 @@ class RuleSet:
         """
         found: dict[Owner, None] = {}
         for rule in self._reachable():
-            chosen_by = rule.operator.chosen_by if rule.operator else None
+            chosen_by = rule.declaration.chosen_by if rule.declaration else None
             words = (command_line or {}).get(chosen_by, rule.kwargs.get(chosen_by)) if chosen_by else None
             choice = words if isinstance(words, str) else None
-            found |= dict.fromkeys(owners_of(rule.operator, choice) if rule.operator else ())
+            found |= dict.fromkeys(owners_of(rule.declaration, choice) if rule.declaration else ())
         return list(found)
 
     def known_owners(self) -> list[Owner]:
         """The owners of the registered operators and of the operators that the rules name."""
-        return registered_owners(rule.operator for rule in self.rules if rule.operator)
+        return registered_owners(rule.declaration for rule in self.rules if rule.declaration)
 
     def with_effect(
         self, settings: Mapping[Any, Any], *, where: str, override: Mapping[str, Any] | None = None
@@ -275,11 +284,13 @@ class RuleSet:
         in_place: dict[Owner, None] = {}
         named: dict[Owner, None] = {}
         for rule, operator, settings in injected:
-            owner = owner_in_place(operator, settings)
+            owner = owner_in_place(declaration_of(operator), settings)
             in_place |= {owner: None} if owner else {}
             # A file may set what its named operator has, even if a layer's kind or a flag selects another operator.
-            if rule.operator is not None and (rule.operator is not operator or operator.chosen_by in command_line):
-                named |= dict.fromkeys(owners_of(rule.operator))
+            if rule.declaration is not None and (
+                rule.declaration.load() is not operator or operator.chosen_by in command_line
+            ):
+                named |= dict.fromkeys(owners_of(rule.declaration))
         known = self.known_owners()
         require_effect(command_line, list(in_place), known, where=COMMAND_LINE, rules=self.file.name)
         self._require_effect_of_file([*in_place, *named])

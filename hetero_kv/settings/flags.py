@@ -23,6 +23,7 @@ class FlagParser(argparse.ArgumentParser):
 
     Attributes:
         learn: called with the known flags when there are unknown ones; it may add flags, and returns whether it did.
+        epilog_of_help: returns the epilog, called when the help is printed, for an epilog whose imports take seconds.
     """
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
@@ -35,6 +36,13 @@ class FlagParser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
         self.learn: Callable[[argparse.Namespace], bool] | None = None
+        self.epilog_of_help: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        """See argparse."""
+        if self.epilog_of_help is not None:
+            self.epilog = self.epilog_of_help()
+        return super().format_help()
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The flags in `arguments`.

@@ -14,7 +14,8 @@ from hetero_kv.chat.conversation import Conversation
 from hetero_kv.evals.config_spec import ConfigSpec
 from hetero_kv.evals.configured_model import ConfiguredModel
 from hetero_kv.evals.prompt import Prompt
-from hetero_kv.families.bounded.eviction.infinipot import GENERAL, QUESTION_AWARE, InfiniPot, InfiniPotSettings
+from hetero_kv.families.bounded.eviction.infinipot import InfiniPot
+from hetero_kv.families.bounded.eviction.policy_settings import GENERAL, QUESTION_AWARE, InfiniPotSettings
 from hetero_kv.models import LoadedModel
 from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.settings.setting import SettingError

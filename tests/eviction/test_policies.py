@@ -123,7 +123,7 @@ def test_a_new_policy_is_one_class_and_appears_by_itself(monkeypatch):
     class OldestSettings(TovaSettings):
         policy: str = eviction.policy_setting("oldest")
 
-    eviction.register("oldest", meaning="the oldest, for this test", settings=OldestSettings)(Tova)
+    eviction.register("oldest", meaning="the oldest, for this test", implementation=Tova)(OldestSettings)
     entries = next(entries for kind, entries in registered().items() if "policy" in kind)
     assert ("oldest", "the oldest, for this test") in entries
     rule_set = rules_of(policy="oldest", stride=7)

@@ -23,7 +23,7 @@ from hetero_kv.chat.answer import ChatAnswer, Statistics
 from hetero_kv.chat.display import statistics_table
 from hetero_kv.chat.json_report import json_report
 from hetero_kv.cli import main
-from hetero_kv.commands.rules import grouped
+from hetero_kv.commands.layer_report import grouped
 from hetero_kv.engine import statistics
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
@@ -296,7 +296,7 @@ def test_operators_that_cannot_work_together_leave_the_model_as_it_was(llama):
 
 
 GENERIC_ROOMS = ("adapter", "chat", "commands", "engine", "evals", "planning", "rules")
-KNOW_A_FAMILY = {"evals/recorded_layer.py", "evals/shared_prefill.py"}
+KNOW_A_FAMILY = {"evals/recorded_layer.py", "evals/recording_attention.py", "evals/shared_prefill.py"}
 
 
 def families_named_in(path):

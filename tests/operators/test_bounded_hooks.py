@@ -11,7 +11,8 @@ import torch
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.eviction import EvictionPolicy, StridedSettings, policy_setting, registry
+from hetero_kv.families.bounded.eviction import StridedSettings, policy_setting, registry
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best
 from tests.operators.bounded_models import Letters, bounded, conversation, logits, tokens
 from tests.support.tiny_models import tiny_model
@@ -52,7 +53,7 @@ class Probe(EvictionPolicy[ProbeSettings]):
 @pytest.fixture
 def probe(monkeypatch):
     monkeypatch.setattr(registry.POLICIES, "known", dict(registry.POLICIES.known))
-    eviction.register("probe", meaning="for these tests", settings=ProbeSettings)(Probe)
+    eviction.register("probe", meaning="for these tests", implementation=Probe)(ProbeSettings)
     monkeypatch.setattr(Probe, "seen", [])
     monkeypatch.setattr(Probe, "catalyst", "abc")
     return Probe

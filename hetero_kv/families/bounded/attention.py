@@ -26,7 +26,9 @@ from hetero_kv.engine.statistics import READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.eviction import BoundedSettings, ObservedAttention, StridedSettings, WholePromptSettings
+from hetero_kv.families.bounded.eviction import BoundedSettings, StridedSettings, WholePromptSettings
+from hetero_kv.families.bounded.eviction.policy import ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import BOUNDED
 from hetero_kv.families.bounded.footprint import BoundedFootprint
 from hetero_kv.families.bounded.layer import CACHED_ENTRIES, BoundedLayer
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
@@ -43,9 +45,7 @@ class BoundedAttention(AttentionOperator):
     With a budget that covers the sequence the result is full attention, up to rounding.
     """
 
-    meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
-    settings_class = BoundedSettings
-    chosen_by = "policy"
+    meaning, settings_class, chosen_by = BOUNDED.meaning, BOUNDED.settings_class, BOUNDED.chosen_by
     statistics = (CACHED_ENTRIES, READ_BYTES)
     changes_arguments = True
 
@@ -69,10 +69,7 @@ class BoundedAttention(AttentionOperator):
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[BoundedSettings]:
         """See Operator: the settings of the policy that `kwargs` names."""
-        name = kwargs.get("policy", BoundedSettings.policy)
-        known = {known.casefold(): known for known in eviction.names()}
-        # Other names are refused later, as a setting's value, with the place in the file.
-        return eviction.get(known[str(name).casefold()]).settings if str(name).casefold() in known else BoundedSettings
+        return BOUNDED.settings_class_for(kwargs)
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
@@ -173,8 +170,7 @@ class BoundedAttention(AttentionOperator):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        known = {name: eviction.get(name).meaning for name in eviction.names()}
-        return {f"Eviction policies of {_NAME} (policy)": known}
+        return BOUNDED.registries()
 
     @classmethod
     def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:

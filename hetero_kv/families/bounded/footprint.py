@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_kv.adapter.footprint import FootprintTerm, LayerFootprint, MemoryDemand, MemoryShare, register, sums_share
 from hetero_kv.families.bounded.entry_buffer import SLACK
-from hetero_kv.families.bounded.eviction import EvictionPolicy
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 
 ENTRIES = register(FootprintTerm("entries", "entries that eviction policies keep"))
 

@@ -7,8 +7,8 @@ the cost per token does not grow with the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,46 +16,10 @@ from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step
 from hetero_kv.families.infllm_stream.layer import InfLLMStreamLayer
+from hetero_kv.families.infllm_stream.settings import INFLLM_STREAM, InfLLMStreamSettings
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.self_extend.attention import SelfExtendAttention
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
-from hetero_kv.families.self_extend.settings import SharedPositionSettings
-from hetero_kv.settings.setting import SettingError, setting
-
-# A group larger than any sequence, so that all keys beyond the window share one position.
-_EVERY_TOKEN = 1 << 62
-_FIXED: tuple[tuple[str, Any, str], ...] = (
-    ("representative_type", "DYNAMIC", "blocks are represented by the keys that the window's queries score highest"),
-    ("representative_reduce", "mean", "a block is scored by all of its representatives"),
-    ("group_reduce", "mean", "a chunk scores blocks by the sum over its queries"),
-    ("preselect_block", False, "every chunk retrieves from all blocks"),
-)
-
-
-@dataclass(frozen=True)
-class InfLLMStreamSettings(SharedPositionSettings):
-    """Retrieval by prompts and answers alike; the window of neighbours is Local."""
-
-    representative_reduce: Literal["max", "mean"] = setting(
-        "mean", "a block's score from those of its representatives: their mean, by which InfLLM's sum orders blocks"
-    )
-    stream_chunk: int = setting(
-        512,
-        "tokens of a prompt that retrieve blocks together; fewer where a chunk (chunk_size) ends before",
-        unit="tokens",
-        minimum=1,
-    )
-
-    @property
-    def shared_positions(self) -> tuple[int, int]:
-        return _EVERY_TOKEN, self.local_windows_len
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        for name, value, why in _FIXED:
-            if getattr(self, name) != value:
-                raise SettingError(name, getattr(self, name), f"{why} in its stream; set {value}")
 
 
 class InfLLMStreamAttention(SelfExtendAttention):
@@ -64,10 +28,7 @@ class InfLLMStreamAttention(SelfExtendAttention):
     The last `local_windows_len` keys of a query are its neighbours; all others have the distance of the window's end.
     """
 
-    meaning = (
-        "prompts and answers attend to a window and to the blocks that they retrieve, however long: InfLLM's stream"
-    )
-    settings_class = InfLLMStreamSettings
+    meaning, settings_class = INFLLM_STREAM.meaning, INFLLM_STREAM.settings_class
     continues_exactly = False
     rotation_use = (
         "InfLLMStreamAttention clips distances, which needs one rotation per position; use RetrievalAttention there"

@@ -21,15 +21,14 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
-from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.read_bytes import SelectionStatistics
+from hetero_kv.families.retrieval.settings import RETRIEVAL
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
-from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.store.pool import BlockPool
 
 #: Settings that do not affect what is stored (see `stored_by`).
@@ -48,7 +47,7 @@ class RetrievalAttention(WindowedDecode):
     which may attend to fewer blocks, `min_blocks` or `max_dense_blocks` must cover it instead.
     """
 
-    meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
+    meaning = RETRIEVAL.meaning
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES)
 
     def new_cache_layer(self) -> RetrievalLayer:
@@ -158,8 +157,7 @@ class RetrievalAttention(WindowedDecode):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        known = {name: representatives.get(name).meaning for name in representatives.names()}
-        return {"Representatives of a block (representative_type)": known, **PREFILLS}
+        return RETRIEVAL.registries()
 
     def settings_in_layer(self) -> dict[str, Any]:
         own: dict[str, Any] = {"top_k_blocks": "all" if self.budget is None else self.budget}

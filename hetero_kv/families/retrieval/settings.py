@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hetero_kv.families.retrieval.budgets import Pyramid
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.families.sparse_prefill.settings import PREFILLS, PrefillSettings
+from hetero_kv.settings.declaration import OperatorDeclaration, Pieces
 from hetero_kv.settings.setting import SettingError, setting
 
 if TYPE_CHECKING:
@@ -289,3 +290,20 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                     f"representative_type {self.representative_type} has no mean to estimate a block by; use {known}, "
                     f"or set {key} to {neutral}",
                 )
+
+
+def representative_registries() -> Pieces:
+    """What the settings of retrieval can name: types of representatives and kinds of prefill."""
+    from hetero_kv.families.retrieval import representatives
+
+    known = {name: representatives.get(name).meaning for name in representatives.names()}
+    return {"Representatives of a block (representative_type)": known, **PREFILLS}
+
+
+RETRIEVAL = OperatorDeclaration(
+    "RetrievalAttention",
+    "hetero_kv.families.retrieval.attention",
+    "keeps everything in DRAM blocks, attends to the blocks that the query retrieves",
+    RetrievalSettings,
+    registries=representative_registries,
+)

@@ -30,7 +30,7 @@ from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
-from hetero_kv.families.self_extend.settings import SelfExtendSettings, SharedPositionSettings
+from hetero_kv.families.self_extend.settings import SELF_EXTEND, SharedPositionSettings
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
@@ -41,8 +41,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
     as long: the operator raises `local_windows_len` to `neighbour_window`.
     """
 
-    meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
-    settings_class: ClassVar[type[SharedPositionSettings]] = SelfExtendSettings
+    meaning, settings_class = SELF_EXTEND.meaning, SELF_EXTEND.settings_class
     prefills_exactly = False
     rotation_use = (
         "SelfExtendAttention groups positions, which needs one rotation per position; use RetrievalAttention there"

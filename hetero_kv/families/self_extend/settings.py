@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.settings import RetrievalSettings, representative_registries
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.setting import SettingError, setting
 
 
@@ -39,3 +40,12 @@ class SelfExtendSettings(SharedPositionSettings):
     @property
     def shared_positions(self) -> tuple[int, int]:
         return self.position_group, self.neighbour_window
+
+
+SELF_EXTEND = OperatorDeclaration(
+    "SelfExtendAttention",
+    "hetero_kv.families.self_extend.attention",
+    "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for",
+    SelfExtendSettings,
+    registries=representative_registries,
+)

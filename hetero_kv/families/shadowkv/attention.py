@@ -33,10 +33,9 @@ from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.layout import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.read_bytes import read_bytes
-from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.shadowkv.settings import SHADOWKV, ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
-from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -49,8 +48,7 @@ class ShadowKVAttention(RopeCapture):
     With full rank and a budget that covers the sequence the result is full attention, to the value type's precision.
     """
 
-    meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
-    settings_class = ShadowKVSettings
+    meaning, settings_class = SHADOWKV.meaning, SHADOWKV.settings_class
     prefills_exactly = True
     statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE, READ_BYTES)
     rotation_use = (
@@ -251,7 +249,7 @@ class ShadowKVAttention(RopeCapture):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        return PREFILLS
+        return SHADOWKV.registries()
 
     def stored_by(self) -> dict[str, Any]:
         idle = self.settings.idle_prefill_settings

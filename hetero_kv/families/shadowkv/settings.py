@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.families.sparse_prefill.settings import PREFILLS, PrefillSettings
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.setting import SettingError, setting
 
 if TYPE_CHECKING:
@@ -106,3 +107,12 @@ class ShadowKVSettings(PrefillSettings):
                 f"it is less than one chunk of landmark_chunk_size {self.landmark_chunk_size} tokens; set at least "
                 f"{self.landmark_chunk_size} tokens, a share of the sequence (0.0156 is 1.56 %), or all",
             )
+
+
+SHADOWKV = OperatorDeclaration(
+    "ShadowKVAttention",
+    "hetero_kv.families.shadowkv.attention",
+    "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks",
+    ShadowKVSettings,
+    registries=lambda: PREFILLS,
+)

@@ -26,10 +26,15 @@ from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
-from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.token_retrieval import choosers
-from hetero_kv.families.token_retrieval.choosers import ContextAttention, TokenQuery, TokenSettings
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, ChosenTokens
+from hetero_kv.families.token_retrieval.choosers import TokenSettings
+from hetero_kv.families.token_retrieval.choosers.chooser import (
+    NOTHING_LEARNED,
+    ChosenTokens,
+    ContextAttention,
+    TokenQuery,
+)
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import TOKEN_RETRIEVAL
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
@@ -44,9 +49,8 @@ class TokenRetrievalAttention(ExactPrefill):
     to the storage type's precision.
     """
 
-    meaning = "keeps everything in DRAM blocks, attends to single tokens that the query retrieves"
-    settings_class = TokenSettings
-    chosen_by = "chooser"
+    meaning, settings_class = TOKEN_RETRIEVAL.meaning, TOKEN_RETRIEVAL.settings_class
+    chosen_by = TOKEN_RETRIEVAL.chosen_by
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_TOKENS, READ_BYTES)
 
     settings: TokenSettings
@@ -74,10 +78,7 @@ class TokenRetrievalAttention(ExactPrefill):
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
         """See Operator: the settings of the chooser that `kwargs` names."""
-        name = str(kwargs.get("chooser", TokenSettings.chooser)).casefold()
-        known = {known.casefold(): known for known in choosers.names()}
-        # Other names are refused later, as a setting's value, with the place in the file.
-        return choosers.get(known[name]).settings if name in known else TokenSettings
+        return TOKEN_RETRIEVAL.settings_class_for(kwargs)
 
     def new_cache_layer(self) -> TokenRetrievalLayer:
         return TokenRetrievalLayer(self.settings, self.chooser)
@@ -273,8 +274,7 @@ class TokenRetrievalAttention(ExactPrefill):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        known = {name: choosers.get(name).meaning for name in choosers.names()}
-        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known, **PREFILLS}
+        return TOKEN_RETRIEVAL.registries()
 
     def stored_by(self) -> dict[str, Any]:
         """Settings that determine what is stored per block; see AttentionOperator."""

@@ -15,14 +15,13 @@ from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.window.layer import WindowLayer
-from hetero_kv.families.window.settings import SlidingWindowSettings
+from hetero_kv.families.window.settings import SLIDING_WINDOW
 
 
 class SlidingWindowAttention(AttentionOperator):
     """Exact attention of a layer whose queries see the last `sliding_window` keys; older keys are dropped."""
 
-    meaning = "the model's own sliding-window attention, exact, with only the window kept"
-    settings_class = SlidingWindowSettings
+    meaning, settings_class = SLIDING_WINDOW.meaning, SLIDING_WINDOW.settings_class
     statistics = (READ_BYTES,)
     prefills_exactly = True
     continues_exactly = True

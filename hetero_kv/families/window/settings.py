@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.setting import Settings
 
 
 @dataclass(frozen=True)
 class SlidingWindowSettings(Settings):
     """No settings: the window is the model's own."""
+
+
+SLIDING_WINDOW = OperatorDeclaration(
+    "SlidingWindowAttention",
+    "hetero_kv.families.window.attention",
+    "the model's own sliding-window attention, exact, with only the window kept",
+    SlidingWindowSettings,
+)

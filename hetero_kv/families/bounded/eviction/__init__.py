@@ -1,9 +1,6 @@
-"""Eviction policies, one file each. All modules of this package are imported, so adding a file registers it."""
+"""Eviction policies, one file each; `policy_settings` declares them, so that each is imported on first use."""
 
-import importlib
-import pkgutil
-
-from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction import policy_settings as _policy_settings  # noqa: F401
 from hetero_kv.families.bounded.eviction.registry import get, names, register
 from hetero_kv.families.bounded.eviction.settings import (
     BoundedSettings,
@@ -12,13 +9,8 @@ from hetero_kv.families.bounded.eviction.settings import (
     policy_setting,
 )
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
-
 __all__ = [
     "BoundedSettings",
-    "EvictionPolicy",
-    "ObservedAttention",
     "StridedSettings",
     "WholePromptSettings",
     "get",

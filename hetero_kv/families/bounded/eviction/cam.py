@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import CaMSettings
 from hetero_kv.families.bounded.eviction.ranking import best, others, seen_by
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
-from hetero_kv.settings.setting import setting
 
 
-@dataclass(frozen=True)
-class CaMSettings(WholePromptSettings):
-    """CaM: heavy hitters and the newest tokens, the values of the evicted merged into the newest."""
-
-    policy: str = policy_setting("cam")
-    recent_ratio: float = setting(
-        0.5, "share of the budget for the newest tokens, which evicted values are added to", minimum=0, maximum=1
-    )
-    seed: int = setting(0, "of the random choice of the evicted values that are added", minimum=0)
-
-
-@register(
-    "cam",
-    meaning="as h2o; evicted values are added to the newest tokens' at random, in proportion to attention",
-    settings=CaMSettings,
-)
 class CaM(EvictionPolicy[CaMSettings]):
     """Ranks entries by the attention received from all queries so far, as H2O does; merges by the mean attention of
     the queries that saw an entry, equally for all heads of the group.

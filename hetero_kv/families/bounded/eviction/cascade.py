@@ -10,31 +10,8 @@ import torch
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.policy_settings import CascadeSettings
 from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
-from hetero_kv.settings.setting import setting
-
-
-@dataclass(frozen=True)
-class CascadeSettings(StridedSettings):
-    """Cascading KV cache: attention sinks, and sub-caches that reach back exponentially."""
-
-    policy: str = policy_setting("cascade")
-    stride: int = setting(
-        4096, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
-    )
-    sink_tokens: int = setting(
-        64, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
-    sub_caches: int = setting(
-        4, "parts of the budget behind the sinks; each accepts half of what the one before evicts", minimum=1
-    )
-    gamma: float = setting(0.9999, "decay of the moving average of attention, per token", minimum=0, maximum=1)
-
-    @property
-    def least(self) -> int:
-        return self.sink_tokens + self.sub_caches
 
 
 @dataclass(frozen=True)
@@ -47,11 +24,6 @@ class _SeenTokens:
         return self
 
 
-@register(
-    "cascade",
-    meaning="attention sinks, and sub-caches of every 1st, 2nd, 4th, … token, the more attended; at positions 0, 1, …",
-    settings=CascadeSettings,
-)
 class Cascade(EvictionPolicy[CascadeSettings]):
     """Ranks competing entries by the moving average of their attention, maximum over the group's heads (section 3.1).
 

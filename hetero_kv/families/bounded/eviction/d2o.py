@@ -4,54 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import D2OSettings
 from hetero_kv.families.bounded.eviction.ranking import best, others
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
-from hetero_kv.settings.setting import setting
 
 
-@dataclass(frozen=True)
-class D2OSettings(WholePromptSettings):
-    """D2O: heavy hitters and the newest tokens, the evicted merged into them, more of them where attention is dense."""
-
-    policy: str = policy_setting("d2o")
-    sink_tokens: int = setting(
-        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
-    recent_ratio: float = setting(
-        0.25, "share of the budget without the sinks for the newest tokens", minimum=0, maximum=1
-    )
-    threshold: float | Literal["ema"] = setting(
-        "ema",
-        "cosine similarity from which an evicted entry is merged into the most similar kept one; ema: the mean of "
-        "the prompt's, then a moving average; above 1: never",
-    )
-    beta: float = setting(0.7, "weight of the newest similarity in the moving average", minimum=0, maximum=1)
-    allocation: Literal["relative", "absolute", "uniform"] = setting(
-        "relative",
-        "how the budget is shared out to layers, in proportion to exp(-variance) of the attention that their entries "
-        "received: relative scales variances to 0-1 over the layers; absolute uses them unscaled; uniform: equal "
-        "budgets",
-    )
-
-    @property
-    def least(self) -> int:
-        return self.sink_tokens + 1
-
-
-@register(
-    "d2o",
-    meaning="the highest accumulated attention, sinks and the newest; evicted entries merge into similar kept ones",
-    settings=D2OSettings,
-)
 class D2O(EvictionPolicy[D2OSettings]):
     """Ranks entries by the attention received from all queries so far, the mean over the group's heads (eq. 6).
 

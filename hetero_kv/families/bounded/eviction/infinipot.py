@@ -2,75 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import cross_entropy
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import InfiniPotSettings
 from hetero_kv.families.bounded.eviction.ranking import best
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
-from hetero_kv.settings.setting import SettingError, setting
-
-#: The catalysts of table 2: for any text (CaP-G), and for a known question (CaP-Q).
-GENERAL = "Summarize the critical points highlighted in this section."
-QUESTION_AWARE = (
-    "Considering the following question, summarize the critical points highlighted in this section. "
-    "Question: {question}"
-)
 
 
-@dataclass(frozen=True)
-class InfiniPotSettings(BoundedSettings):
-    """InfiniPot: a pot of `budget` entries, distilled when it is full."""
-
-    policy: str = policy_setting("infinipot")
-    kept_ratio: float = setting(0.5, "share of a full pot that is kept; above 0 and below 1", minimum=0, maximum=1)
-    nuc_ratio: float = setting(0.5, "share of the kept entries for the most novel tokens", minimum=0, maximum=1)
-    catalyst: str = setting(
-        GENERAL,
-        "text whose tokens' attention chooses the entries that represent the pot; {question} is replaced by `question`",
-    )
-    question: str = setting(
-        "", "the question about the context, if it is known; with the default catalyst, the paper's CaP-Q"
-    )
-
-    @property
-    def least(self) -> int:
-        """At least one entry stays, and one more fits; see BoundedSettings."""
-        return 2
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        if not 0 < self.kept_ratio < 1:
-            raise SettingError(
-                "kept_ratio", self.kept_ratio, "it must be above 0 and below 1, so that a full pot gets room (0.5)"
-            )
-        if not self.catalyst.strip():
-            raise SettingError("catalyst", self.catalyst, f"it must contain text, such as {GENERAL!r}")
-        has_place = "{question}" in self.catalyst
-        if has_place and not self.question:
-            raise SettingError("question", self.question, "the catalyst has a place for it, {question}; give one")
-        if self.question and not has_place and self.catalyst != GENERAL:
-            raise SettingError(
-                "catalyst", self.catalyst, "it has no place for the question; write {question} where it is to stand"
-            )
-
-    @property
-    def catalyst_text(self) -> str:
-        """The catalyst with the question inserted."""
-        catalyst = QUESTION_AWARE if self.question and self.catalyst == GENERAL else self.catalyst
-        return catalyst.replace("{question}", self.question)
-
-
-@register(
-    "infinipot",
-    meaning="a pot that is distilled when full: what a catalyst prompt attends to, and the most novel tokens",
-    settings=InfiniPotSettings,
-)
 class InfiniPot(EvictionPolicy[InfiniPotSettings]):
     """Continual context distillation (section 3.2): tokens fill the pot; when it is full a share of it stays.
 

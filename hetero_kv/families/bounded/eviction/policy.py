@@ -1,7 +1,8 @@
 """The interface of eviction policies.
 
-A policy is one file in this package: a dataclass of settings, and a class with the decorator `register`. The operator
-stores tokens, computes attention and positions, and splits prompts. It calls the policy at these points:
+A policy is a class in a file of this package, and a dataclass of settings with the decorator `register` in
+`policy_settings`, which imports no torch. The operator stores tokens, computes attention and positions, and splits
+prompts. It calls the policy at these points:
 
 0. When a prompt follows cached entries: `begin_turn`.
 1. After the attention of every chunk, or of one decoded token: `observe` receives the entries, the new ones last, and
@@ -21,11 +22,11 @@ Strided prefill splits a prompt into strides that each pass through 1-6 in all l
 prompt as one. A policy has no state: what it remembers is in the entries, so rollbacks, forks and beams are correct
 without its help.
 
+    @register("newest", meaning="the newest entries", implementation=f"{__package__}.newest.Newest")
     @dataclass(frozen=True)
     class NewestSettings(StridedSettings):
         policy: str = policy_setting("newest")
 
-    @register("newest", meaning="the newest entries", settings=NewestSettings)
     class Newest(EvictionPolicy[NewestSettings]):
         strided = True
 

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import policy_setting
-from hetero_kv.families.bounded.eviction.snapkv import SnapKVSettings, WindowVote
-from hetero_kv.settings.setting import setting
+from hetero_kv.families.bounded.eviction.policy_settings import PyramidKVSettings
+from hetero_kv.families.bounded.eviction.snapkv import WindowVote
 
 
-@dataclass(frozen=True)
-class PyramidKVSettings(SnapKVSettings):
-    """PyramidKV: what the prompt's last queries attend to, more of it in lower layers."""
-
-    policy: str = policy_setting("pyramidkv")
-    beta: float = setting(
-        20.0, "steepness: the top layer has 1/beta of the mean budget, without the window; 1: equal budgets", minimum=1
-    )
-
-
-@register(
-    "pyramidkv",
-    meaning="SnapKV's vote, with budgets that fall linearly from the bottom layer",
-    settings=PyramidKVSettings,
-)
 class PyramidKV(WindowVote[PyramidKVSettings]):
     """Budgets decrease linearly from the bottom layer to the top, with mean `budget` (section 3.2), over the layers
     that have this policy.

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import RoCoSettings
 from hetero_kv.families.bounded.eviction.ranking import best, seen_by
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
-from hetero_kv.settings.setting import setting
 
 
-@dataclass(frozen=True)
-class RoCoSettings(WholePromptSettings):
-    """RoCo: mean attention, unevenly attended entries protected."""
-
-    policy: str = policy_setting("roco")
-    protected_ratio: float = setting(
-        0.3, "share of the budget for the entries whose attention deviates most", minimum=0, maximum=1
-    )
-    recent_tokens: int = setting(
-        10, "newest entries, which count as deviating most", unit="entries", minimum=0, formerly=("recent",)
-    )
-
-    @property
-    def least(self) -> int:
-        return self.recent_tokens + 1
-
-
-@register("roco", meaning="the highest mean attention, and the most unevenly attended entries", settings=RoCoSettings)
 class RoCo(EvictionPolicy[RoCoSettings]):
     """Ranks entries by the mean attention of the queries that saw them; those of highest standard deviation are
     protected. The heads of a group count as additional queries."""

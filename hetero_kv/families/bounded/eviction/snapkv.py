@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import avg_pool1d
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import SnapKVSettings
 from hetero_kv.families.bounded.eviction.ranking import best
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.families.retrieval.observation import Observation
-from hetero_kv.families.retrieval.settings import LONGEST_QUESTION
-from hetero_kv.settings.setting import SettingError, setting
-
-
-@dataclass(frozen=True)
-class SnapKVSettings(WholePromptSettings):
-    """SnapKV: what the prompt's last queries attend to."""
-
-    policy: str = policy_setting("snapkv")
-    recent_tokens: int = setting(64, "newest entries, which are kept", unit="tokens", minimum=1, formerly=("window",))
-    observation: int | Literal["question"] = setting(
-        "question",
-        "last queries of the prompt, which vote; question: the turn's question, or as many as `recent_tokens` if "
-        "its beginning is unknown",
-        unit="tokens",
-        minimum=1,
-    )
-    kernel_size: int = setting(
-        5,
-        "average pooling of the votes along entries, odd; 1: none",
-        unit="entries",
-        minimum=1,
-        formerly=("kernel",),
-    )
-
-    def observed(self, question: int | None) -> int:
-        """Number of a prompt's last queries that vote; `question` as in `ObservedAttention`."""
-        if self.observation != "question":
-            return self.observation
-        return self.recent_tokens if question is None else min(question, LONGEST_QUESTION)
-
-    @property
-    def least(self) -> int:
-        return self.recent_tokens + 1
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        if self.kernel_size % 2 == 0:
-            raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
-
 
 V = TypeVar("V", bound=SnapKVSettings)
 
@@ -102,10 +59,5 @@ class WindowVote(EvictionPolicy[V]):
         return entries.kept(best(entries.score("vote"), budget, last=self.settings.recent_tokens))
 
 
-@register(
-    "snapkv",
-    meaning="the entries that the prompt's last queries vote for, and these queries' tokens",
-    settings=SnapKVSettings,
-)
 class SnapKV(WindowVote[SnapKVSettings]):
     """The same budget in every layer."""

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
-from hetero_kv.settings.setting import setting
+from hetero_kv.families.bounded.eviction.policy_settings import StreamingLLMSettings
 
 
-@dataclass(frozen=True)
-class StreamingLLMSettings(StridedSettings):
-    """StreamingLLM: the first tokens and the newest."""
-
-    policy: str = policy_setting("streaming_llm")
-    sink_tokens: int = setting(
-        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
-
-    @property
-    def least(self) -> int:
-        return self.sink_tokens + 1
-
-
-@register(
-    "streaming_llm",
-    meaning="attention sinks and the newest tokens, at positions 0, 1, …",
-    settings=StreamingLLMSettings,
-)
 class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
     """Keeps the first `sink_tokens` and the newest entries; positions are those within the cache (section 3.2)."""
 

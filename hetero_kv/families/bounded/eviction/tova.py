@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
+from hetero_kv.families.bounded.eviction.policy_settings import TovaSettings
 from hetero_kv.families.bounded.eviction.ranking import best
-from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
 
 
-@dataclass(frozen=True)
-class TovaSettings(StridedSettings):
-    """TOVA: what the last query attends to."""
-
-    policy: str = policy_setting("tova")
-
-
-@register(
-    "tova", meaning="the entries that the last query attends to most, one set for all heads", settings=TovaSettings
-)
 class Tova(EvictionPolicy[TovaSettings]):
     """Ranks entries by the attention of the newest query, averaged over all heads of the layer (section 4)."""
 

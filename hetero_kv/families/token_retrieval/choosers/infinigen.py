@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,58 +18,19 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
     TokenQuery,
     every_index,
 )
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import InfiniGenSettings
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
     scores_by_components,
 )
-from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import (
-    BudgetedSettings,
-    chooser_setting,
     part_of,
-    require_share,
 )
-from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 
 
-@dataclass(frozen=True)
-class InfiniGenSettings(BudgetedSettings):
-    """InfiniGen: chooses tokens from the previous layer's input, with a part of the query and key components."""
-
-    chooser: str = chooser_setting("infinigen")
-    alpha: float = setting(
-        4.0, "a token is chosen if its predicted score is at most this far below the highest", minimum=0
-    )
-    token_budget: int | float = setting(
-        0.2,
-        "Context tokens that each kv head attends to at most: a whole number is tokens, a number up to 1.0 the share "
-        "of the Context",
-        minimum=0,
-    )
-    partial_components: int | float = setting(
-        0.3,
-        "skewed components of queries and keys that predict scores: a whole number, or a number up to 1.0 as the "
-        "share of a key's dimension",
-        minimum=0,
-    )
-    skew_queries: int = setting(
-        128, "last queries of a prompt from which the skewing is made", unit="tokens", minimum=1
-    )
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        require_share("partial_components", self.partial_components, "components")
-
-
-@register(
-    "infinigen",
-    meaning="predicts scores from the input of the layer before, by a part of skewed queries and keys (InfiniGen)",
-    settings=InfiniGenSettings,
-)
 class InfiniGen(Chooser[InfiniGenSettings]):
     """Section 4. Skewing and components are computed from the Context's first keys, and again after longer prompts."""
 

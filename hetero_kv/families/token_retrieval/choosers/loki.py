@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,48 +10,19 @@ import torch
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, CoarseScores
 from hetero_kv.families.token_retrieval.choosers.chooser import LearnedState, TokenQuery
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import LokiSettings
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
     scores_by_components,
 )
-from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import (
-    BudgetedSettings,
-    chooser_setting,
     part_of,
-    require_share,
 )
-from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 
 
-@dataclass(frozen=True)
-class LokiSettings(BudgetedSettings):
-    """Loki: scores keys by their first principal components."""
-
-    chooser: str = chooser_setting("loki")
-    token_budget: int | float = setting(
-        0.25,
-        "Context tokens that each kv head attends to: a whole number is tokens, a number up to 1.0 the share of the "
-        "Context",
-        minimum=0,
-    )
-    key_components: int | float = setting(
-        0.25,
-        "principal components by which all keys are scored: a whole number, or a number up to 1.0 as the share of a "
-        "key's dimension",
-        minimum=0,
-    )
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        require_share("key_components", self.key_components, "components")
-
-
-@register("loki", meaning="scores keys by their first principal components (Loki)", settings=LokiSettings)
 class Loki(BestTokens[LokiSettings]):
     """Algorithm 1. The components are those of the Context's first keys, recomputed after longer prompts."""
 

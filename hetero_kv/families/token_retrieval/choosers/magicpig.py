@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +12,8 @@ from cpu_ops.hash_collisions import collisions
 from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, LearnedState, TokenQuery
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import MagicPIGSettings
 from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts
-from hetero_kv.families.token_retrieval.choosers.registry import register
-from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
-from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32, StorageType
@@ -31,23 +28,6 @@ _AT_CENTRE = 1e-5
 _AT_ONCE = 16
 
 
-@dataclass(frozen=True)
-class MagicPIGSettings(TokenSettings):
-    """MagicPIG: samples tokens by locality-sensitive hashing, weighted by the inverse of their probability."""
-
-    chooser: str = chooser_setting("magicpig")
-    hash_bits: int = setting(10, "bits of a hash table's codes (K)", minimum=1, maximum=16)
-    hash_tables: int = setting(
-        150, "hash tables (L); a token is sampled if it has the query's code in two or more", minimum=2, maximum=65535
-    )
-    seed: int = setting(0, "of the random hyperplanes that hash", minimum=0)
-
-
-@register(
-    "magicpig",
-    meaning="samples tokens that share a hash code with the query in two tables, weighted by their chance (MagicPIG)",
-    settings=MagicPIGSettings,
-)
 class MagicPIG(Chooser[MagicPIGSettings]):
     """Section 4. Each query head samples separately.
 

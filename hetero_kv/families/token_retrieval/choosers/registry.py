@@ -1,8 +1,14 @@
 """The registry of choosers."""
 
-from hetero_kv.families.token_retrieval.choosers.chooser import Chooser
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.settings.registry import Registry
+
+if TYPE_CHECKING:
+    from hetero_kv.families.token_retrieval.choosers.chooser import Chooser
 
 CHOOSERS: Registry[TokenSettings, Chooser] = Registry("chooser", "a way to choose tokens")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,9 +19,8 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
     every_index,
     merged,
 )
-from hetero_kv.families.token_retrieval.choosers.registry import register
-from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting, part_of, require_share
-from hetero_kv.settings.setting import SettingError, setting
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import RetroInferSettings
+from hetero_kv.families.token_retrieval.choosers.settings import part_of
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32, StorageType
@@ -33,44 +31,6 @@ _NUMBERS = StorageType("numbers", "float32", "int32", 4, "whole numbers: 4 bytes
 _ITERATIONS = 10
 
 
-@dataclass(frozen=True)
-class RetroInferSettings(TokenSettings):
-    """RetroInfer: attends to the tokens of the best key clusters, and to the next clusters by their means."""
-
-    chooser: str = chooser_setting("retroinfer")
-    cluster_tokens: int = setting(
-        16, "tokens of a cluster, on average; block_size is a multiple of it", unit="tokens", minimum=1
-    )
-    segment_tokens: int = setting(8192, "consecutive tokens that are clustered together", unit="tokens", minimum=1)
-    exact_clusters: int | float = setting(
-        0.018,
-        "clusters whose tokens a kv head attends to: a whole number, or a number up to 1.0 as the share of all",
-        minimum=0,
-    )
-    estimated_clusters: int | float = setting(
-        0.232, "clusters after these that are estimated by their mean key and their values' sum, likewise", minimum=0
-    )
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        require_share("exact_clusters", self.exact_clusters, "clusters")
-        if isinstance(self.estimated_clusters, float) and self.estimated_clusters > 1:
-            raise SettingError("estimated_clusters", self.estimated_clusters, "as a share it must be at most 1.0")
-        if self.block_size % self.cluster_tokens:
-            raise SettingError(
-                "cluster_tokens",
-                self.cluster_tokens,
-                f"clusters are stored with blocks, and block_size {self.block_size} is not a multiple of it; set a "
-                "divisor",
-            )
-
-
-@register(
-    "retroinfer",
-    meaning="clusters keys, reads the best clusters whole and estimates the next by their means (RetroInfer)",
-    settings=RetroInferSettings,
-)
 class RetroInfer(Chooser[RetroInferSettings]):
     """Section 4. A segment's clusters are stored evenly with its blocks, and numbered through the sequence."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,14 +18,10 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
     encoded,
     merged,
 )
-from hetero_kv.families.token_retrieval.choosers.registry import register
+from hetero_kv.families.token_retrieval.choosers.chooser_settings import SparQSettings
 from hetero_kv.families.token_retrieval.choosers.settings import (
-    BudgetedSettings,
-    chooser_setting,
     part_of,
-    require_share,
 )
-from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32
@@ -35,32 +30,6 @@ from hetero_kv.store.storage import FP32
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True)
-class SparQSettings(BudgetedSettings):
-    """SparQ: the query's largest components score all keys; the mean value replaces the values that are not read."""
-
-    chooser: str = chooser_setting("sparq")
-    query_components: int | float = setting(
-        0.25,
-        "components of a query by which all keys are scored, its largest: a whole number, or a number up to 1.0 as the "
-        "share of its dimension",
-        minimum=0,
-    )
-    mean_value: bool = setting(
-        True, "adds the Context's mean value for unattended tokens, weighted by their estimated share"
-    )
-
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        require_share("query_components", self.query_components, "components")
-
-
-@register(
-    "sparq",
-    meaning="scores keys by the query's largest components; the mean value represents unattended tokens (SparQ)",
-    settings=SparQSettings,
-)
 class SparQ(BestTokens[SparQSettings]):
     """Algorithm 1. The pool stores keys a second time, component by component."""
 
