@@ -19,8 +19,8 @@ import sys
 _TOKENS, _PRODUCTS, _WIDTH = 5, 7 * 24, 896
 _OWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 WAYS = {
-    "hetero_kv first": "import cpu_ops, torch",
-    "torch first": "import torch, cpu_ops",
+    "hetero_kv first": "import hetero_kv.cpu_ops, torch",
+    "torch first": "import torch, hetero_kv.cpu_ops",
     "GNU OpenMP's own": "import torch",
 }
 WORKER = """

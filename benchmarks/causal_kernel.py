@@ -13,15 +13,15 @@ import json
 from collections.abc import Callable
 from itertools import cycle
 
-import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+import hetero_kv.cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
 
 # isort: split
 import numpy as np
 
 from benchmarks.kernel_bandwidth import BLOCK_SIZE, LLAMA_8B, QWEN_HALF_B, Heads, Pool, attend, awake
 from benchmarks.timing import interleaved_samples, seconds
-from cpu_ops.causal_attention import attend_blocks_causal
-from cpu_ops.cpu_features import ISAS, use_isa
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.cpu_ops.cpu_features import ISAS, use_isa
 
 QUERIES = (1, 8, 30, 64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+import hetero_kv.cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
 
 # isort: split
 import numpy as np

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.timing import interleaved_samples, seconds
 from benchmarks.weight_bandwidth import COLUMNS, Weights
-from cpu_ops.quantized_linear import multiply
+from hetero_kv.cpu_ops.quantized_linear import multiply
 from hetero_kv.threads import set_threads
 from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch, most_rows_of_codes
 

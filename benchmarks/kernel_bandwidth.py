@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+import hetero_kv.cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
 
 # isort: split
 import numba
@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.dram_read import STRETCH, WAYS, fastest_read
 from benchmarks.goals import verdicts_table
 from benchmarks.timing import interleaved_samples, seconds
-from cpu_ops.attention import attend_blocks
-from cpu_ops.cpu_features import ISAS, isa, use_isa
-from cpu_ops.scores import block_scores
-from cpu_ops.top_k import top_k_blocks
+from hetero_kv.cpu_ops.attention import attend_blocks
+from hetero_kv.cpu_ops.cpu_features import ISAS, isa, use_isa
+from hetero_kv.cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 
 BLOCK_SIZE = 128
 K = 1024

@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+import hetero_kv.cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
 
 # isort: split
 try:

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.goals import verdicts_table
 from benchmarks.timing import interleaved_samples, seconds
-from cpu_ops.quantized_linear import PackedMatrix, multiply
-from cpu_ops.weight_formats import format_named
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
+from hetero_kv.cpu_ops.weight_formats import format_named
 
 ROWS, COLUMNS = 896, 4864
 """The shape of the default model's down projections; every type's block size divides the columns."""

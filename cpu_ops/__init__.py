@@ -7,7 +7,7 @@ torch is loaded already, `openmp.spin_briefly` shortens the spins. torch reads i
 import os
 import sys
 
-from cpu_ops import openmp
+from hetero_kv.cpu_ops import openmp
 
 #: Spins of a waiting thread before it sleeps.
 SPINS = 300

@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from cpu_ops.weight_formats import GROUP
+from hetero_kv.cpu_ops.weight_formats import GROUP
 
 _LARGEST = 127.0
 _I8, _I32, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()

@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.cpu_features import has, isa
-from cpu_ops.vectors import array_pointer, byte_pointer, integer, offset
+from hetero_kv.cpu_ops.cpu_features import has, isa
+from hetero_kv.cpu_ops.vectors import array_pointer, byte_pointer, integer, offset
 
 TILE = 16
 """Rows of a tile, and words of a row."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cpu_ops.storage import NumberFormat, storage_of
-from cpu_ops.work_division import BAD_COUNT, BAD_ID
+from hetero_kv.cpu_ops.storage import NumberFormat, storage_of
+from hetero_kv.cpu_ops.work_division import BAD_COUNT, BAD_ID
 
 
 def check_lists(

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import get_num_threads, set_num_threads
 
-from cpu_ops import list_attention
-from cpu_ops.array_checks import check_lists, check_offsets, outside_pool, wrong_array
-from cpu_ops.cpu_features import isa
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import all_threads
-from cpu_ops.storage import STORAGE_TYPES, numbers_of
-from cpu_ops.threads import one_kernel_at_a_time, use_threads
+from hetero_kv.cpu_ops import list_attention
+from hetero_kv.cpu_ops.array_checks import check_lists, check_offsets, outside_pool, wrong_array
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of
+from hetero_kv.cpu_ops.threads import one_kernel_at_a_time, use_threads
 
 NO_OFFSETS = np.empty((0, 0, 0), np.uint16)
 

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function
 
 
 @intrinsic

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 LANES = 16
 COLUMNS = 4 * LANES

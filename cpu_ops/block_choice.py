@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.chosen_blocks import SOFTMAX, forbid_others, reduced_scores
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
-from cpu_ops.top_k import select
+from hetero_kv.cpu_ops.chosen_blocks import SOFTMAX, forbid_others, reduced_scores
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments
+from hetero_kv.cpu_ops.top_k import select
 
 
 @region_arguments("choose")

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cpu_ops.device_function import device_function
-from cpu_ops.estimated_masses import log_sum_exp
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.estimated_masses import log_sum_exp
 
 
 @device_function

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.bfloat16_bits import number
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.gathered_rows import copy_row
-from cpu_ops.kernel_address import address_of
-from cpu_ops.listed_keys import address_in, places_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.bfloat16_bits import number
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.gathered_rows import copy_row
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.listed_keys import address_in, places_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 
 def block_means(past: np.ndarray, new: np.ndarray, block: int, threads: int | None = None) -> np.ndarray:

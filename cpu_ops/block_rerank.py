@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import prefetch, score_rows, score_tile
-from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
-from cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import prefetch, score_rows, score_tile
+from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
+from hetero_kv.cpu_ops.tiles import tiles_for
 
 _AHEAD = 2
 """How many candidates ahead the kernel prefetches."""

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cpu_ops.array_checks import check_lists, check_offsets, outside_pool
-from cpu_ops.attention import NO_OFFSETS
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import ISAS, isa
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import address_of
-from cpu_ops.list_attention import TOO_SHORT, kernel_for
-from cpu_ops.matrix_tiles import decode_rows, multiply_tile
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import prefetch
-from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES, numbers_of
-from cpu_ops.threads import kernel_threads
-from cpu_ops.work_division import keep_part
+from hetero_kv.cpu_ops.array_checks import check_lists, check_offsets, outside_pool
+from hetero_kv.cpu_ops.attention import NO_OFFSETS
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import ISAS, isa
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.list_attention import TOO_SHORT, kernel_for
+from hetero_kv.cpu_ops.matrix_tiles import decode_rows, multiply_tile
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import prefetch
+from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.work_division import keep_part
 
 _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""

@@ -3,10 +3,10 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LOG2_E, row_exp2
-from cpu_ops.row_maximum import row_max
-from cpu_ops.top_k import select
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LOG2_E, row_exp2
+from hetero_kv.cpu_ops.row_maximum import row_max
+from hetero_kv.cpu_ops.top_k import select
 
 MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
 """A kv head's score of a block: the mean or the maximum of its group's scores, or of their softmax over the blocks."""

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
-from cpu_ops.top_k import number_above
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments
+from hetero_kv.cpu_ops.top_k import number_above
 
 _HIGHEST, _BITS = np.uint32(1 << 29), 30
 """The highest bit, and the number of bits, of sort keys: the bits of a float32 from 0 to 1, plus one."""

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import device_function
-from cpu_ops.kernel_address import address_of
-from cpu_ops.matrix_tiles import decode_numbers
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import accumulate_rows
-from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import on_threads
-from cpu_ops.tiles import tiles_for
-from cpu_ops.token_store import as_bfloat16, as_float16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.matrix_tiles import decode_numbers
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import accumulate_rows
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
+from hetero_kv.cpu_ops.threads import on_threads
+from hetero_kv.cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.token_store import as_bfloat16, as_float16
 
 
 class KeyFactorArrays(NamedTuple):

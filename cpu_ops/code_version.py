@@ -3,7 +3,7 @@
 import zlib
 from pathlib import Path
 
-from cpu_ops.kernel_cache import make_cache_safe
+from hetero_kv.cpu_ops.kernel_cache import make_cache_safe
 
 CODE_VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 """Kernels close over it, which makes it part of their key in Numba's on-disk cache. Numba itself checks only the file

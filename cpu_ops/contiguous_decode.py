@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import accumulate_rows, score_rows
-from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import on_threads
-from cpu_ops.tiles import tiles_for
-from cpu_ops.work_division import edge_buffers, keep_part, merge_edges
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import accumulate_rows, score_rows
+from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
+from hetero_kv.cpu_ops.threads import on_threads
+from hetero_kv.cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.work_division import edge_buffers, keep_part, merge_edges
 
 _TILE = 64
 """Tokens of a tile of scores."""

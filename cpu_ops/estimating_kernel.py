@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.block_groups import (
+from hetero_kv.cpu_ops.block_groups import (
     entry_ids,
     for_every_head,
     forget_missing,
@@ -21,14 +21,14 @@ from cpu_ops.block_groups import (
     places_of,
     positions_at,
 )
-from cpu_ops.chosen_tokens import keep_chosen, pool_blocks
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.estimated_masses import take_out
-from cpu_ops.kernel_address import call_kernel
-from cpu_ops.list_attention import OFFSETS
-from cpu_ops.parallel_region import run_region
-from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
-from cpu_ops.step_parts import (
+from hetero_kv.cpu_ops.chosen_tokens import keep_chosen, pool_blocks
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.estimated_masses import take_out
+from hetero_kv.cpu_ops.kernel_address import call_kernel
+from hetero_kv.cpu_ops.list_attention import OFFSETS
+from hetero_kv.cpu_ops.parallel_region import run_region
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
+from hetero_kv.cpu_ops.step_parts import (
     as_rows_of_heads,
     attended_lists,
     by_head,
@@ -40,7 +40,7 @@ from cpu_ops.step_parts import (
     sums_of_powers,
     write_numbers,
 )
-from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
+from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
 
 class StepFlags(NamedTuple):

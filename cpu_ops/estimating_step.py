@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_ops import (
+from hetero_kv.cpu_ops import (
     attention,
     block_choice,
     block_rerank,
@@ -20,14 +20,14 @@ from cpu_ops import (
     scores,
     token_store,
 )
-from cpu_ops.chosen_blocks import SOFTMAX
-from cpu_ops.cpu_features import isa
-from cpu_ops.estimating_kernel import StepFlags, kernel_for
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import all_threads
-from cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
-from cpu_ops.storage import numbers_of, storage_of
-from cpu_ops.untyped_arrays import as_bytes
+from hetero_kv.cpu_ops.chosen_blocks import SOFTMAX
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.estimating_kernel import StepFlags, kernel_for
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
+from hetero_kv.cpu_ops.storage import numbers_of, storage_of
+from hetero_kv.cpu_ops.untyped_arrays import as_bytes
 
 
 class BlockChoice(NamedTuple):

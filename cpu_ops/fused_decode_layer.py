@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.activations import quantize_rows
-from cpu_ops.bfloat16_bits import number, rounded
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.gates import activated
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from cpu_ops.quantized_linear import multiply_part
-from cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.cpu_ops.activations import quantize_rows
+from hetero_kv.cpu_ops.bfloat16_bits import number, rounded
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.gates import activated
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.quantized_linear import multiply_part
+from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
 

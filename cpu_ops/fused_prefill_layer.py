@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.bfloat16_bits import number, rounded
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.gates import activated
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.simd import prefetch
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.bfloat16_bits import number, rounded
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.gates import activated
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.simd import prefetch
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 # Bytes of a prefetch. With so much arithmetic per number the CPU's own prefetching does not look far enough ahead.
 _AHEAD = 512

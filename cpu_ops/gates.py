@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LOG2_E, exp2, tanh
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
 
 SILU, GELU_TANH = 0, 1
 """The kinds of `activated`."""

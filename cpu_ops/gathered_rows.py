@@ -7,7 +7,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from cpu_ops.vectors import array_pointer, integer, offset
+from hetero_kv.cpu_ops.vectors import array_pointer, integer, offset
 
 
 @intrinsic

@@ -13,11 +13,11 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.weight_codes import DOTS_SIGNATURE, call_intrinsic, load, prefetch_bytes, splat
-from cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.weight_codes import DOTS_SIGNATURE, call_intrinsic, load, prefetch_bytes, splat
+from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTS, _SHORTS = (ir.VectorType(kind, TILE) for kind in (_FLOAT, _I32, _I16))

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.threads import on_threads
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.threads import on_threads
 
 
 def collisions(

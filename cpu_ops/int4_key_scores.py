@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
-from cpu_ops.parallel_region import REGION, arguments_at
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import prefetch
-from cpu_ops.storage import STORAGE_TYPES, numbers_of, storage_of
-from cpu_ops.tiles import tiles_for
-from cpu_ops.weight_dots import dot_instruction
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import prefetch
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, storage_of
+from hetero_kv.cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.weight_dots import dot_instruction
 
 _AHEAD = 4
 """How many blocks ahead the kernel prefetches."""

@@ -11,6 +11,10 @@ Symbol names. A kernel's code is found by its name: the function's name, the sig
 from 1 in every process. Kernels that one function creates for several shapes differ only in that number. Two kernels
 compiled by two processes may therefore have the same name, and a third process that loads both finds the code of one
 under the name of the other. Here each process starts counting at a random number.
+
+Module names. A kernel's file names the module that compiled it, which loading imports. A kernel of a clone from before
+the package had its present name would import the module a second time under the former name, and wait for its own lock.
+Here the package's name is part of a kernel's key.
 """
 
 import os
@@ -21,6 +25,8 @@ from typing import Any
 
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import IndexDataCacheFile
+
+_load_by_key = IndexDataCacheFile.load
 
 
 @contextmanager
@@ -48,7 +54,12 @@ def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
     return with_lock
 
 
+def _load(self: Any, key: Any) -> Any:
+    return _load_by_key(self, (__package__, key))
+
+
 def _save(self: Any, key: Any, data: Any) -> None:
+    key = (__package__, key)
     overloads = self._load_index()
     names = set(overloads.values())
     name = overloads.get(key) or next(name for name in map(self._data_name, count(1)) if name not in names)
@@ -67,7 +78,7 @@ def make_cache_safe() -> None:
     if not hasattr(IndexDataCacheFile, "hetero_kv_locks"):
         IndexDataCacheFile.hetero_kv_locks = True
         IndexDataCacheFile.save = _alone(_save)
-        IndexDataCacheFile.load = _alone(IndexDataCacheFile.load)
+        IndexDataCacheFile.load = _alone(_load)
         _number_at_random()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_number_at_random)

@@ -12,11 +12,11 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.simd import emit_tile
-from cpu_ops.storage import STORAGE_TYPES
-from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
-from cpu_ops.weight_codes import call_intrinsic, load, splat
-from cpu_ops.weight_dots import add_dot
+from hetero_kv.cpu_ops.simd import emit_tile
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
+from hetero_kv.cpu_ops.weight_codes import call_intrinsic, load, splat
+from hetero_kv.cpu_ops.weight_dots import add_dot
 
 TOKENS, CHANNELS = 16, 8
 """Tokens of a tile, and channels of each token in a vector of codes."""

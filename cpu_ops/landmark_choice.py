@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.row_maximum import row_max
-from cpu_ops.simd import score_tile
-from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import on_threads
-from cpu_ops.tiles import tiles_for
-from cpu_ops.top_k import select
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.row_maximum import row_max
+from hetero_kv.cpu_ops.simd import score_tile
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
+from hetero_kv.cpu_ops.threads import on_threads
+from hetero_kv.cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.top_k import select
 
 _AT_ONCE = 64
 """Landmarks in a thread's unit of work."""

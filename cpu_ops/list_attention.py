@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import called_as
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import accumulate_rows, accumulate_rows_at, prefetch, score_rows
-from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays
-from cpu_ops.tiles import columns_apart, tiles_for
-from cpu_ops.work_division import edge_buffers, keep_part, list_starts, merge_edges, token_starts
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import called_as
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import accumulate_rows, accumulate_rows_at, prefetch, score_rows
+from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays
+from hetero_kv.cpu_ops.tiles import columns_apart, tiles_for
+from hetero_kv.cpu_ops.work_division import edge_buffers, keep_part, list_starts, merge_edges, token_starts
 
 TOO_SHORT = -4
 """Status: a list has fewer tokens than required."""

@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import device_function
-from cpu_ops.gathered_rows import row_address
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.gathered_rows import row_address
 
 MASKED = np.float32(-3e30)
 """Score of a token after the query. It stays finite under any scale, so that nothing becomes infinite."""

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.amx_tiles import begin_tiles, end_tiles
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LOG2_E, exp2, row_exp2
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import LEAST
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.qk_tile import (
+from hetero_kv.cpu_ops.amx_tiles import begin_tiles, end_tiles
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_exp2
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.listed_keys import LEAST
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.qk_tile import (
     QUERY_COLUMNS,
     QKTileShape,
     capped,
@@ -28,9 +28,9 @@ from cpu_ops.qk_tile import (
     score_block,
     tile_queries,
 )
-from cpu_ops.scratch import scratch
-from cpu_ops.softmax_rows import rows_most
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.softmax_rows import rows_most
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 SAMPLED_QUERIES = 4
 """Sampled queries of a block: evenly spaced, including the last one."""

@@ -6,8 +6,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.storage import STORAGE_TYPES
-from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 
 def emit_multiply_tile(

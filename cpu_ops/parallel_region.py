@@ -16,8 +16,8 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.kernel_address import address_of, call_kernel, called_as
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel, called_as
 
 REGION = types.int64(types.int64, types.int64, types.int64)
 """The signature of regions: (thread, threads, address of the arguments), returning 0."""

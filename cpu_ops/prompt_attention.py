@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.array_checks import check_chunk
-from cpu_ops.bfloat16_bits import float_to_bfloat16
-from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import has, isa
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.prompt_attention_tiles import tiles_region
-from cpu_ops.scratch import scratch
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.array_checks import check_chunk
+from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import has, isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.prompt_attention_tiles import tiles_region
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 _ROWS = 6
 """Queries of a register tile: with 4 vectors of columns they leave registers for the operands."""

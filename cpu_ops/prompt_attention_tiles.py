@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
-from cpu_ops.bfloat16_bits import round_row
-from cpu_ops.bfloat16_tiles import lane_weights_bf16
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LN_2, LOG2_E
-from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.listed_keys import LEAST, MASKED, address_in, places_of
-from cpu_ops.parallel_region import REGION, arguments_at
-from cpu_ops.scratch import scratch
-from cpu_ops.softmax_rows import rows_most
-from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
+from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
+from hetero_kv.cpu_ops.bfloat16_bits import round_row
+from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E
+from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from hetero_kv.cpu_ops.listed_keys import LEAST, MASKED, address_in, places_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.softmax_rows import rows_most
+from hetero_kv.cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
 _ITEM_COLUMNS = 24 * BLOCK
 """Queries of a work item: their sums fit into the L2 cache."""

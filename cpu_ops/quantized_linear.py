@@ -15,15 +15,15 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from cpu_ops.activations import quantize_rows
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.threads import kernel_threads
-from cpu_ops.weight_blocks import pack
-from cpu_ops.weight_dots import dots_address, rows_per_pass
-from cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
+from hetero_kv.cpu_ops.activations import quantize_rows
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.weight_blocks import pack
+from hetero_kv.cpu_ops.weight_dots import dots_address, rows_per_pass
+from hetero_kv.cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
 
 # Numbers of the part of a matrix that all passes of rows use in turn: at eight bits, half of the smallest L2 cache.
 _CACHED = 1 << 17

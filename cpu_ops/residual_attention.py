@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import device_function
-from cpu_ops.estimated_masses import log_sum_exp, logaddexp
-from cpu_ops.exponential import LOG2_E, exp2, row_exp2
-from cpu_ops.kernel_address import address_of, called_as
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from cpu_ops.simd import accumulate_rows_at
-from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.tiles import columns_apart, tiles_for
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.estimated_masses import log_sum_exp, logaddexp
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_exp2
+from hetero_kv.cpu_ops.kernel_address import address_of, called_as
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.simd import accumulate_rows_at
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
+from hetero_kv.cpu_ops.tiles import columns_apart, tiles_for
 
 _AT_ONCE = 32
 """Blocks whose weights are collected before their mean values are added."""

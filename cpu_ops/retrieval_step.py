@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops import attention, block_choice, list_attention, scores, token_store
-from cpu_ops.block_groups import entry_ids
-from cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.kernel_address import address_of, call_kernel
-from cpu_ops.parallel_region import all_threads, run_region
-from cpu_ops.step_parts import as_rows_of_heads, by_head, copy_into, head_rows, write_numbers
-from cpu_ops.storage import numbers_of, storage_of
-from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
+from hetero_kv.cpu_ops import attention, block_choice, list_attention, scores, token_store
+from hetero_kv.cpu_ops.block_groups import entry_ids
+from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel
+from hetero_kv.cpu_ops.parallel_region import all_threads, run_region
+from hetero_kv.cpu_ops.step_parts import as_rows_of_heads, by_head, copy_into, head_rows, write_numbers
+from hetero_kv.cpu_ops.storage import numbers_of, storage_of
+from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at the positions passed in; those that it chooses."""

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 # Up to this many bytes one thread finishes before several have started.
 _SMALL = 1 << 18

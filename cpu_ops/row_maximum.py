@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from cpu_ops.vectors import Vectors, integer, offset
+from hetero_kv.cpu_ops.vectors import Vectors, integer, offset
 
 _LANES, _CHAINS = 16, 4
 

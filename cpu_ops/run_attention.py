@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.array_checks import check_chunk
-from cpu_ops.bfloat16_bits import rounded
-from cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import ISAS, has, isa
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.gathered_rows import copy_row, pair_rows
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_runs import QUERY_BLOCK, are_sound
-from cpu_ops.listed_keys import MASKED, address_in, mask_future, next_listed, places_of
-from cpu_ops.matrix_tiles import multiply_tile
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.run_attention_tiles import attend_by_tiles, tiles_region
-from cpu_ops.scratch import scratch
-from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.array_checks import check_chunk
+from hetero_kv.cpu_ops.bfloat16_bits import rounded
+from hetero_kv.cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import ISAS, has, isa
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK, are_sound
+from hetero_kv.cpu_ops.listed_keys import MASKED, address_in, mask_future, next_listed, places_of
+from hetero_kv.cpu_ops.matrix_tiles import multiply_tile
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.run_attention_tiles import attend_by_tiles, tiles_region
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 _TOKENS = 96
 """Tokens that are gathered at once: their keys, values and scores stay in the caches."""

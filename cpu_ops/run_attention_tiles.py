@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, transpose_words
-from cpu_ops.bfloat16_bits import round_row
-from cpu_ops.bfloat16_tiles import lane_weights_bf16
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LN_2, LOG2_E
-from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import MASKED, address_in, mask_future, places_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.scratch import on_lines, scratch
-from cpu_ops.softmax_rows import rows_most
-from cpu_ops.threads import kernel_threads
-from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
+from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, transpose_words
+from hetero_kv.cpu_ops.bfloat16_bits import round_row
+from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E
+from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.listed_keys import MASKED, address_in, mask_future, places_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.scratch import on_lines, scratch
+from hetero_kv.cpu_ops.softmax_rows import rows_most
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
 _LISTED = 4
 """Lists of `BLOCK` tokens that are multiplied at once: their scores stay in the caches."""

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, get_num_threads, njit, set_num_threads, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.kernel_address import address_of, called_as
-from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
-from cpu_ops.simd import score_tile
-from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import one_kernel_at_a_time, use_threads
-from cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.kernel_address import address_of, called_as
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.simd import score_tile
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
+from hetero_kv.cpu_ops.threads import one_kernel_at_a_time, use_threads
+from hetero_kv.cpu_ops.tiles import tiles_for
 
 MODES = ("dot", "quest")
 

@@ -13,8 +13,16 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.storage import STORAGE_TYPES
-from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset, prefetch_line, prefetch_lines
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES
+from hetero_kv.cpu_ops.vectors import (
+    Vectors,
+    array_pointer,
+    byte_pointer,
+    integer,
+    offset,
+    prefetch_line,
+    prefetch_lines,
+)
 
 
 def emit_score_rows(

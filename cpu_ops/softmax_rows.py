@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 _CHAINS = 4
 

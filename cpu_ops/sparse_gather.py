@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.device_function import device_function
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.scratch import scratch
-from cpu_ops.simd import accumulate_rows, prefetch, score_rows
-from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
-from cpu_ops.threads import on_threads
-from cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.simd import accumulate_rows, prefetch, score_rows
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
+from hetero_kv.cpu_ops.threads import on_threads
+from hetero_kv.cpu_ops.tiles import tiles_for
 
 _AT_ONCE = 64
 """Tokens in a thread's unit of work."""

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from cpu_ops.bfloat16_bits import number, rounded
-from cpu_ops.device_function import device_function
-from cpu_ops.estimated_masses import logaddexp
-from cpu_ops.exponential import LOG2_E, exp2, tanh
+from hetero_kv.cpu_ops.bfloat16_bits import number, rounded
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.estimated_masses import logaddexp
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
 
 
 @device_function

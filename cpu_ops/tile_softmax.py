@@ -7,10 +7,10 @@ because calling a function for these took a sixth longer.
 
 import numpy as np
 
-from cpu_ops.amx_tiles import TILE, transpose_words
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from cpu_ops.listed_keys import outgrown
+from hetero_kv.cpu_ops.amx_tiles import TILE, transpose_words
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from hetero_kv.cpu_ops.listed_keys import outgrown
 
 
 @device_function(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cpu_ops.cpu_features import ISAS
+from hetero_kv.cpu_ops.cpu_features import ISAS
 
 _MOST_QUERIES = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}
 _ACCUMULATORS = {"avx512": 16, "avx2": 8, "neon": 16, "generic": 8}

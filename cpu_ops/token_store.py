@@ -8,11 +8,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from cpu_ops.bfloat16_bits import float_to_bfloat16
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.device_function import device_function
-from cpu_ops.kernel_address import called_as
-from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
+from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.kernel_address import called_as
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 
 _GROUP = 32
 """Numbers that share a scale in GGML's formats."""

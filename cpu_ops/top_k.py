@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function
 
 
 def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

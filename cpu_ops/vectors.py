@@ -8,13 +8,13 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.np.arrayobj import make_array
 
-from cpu_ops.exponential import (
+from hetero_kv.cpu_ops.exponential import (
     COARSE_COEFFICIENTS,
     COARSE_FRACTION_COEFFICIENTS,
     COEFFICIENTS,
     FRACTION_COEFFICIENTS,
 )
-from cpu_ops.storage import FLOAT, STORAGE_TYPES
+from hetero_kv.cpu_ops.storage import FLOAT, STORAGE_TYPES
 
 INT = ir.IntType(64)
 _WORD = ir.IntType(32)

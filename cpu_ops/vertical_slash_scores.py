@@ -9,14 +9,14 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_ops.amx_tiles import begin_tiles, end_tiles
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LOG2_E, exp2
-from cpu_ops.kernel_address import address_of
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import LEAST
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.qk_tile import (
+from hetero_kv.cpu_ops.amx_tiles import begin_tiles, end_tiles
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.listed_keys import LEAST
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.qk_tile import (
     QUERY_COLUMNS,
     QKTileShape,
     block_weights,
@@ -27,10 +27,10 @@ from cpu_ops.qk_tile import (
     score_block,
     tile_queries,
 )
-from cpu_ops.scratch import scratch
-from cpu_ops.softmax_rows import rows_most
-from cpu_ops.threads import kernel_threads
-from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.softmax_rows import rows_most
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 _SPAN = 1024
 """Tokens of a thread's unit of work, a multiple of `QUERY_BLOCK`."""

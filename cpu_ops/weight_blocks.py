@@ -13,13 +13,13 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.half_precision_weights import pack_numbers
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.threads import kernel_threads
-from cpu_ops.weight_arena import WEIGHTS
-from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.half_precision_weights import pack_numbers
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.weight_arena import WEIGHTS
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
 _READERS: dict[str, Any] = {}
 

@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from cpu_ops.vectors import prefetch_line
-from cpu_ops.weight_formats import TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.vectors import prefetch_line
+from hetero_kv.cpu_ops.weight_formats import TILE, VECTORS, WeightFormat
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(_I32, TILE)

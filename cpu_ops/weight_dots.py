@@ -15,10 +15,10 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import has, isa
-from cpu_ops.half_precision_weights import number_dots
-from cpu_ops.weight_codes import (
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.cpu_features import has, isa
+from hetero_kv.cpu_ops.half_precision_weights import number_dots
+from hetero_kv.cpu_ops.weight_codes import (
     DOTS_SIGNATURE,
     call_intrinsic,
     group_scales,
@@ -29,7 +29,7 @@ from cpu_ops.weight_codes import (
     splat,
     unpacked_codes,
 )
-from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()

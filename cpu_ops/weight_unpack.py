@@ -10,15 +10,15 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.half_precision_weights import column_of, number_rows
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.quantized_linear import PackedMatrix
-from cpu_ops.threads import kernel_threads
-from cpu_ops.weight_codes import group_scales, unpacked_codes
-from cpu_ops.weight_dots import dot_instruction
-from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.half_precision_weights import column_of, number_rows
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.weight_codes import group_scales, unpacked_codes
+from hetero_kv.cpu_ops.weight_dots import dot_instruction
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
 _NUMBERS = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
 _I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()

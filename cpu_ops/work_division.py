@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.device_function import device_function
-from cpu_ops.exponential import LN_2, exp2
+from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.exponential import LN_2, exp2
 
 BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
 _INTEGER = types.int64

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from cpu_ops import prompt_attention
-from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
-from cpu_ops.threads import at_most
-from gpu_ops import flash_attn_package
-from gpu_ops.attention_backend import AttentionKernel, kernel_for
-from gpu_ops.flash import flash_attention
-from gpu_ops.merge import apply_sink, merge_attention
-from gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
+from hetero_kv.cpu_ops import prompt_attention
+from hetero_kv.cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.gpu_ops import flash_attn_package
+from hetero_kv.gpu_ops.attention_backend import AttentionKernel, kernel_for
+from hetero_kv.gpu_ops.flash import flash_attention
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
 
 # Least number of queries for a kernel that copies all keys to a new layout.
 _LEAST_QUERIES = 32

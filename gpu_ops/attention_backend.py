@@ -11,8 +11,8 @@ from enum import Enum
 
 import torch
 
-from gpu_ops import window_step
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops import window_step
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 #: The values of the setting, with their descriptions.
 BACKENDS = {

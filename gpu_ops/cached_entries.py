@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 #: Keys [batch, kv_heads, capacity, k_dim], values likewise and positions [batch, kv_heads, capacity] int64, contiguous.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -21,7 +21,7 @@ def append_token(key: torch.Tensor, value: torch.Tensor, parts: Parts, taken: in
     if not runs_triton(key):
         append_token_in_torch(key, value, *parts, taken, position)
         return
-    from gpu_ops.triton_kernels import cached_entries
+    from hetero_kv.gpu_ops.triton_kernels import cached_entries
 
     with torch.cuda.device(key.device):
         cached_entries.append_token(key, value, *parts, taken, position)
@@ -47,7 +47,7 @@ def all_but_lowest(scores: torch.Tensor, first: int = 0, last: int = 0) -> torch
     """As `all_but_lowest_in_torch`, which defines the result."""
     if not (scores.dim() == 3 and runs_triton(scores)):
         return all_but_lowest_in_torch(scores, first, last)
-    from gpu_ops.triton_kernels import cached_entries
+    from hetero_kv.gpu_ops.triton_kernels import cached_entries
 
     with torch.cuda.device(scores.device):
         return cached_entries.all_but_lowest(scores, first, last)
@@ -82,7 +82,7 @@ def keep(parts: Parts, scores: Sequence[torch.Tensor], index: torch.Tensor, kept
     """As `keep_in_torch`, which defines the result."""
     if not (index.shape[2] and runs_triton(index)):
         return keep_in_torch(parts, scores, index, kept)
-    from gpu_ops.triton_kernels import cached_entries
+    from hetero_kv.gpu_ops.triton_kernels import cached_entries
 
     most = cached_entries.MOST_SCORES
     with torch.cuda.device(index.device):

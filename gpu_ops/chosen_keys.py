@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops import block_means as block_means_of
-from cpu_ops import key_runs, matched_blocks, run_attention, vertical_slash_scores
-from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
-from cpu_ops.threads import at_most
-from gpu_ops.merge import apply_sink
+from hetero_kv.cpu_ops import block_means as block_means_of
+from hetero_kv.cpu_ops import key_runs, matched_blocks, run_attention, vertical_slash_scores
+from hetero_kv.cpu_ops.run_attention import attend_runs, runs_in_bfloat16
+from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.gpu_ops.merge import apply_sink
 
 
 def chosen_attention(

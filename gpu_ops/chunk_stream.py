@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gpu_ops.page_locked import PageLocked
-from gpu_ops.side_stream import stream_for
+from hetero_kv.gpu_ops.page_locked import PageLocked
+from hetero_kv.gpu_ops.side_stream import stream_for
 
 _SLOTS = 2
 

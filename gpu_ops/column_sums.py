@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 # Scores per tile: a tile of queries times a tile of keys, per head. On a CPU they fit into its caches. On a GPU, where
 # a launch costs as much as many scores, the tile grows with the chunk, as the chunk's activations do.
@@ -52,7 +52,7 @@ def column_sums(
     """
     past = keys.shape[2] - q.shape[2] if past is None else past
     if q.dtype in _TYPES and keys.dtype in _TYPES and q.shape[3] <= _LARGEST_HEAD and runs_triton(q):
-        from gpu_ops.triton_kernels import column_sums as kernel
+        from hetero_kv.gpu_ops.triton_kernels import column_sums as kernel
 
         with torch.cuda.device(q.device):
             return kernel.column_sums(q, lse, keys, scale, softcap, weights, squared, group_max, past)

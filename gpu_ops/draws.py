@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 # The number of bits that float32 represents exactly.
 _BITS = 24
@@ -53,7 +53,7 @@ def _is_served(positions: torch.Tensor) -> bool:
 
 
 def _by_kernel(positions: torch.Tensor, constant: int, bits: int) -> torch.Tensor:
-    from gpu_ops.triton_kernels import draws
+    from hetero_kv.gpu_ops.triton_kernels import draws
 
     with torch.cuda.device(positions.device):
         return draws.draw(positions, constant, FACTORS, bits)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.merge import apply_sink
-from gpu_ops.tiled_attention import tiled_attention
+from hetero_kv.gpu_ops.merge import apply_sink
+from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 
 
 def flash_attention(
@@ -32,7 +32,7 @@ def flash_attention(
     Returns (out [batch, kv_heads * group, n, v_dim] in q's dtype, lse [batch, kv_heads * group, n] float32, which
     includes the sink); 0 and -inf for a query that sees nothing.
     """
-    from gpu_ops.triton_kernels import flash
+    from hetero_kv.gpu_ops.triton_kernels import flash
 
     with torch.cuda.device(q.device):
         return flash.flash_attention(q, past_k, past_v, k, v, scale, softcap, window, sink)

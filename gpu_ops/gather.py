@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.host_copies import on_device
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 
 def gathered_rows(
@@ -23,7 +23,7 @@ def gathered_rows(
     """
     if not (is_mapped and runs_triton(like)):
         return gathered_rows_by_copy(stored, where, like)
-    from gpu_ops.triton_kernels import gather
+    from hetero_kv.gpu_ops.triton_kernels import gather
 
     out = torch.empty(len(where), *stored.shape[1:], dtype=stored.dtype, device=like.device)
     with torch.cuda.device(like.device):

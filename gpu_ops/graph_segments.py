@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gpu_ops.side_stream import stream_for
+from hetero_kv.gpu_ops.side_stream import stream_for
 
 
 class GraphSegments:

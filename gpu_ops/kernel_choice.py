@@ -18,7 +18,7 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 def _runs_on(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
-    from gpu_ops.triton_kernels.merge import merge_attention
+    from hetero_kv.gpu_ops.triton_kernels.merge import merge_attention
 
     parts = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
     try:

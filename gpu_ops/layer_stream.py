@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_ops.page_locked import PageLocked
-from gpu_ops.side_stream import stream_for
+from hetero_kv.gpu_ops.page_locked import PageLocked
+from hetero_kv.gpu_ops.side_stream import stream_for
 
 _SLOTS = 2
 # Alignment of tensors within a module's memory, bytes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 
 def merge_attention(
@@ -19,7 +19,7 @@ def merge_attention(
     Returns (out, lse) over the union, `out` in the dtype of `out_a`, `lse` in float32.
     """
     if out_a.dim() == 4 and runs_triton(out_a):
-        from gpu_ops.triton_kernels import merge
+        from hetero_kv.gpu_ops.triton_kernels import merge
 
         with torch.cuda.device(out_a.device):
             return merge.merge_attention(out_a, lse_a, out_b, lse_b)

@@ -9,14 +9,14 @@ import math
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 
 def similarities(evicted: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """As `similarities_in_torch`, which defines the result, for one evicted entry per head."""
     if not _are_served(evicted, kept):
         return similarities_in_torch(evicted, kept)
-    from gpu_ops.triton_kernels import merged_entries
+    from hetero_kv.gpu_ops.triton_kernels import merged_entries
 
     with torch.cuda.device(kept.device):
         return merged_entries.similarities(evicted, kept)
@@ -48,7 +48,7 @@ def merge_one(
     if not _are_served(*vectors):
         merge_one_in_torch(*vectors, similarities, matches, joins)
         return
-    from gpu_ops.triton_kernels import merged_entries
+    from hetero_kv.gpu_ops.triton_kernels import merged_entries
 
     with torch.cuda.device(keys.device):
         merged_entries.merge_one(*vectors, similarities, matches, joins)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 # Weights that torch alone unpacks at once; it needs several temporary tensors of this size.
 _UNPACKED_AT_ONCE = 4 << 20
@@ -29,7 +29,7 @@ def multiply(
 
     Returns [n, rows] in x's dtype.
     """
-    from gpu_ops.triton_kernels import packed_weights
+    from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
     out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
@@ -56,7 +56,7 @@ def multiply_chosen(x: torch.Tensor, data: torch.Tensor, name: str, rows: int, c
 
     Returns [n, rows] in x's dtype.
     """
-    from gpu_ops.triton_kernels import packed_weights
+    from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
     out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
@@ -84,7 +84,7 @@ def unpack_into(out: torch.Tensor, data: torch.Tensor, name: str, first_tile: in
         data, name: as in `multiply`.
     """
     if runs_triton(out):
-        from gpu_ops.triton_kernels import packed_weights
+        from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
         with torch.cuda.device(out.device):
             packed_weights.unpack(data, name, first_tile, out)
@@ -105,7 +105,7 @@ def rows_of(
     """
     out = torch.empty(len(ids), columns, dtype=dtype, device=data.device)
     if runs_triton(data) and len(ids):
-        from gpu_ops.triton_kernels import packed_weights
+        from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
         with torch.cuda.device(data.device):
             packed_weights.rows_of(data, name, rows, ids.contiguous(), out)

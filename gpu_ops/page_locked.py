@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 
 #: Up to this size torch's allocator is used, which rounds sizes up to powers of two and caches memory.
 _LARGEST_OF_TORCH = 32 << 20

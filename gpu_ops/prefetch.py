@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from gpu_ops.pinned_bytes import Kind, PinnedBytes, bytes_of, tensors_in
+from hetero_kv.gpu_ops.pinned_bytes import Kind, PinnedBytes, bytes_of, tensors_in
 
 #: Writes a piece into tensors of page-locked memory.
 Fill = Callable[[Sequence[torch.Tensor]], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.rotary import RotaryLayout, rotate
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate
 
 
 def rebuilt_chunks(
@@ -29,7 +29,7 @@ def rebuilt_chunks(
     Returns [batch, kv_heads, n, chunk_size, dim] in the dtype of `coefficients`; computed in float32.
     """
     if runs_triton(coefficients):
-        from gpu_ops.triton_kernels import rebuild
+        from hetero_kv.gpu_ops.triton_kernels import rebuild
 
         with torch.cuda.device(coefficients.device):
             return rebuild.rebuilt_chunks(coefficients, basis, cos, sin, layout, chunks, chunk_size)
@@ -65,7 +65,7 @@ def rebuild_into(
     out: torch.Tensor,
 ) -> None:
     """As `rebuild_into_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
-    from gpu_ops.triton_kernels import rebuild
+    from hetero_kv.gpu_ops.triton_kernels import rebuild
 
     with torch.cuda.device(out.device):
         rebuild.rebuild_into(coefficients, basis, cos, sin, layout, chunks, slots, out)

@@ -15,7 +15,7 @@ def placed(
     resident: torch.Tensor, chosen: torch.Tensor, missed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `placed_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
-    from gpu_ops.triton_kernels import resident_slots
+    from hetero_kv.gpu_ops.triton_kernels import resident_slots
 
     with torch.cuda.device(chosen.device):
         return resident_slots.place(resident, chosen.contiguous(), missed)
@@ -51,7 +51,7 @@ def fetch(
     stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, out: torch.Tensor
 ) -> None:
     """As `fetch_in_torch`, which defines the result, by one Triton kernel that reads `stored` over the bus."""
-    from gpu_ops.triton_kernels import resident_slots
+    from hetero_kv.gpu_ops.triton_kernels import resident_slots
 
     with torch.cuda.device(out.device):
         resident_slots.fetch(stored, table, misses, into, out)

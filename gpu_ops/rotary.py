@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 
 class RotaryLayout(NamedTuple):
@@ -62,7 +62,7 @@ def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: R
     if not (runs_triton(x) and all(part.stride(-1) == 1 for part in (x, cos, sin, out))):
         rotate_into_in_torch(x, cos, sin, layout, out)
         return
-    from gpu_ops.triton_kernels import rotary
+    from hetero_kv.gpu_ops.triton_kernels import rotary
 
     with torch.cuda.device(x.device):
         rotary.rotate_into(x, cos, sin, layout, out)
@@ -87,7 +87,7 @@ def unrotate_into(
     if not (runs_triton(x) and all(part.stride(-1) == 1 for part in (x, cos, sin, out))):
         unrotate_into_in_torch(x, cos, sin, layout, out)
         return
-    from gpu_ops.triton_kernels import rotary
+    from hetero_kv.gpu_ops.triton_kernels import rotary
 
     with torch.cuda.device(x.device):
         rotary.rotate_into(x, cos, sin, layout, out, inverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.merge import merge_attention
+from hetero_kv.gpu_ops.merge import merge_attention
 
 QUERY_TILE = 256
 KEY_TILE = 4096

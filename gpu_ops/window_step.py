@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.tiled_attention import tiled_attention
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 
 #: Parts of a window, attended to in parallel.
 SPLITS = 16
@@ -41,7 +41,7 @@ def take_token(
     sent: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
     """As `take_token_in_torch`, which defines the result, by one Triton kernel."""
-    from gpu_ops.triton_kernels import window_step
+    from hetero_kv.gpu_ops.triton_kernels import window_step
 
     q, k, v = (part if part.stride(3) == 1 else part.contiguous() for part in (q, k, v))
     with torch.cuda.device(q.device):
@@ -101,7 +101,7 @@ def join_parts(
     lse: torch.Tensor,
 ) -> None:
     """As `join_parts_in_torch`, which defines the result, by one Triton kernel."""
-    from gpu_ops.triton_kernels import window_step
+    from hetero_kv.gpu_ops.triton_kernels import window_step
 
     with torch.cuda.device(parts.device):
         window_step.join_parts(parts, lse_of_parts, other, other_lse, out, lse)

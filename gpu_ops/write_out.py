@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu_ops.pinned_bytes import PinnedBytes
+from hetero_kv.gpu_ops.pinned_bytes import PinnedBytes
 
 #: Receives tensors on the CPU, which are overwritten once it has returned.
 Arrived = Callable[[Sequence[torch.Tensor]], None]

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Import this before torch: it sets OpenMP's spin time and the page size of tensors, which are read when torch loads.
-import cpu_ops  # noqa: F401
+from hetero_kv import cpu_ops  # noqa: F401
 from hetero_kv.cpus import keep_threads_within_quota
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ def _require_instruction_set() -> None:
     """Raise ConfigError, before a model is loaded, if HETERO_KV_ISA names instructions that this CPU lacks."""
     if not os.environ.get("HETERO_KV_ISA"):
         return
-    from cpu_ops import cpu_features
+    from hetero_kv.cpu_ops import cpu_features
 
     try:
         cpu_features.isa()

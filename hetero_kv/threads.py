@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import torch
 
-from cpu_ops.threads import at_most
+from hetero_kv.cpu_ops.threads import at_most
 
 
 def set_threads(threads: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 # Fresh, for the pool is started once: by the first kernel.
 PROGRAM = """
 import numpy as np, torch
-from cpu_ops.attention import attend_blocks
+from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.threads import set_threads
 set_threads(1)
 before = torch.get_num_threads()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting
-from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
@@ -16,6 +15,7 @@ from hetero_kv.engine.store import Store
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 
 
 def reference(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.setting import HALF, Setting
-from gpu_ops import cached_entries, draws, merged_entries, rotary
+from hetero_kv.gpu_ops import cached_entries, draws, merged_entries, rotary
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 

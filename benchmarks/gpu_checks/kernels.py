@@ -13,13 +13,13 @@ from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
 from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, relative_error, synchronise
-from gpu_ops.gather import gathered_rows, gathered_rows_by_copy
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.mapped_memory import MappedMemory
-from gpu_ops.merge import merge_attention, merge_attention_in_torch
-from gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
-from gpu_ops.rotary import RotaryLayout
-from gpu_ops.window_step import SPLITS, join_parts, join_parts_in_torch, take_token, take_token_in_torch
+from hetero_kv.gpu_ops.gather import gathered_rows, gathered_rows_by_copy
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.gpu_ops.merge import merge_attention, merge_attention_in_torch
+from hetero_kv.gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
+from hetero_kv.gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.window_step import SPLITS, join_parts, join_parts_in_torch, take_token, take_token_in_torch
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _REPEATS = 20

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.setting import Setting
-from cpu_ops.weight_formats import FORMATS, TILE
-from gpu_ops import packed_weights
+from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
+from hetero_kv.gpu_ops import packed_weights
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _DTYPE = torch.bfloat16

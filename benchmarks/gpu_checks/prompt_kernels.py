@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.setting import HALF, Setting
-from gpu_ops.column_sums import column_sums, column_sums_in_torch
-from gpu_ops.flash import flash_attention, flash_attention_in_torch
+from hetero_kv.gpu_ops.column_sums import column_sums, column_sums_in_torch
+from hetero_kv.gpu_ops.flash import flash_attention, flash_attention_in_torch
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 #: Soft-capping, window, and whether there are learned sinks.

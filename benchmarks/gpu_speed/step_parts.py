@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from gpu_ops.staging import Staging
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.shadowkv.device_decode import ChunkLoading
+from hetero_kv.gpu_ops.staging import Staging
 
 #: Part -> the calls whose time it is. The rest is the model's forward and kernel launches.
 _PARTS: dict[str, tuple[type, str]] = {

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpu_ops.attention import chunk_attention
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.footprint import FootprintTerm, LayerFootprint, MemoryDemand, MemoryShare, register
 from hetero_kv.adapter.kv_shape import KVShape
@@ -26,6 +24,8 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import Statistic
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.operators import AttentionOperator, Operator, SlidingWindowAttention
 from hetero_kv.settings.setting import Settings, setting
 

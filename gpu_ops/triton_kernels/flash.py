@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_ops.triton_kernels.products import multiplies_halves, precision_of
-from gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
+from hetero_kv.gpu_ops.triton_kernels.products import multiplies_halves, precision_of
+from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
 
 @triton.jit(do_not_specialize=["n", "past", "own", "window"])

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cpu_ops.weight_formats import FORMATS, TILE
+from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
 
 #: Units that a program of a product processes per step, and an unpacking program in total.
 _UNITS = 64

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 
 _TOKENS, _RANK = 32, 32
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 
 _ELEMENTS = 4096
 

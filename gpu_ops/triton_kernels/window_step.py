@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_ops.triton_kernels.products import precision_of
-from gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
+from hetero_kv.gpu_ops.triton_kernels.products import precision_of
+from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
 # Bytes of a tile of keys; values take as much, and prefetching doubles both.
 _TILE_BYTES = 8 << 10

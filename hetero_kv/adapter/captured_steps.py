@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from gpu_ops.graph_segments import GraphSegments
-from gpu_ops.host_traffic import traffic_observed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
@@ -30,6 +28,8 @@ from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.errors import is_out_of_memory
+from hetero_kv.gpu_ops.graph_segments import GraphSegments
+from hetero_kv.gpu_ops.host_traffic import traffic_observed
 
 # Number of uncaptured tokens before the capture: one-time setup runs in the first, and the last of them rehearses the
 # capture.

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import NamedTuple
 
-from gpu_ops.column_sums import working_bytes
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.gpu_ops.column_sums import working_bytes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _NOT_KNOWN = ("transformers.integrations.", "transformers.quantizers.")
 #: Decorators that do not change the result of the wrapped function: torch's own, transformers' choice of how experts'
 #: products are computed, and its care for accelerate's hooks.
 _DECORATORS = ("torch.utils.", "transformers.integrations.moe.", "transformers.integrations.accelerate.")
-_OURS = ("hetero_kv.", "gpu_ops.")
+_OURS = "hetero_kv."
 _SHARDED = ("torch.distributed.",)
 # The name of a class in torch._dynamo, which takes seconds to import.
 _COMPILED = "OptimizedModule"

@@ -14,12 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_ops.fused_decode_layer import attention_inputs, attention_output, gate_region
-from cpu_ops.parallel_region import all_threads
-from cpu_ops.quantized_linear import multiply_region
-from cpu_ops.threads import at_most, one_kernel_at_a_time
-from cpu_ops.weight_dots import rows_per_pass
-from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.decode_buffers import decode_buffers, hidden_array, new_hidden
 from hetero_kv.adapter.foreign import PlainTree
@@ -40,6 +34,12 @@ from hetero_kv.adapter.llama_layer import (
 )
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_matrix import QuantizedLinear
+from hetero_kv.cpu_ops.fused_decode_layer import attention_inputs, attention_output, gate_region
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.quantized_linear import multiply_region
+from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.weight_dots import rows_per_pass
+from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import QuantizedWeight
 

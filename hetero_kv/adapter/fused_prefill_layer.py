@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops import fused_prefill_layer
-from cpu_ops.threads import at_most
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, has_own_hooks
 from hetero_kv.adapter.kernel_arrays import bits
@@ -34,6 +32,8 @@ from hetero_kv.adapter.llama_layer import (
     norm_of,
 )
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.cpu_ops import fused_prefill_layer
+from hetero_kv.cpu_ops.threads import at_most
 
 #: Largest relative difference (of norms) from the wrapped layer: sums in another order may round differently, and so
 #: may numbers that are quantized from them.

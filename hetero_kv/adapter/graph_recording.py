@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_ops.graph_segments import GraphSegments
-from gpu_ops.host_traffic import HostTraffic
 from hetero_kv.adapter.cache_argument import CACHE_NAMES
+from hetero_kv.gpu_ops.graph_segments import GraphSegments
+from hetero_kv.gpu_ops.host_traffic import HostTraffic
 
 if TYPE_CHECKING:
     from hetero_kv.adapter.bridge import AttentionCall, AttentionHandler

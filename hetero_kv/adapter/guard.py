@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from gpu_ops.attention_backend import AttentionBackend, attending_by
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.cacheless import without_cache
@@ -31,6 +30,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
+from hetero_kv.gpu_ops.attention_backend import AttentionBackend, attending_by
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _RECORDED = ("output_hidden_states", "output_attentions")

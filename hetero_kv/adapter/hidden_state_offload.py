@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from gpu_ops.chunk_stream import ChunkStream
-from gpu_ops.page_locked import PageLocked
 from hetero_kv.adapter import chunking
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
@@ -28,6 +26,8 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.streamed_weights import stream_weights
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.gpu_ops.chunk_stream import ChunkStream
+from hetero_kv.gpu_ops.page_locked import PageLocked
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
 
 #: Up to this many chunks, `auto` leaves hidden states on the GPU: the buffers of chunks in flight would take as much

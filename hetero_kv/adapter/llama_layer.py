@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from cpu_ops.gates import GELU_TANH, SILU
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.cpu_ops.gates import GELU_TANH, SILU
 
 _logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.declarations import QUANTIZED_EXPERTS
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.expert_weights import (
     ExpertWeights,

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.declarations import QUANTIZED_EMBEDDING, QUANTIZED_LINEAR
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.read_only_weights import ReadOnlyWeight
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved

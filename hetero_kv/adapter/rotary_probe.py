@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_ops.host_copies import on_device
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.rotation import Rotation, found_rotation
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.gpu_ops.host_copies import on_device
 
 
 class _KeyProbe:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotation import WAYS_TO_DOUBLE, Rotation
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 SLACK = 512

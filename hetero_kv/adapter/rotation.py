@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_ops.host_copies import on_device
-from gpu_ops.rotary import RotaryLayout, rotate, unrotate
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate, unrotate
 
 #: (cos, sin), each [1, tokens, width] -> the keys [1, kv_heads, tokens, dim] that attention gets with them.
 KeysUnder = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_ops.layer_stream import LayerStream
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.gpu_ops.layer_stream import LayerStream
 from hetero_kv.models.placing import weight_bytes
 
 

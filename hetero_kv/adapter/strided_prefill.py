@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from gpu_ops.host_copies import on_device
 from hetero_kv.adapter.model_call import ModelCall, joined_tokens
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.gpu_ops.host_copies import on_device
 
 
 class StridedForward:

@@ -24,7 +24,7 @@ _OF_TORCH = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forw
 # Attributes of transformers' modules that change from prompt to prompt, or compute nothing.
 _IDLE = frozenset({"max_seq_len_cached", "gradient_checkpointing"})
 # Packages whose hooks are fully described by their class and attributes.
-_KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "hetero_kv.", "gpu_ops.")
+_KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "hetero_kv.")
 # Hooks of accelerate that move weights without changing them.
 _MOVES_ALONE = frozenset({"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"})
 _DEEPEST = 6

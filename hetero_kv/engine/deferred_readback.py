@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_ops.host_copies import on_host
+from hetero_kv.gpu_ops.host_copies import on_host
 
 
 class CheckedNumber(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.host_copies import on_device
 
 
 class DeviceTable:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_ops.prefetch import Prefetch
-from gpu_ops.write_out import WriteOut
 from hetero_kv.engine import reservations
 from hetero_kv.engine.sequence import Layout, Sequence
+from hetero_kv.gpu_ops.prefetch import Prefetch
+from hetero_kv.gpu_ops.write_out import WriteOut
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
 from hetero_kv.store.pool import BlockPool

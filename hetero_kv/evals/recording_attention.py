@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
@@ -18,6 +17,7 @@ from hetero_kv.evals.recorded_layer import RecordingLayer
 from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.gpu_ops.attention import chunk_attention
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules import RuleSet, load_rules
 from hetero_kv.rules.operator_names import declaration_of

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from gpu_ops.attention_backend import missing
-from gpu_ops.chunk_stream import ChunkStream
-from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
@@ -32,6 +29,9 @@ from hetero_kv.adapter.hidden_state_offload import obstacle, offloads_to_dram, t
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.adapter.streamed_weights import bytes_of_room, decoder_layers
+from hetero_kv.gpu_ops.attention_backend import missing
+from hetero_kv.gpu_ops.chunk_stream import ChunkStream
+from hetero_kv.gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
 from hetero_kv.planning.weights import parted, room_to_unpack, weight_sizes

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gpu_ops.layer_stream import LayerStream
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.streamed_weights import decoder_layers
+from hetero_kv.gpu_ops.layer_stream import LayerStream
 from hetero_kv.weights.device_weight import room_bytes
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.foreign import is_offloaded, require_own_weights
@@ -20,6 +19,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
+from hetero_kv.gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.injection import Injection, PutForward
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named

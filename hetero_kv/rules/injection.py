@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from gpu_ops.attention_backend import AttentionBackend
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
@@ -31,6 +30,7 @@ from hetero_kv.engine.reservations import NOTHING_RESERVED, PLANNING, reserved_b
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
+from hetero_kv.gpu_ops.attention_backend import AttentionBackend
 from hetero_kv.models import ProgressReport
 from hetero_kv.planning.oom_error import ran_out_of_memory
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len

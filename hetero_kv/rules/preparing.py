@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gpu_ops.attention import compile_for_prompts
 from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
+from hetero_kv.gpu_ops.attention import compile_for_prompts
 from hetero_kv.models import ProgressReport
 from hetero_kv.printing import passing_line
 

@@ -41,7 +41,7 @@ def display(path: Path) -> str:
 
 
 def _folder(name: str) -> Path:
-    return Path(str(resources.files(name))).resolve()
+    return Path(str(resources.files("hetero_kv") / name)).resolve()
 
 
 def _packaged() -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_ops.page_locked import PageLocked
+from hetero_kv.gpu_ops.page_locked import PageLocked
 
 _Extent = tuple[torch.Tensor | None, int, int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpu_ops.int4_key_scores import CHANNELS, TOKENS, bytes_of_block
+from hetero_kv.cpu_ops.int4_key_scores import CHANNELS, TOKENS, bytes_of_block
 
 if TYPE_CHECKING:
     import torch

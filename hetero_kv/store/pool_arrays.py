@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cpu_ops.int4_key_scores import bytes_of_block
+from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.store.key_codes import encode
 from hetero_kv.store.memory import reserve
 from hetero_kv.store.read_ahead import ReadAhead

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from cpu_ops.weight_formats import TILE
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.packed_weights import multiply, rows_of, unpack_into
+from hetero_kv.cpu_ops.weight_formats import TILE
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.packed_weights import multiply, rows_of, unpack_into
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
 _PIECE_BYTES = 64 << 20

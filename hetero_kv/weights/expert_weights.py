@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cpu_ops.quantized_linear import PackedMatrix, multiply_runs
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.packed_weights import multiply_chosen
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply_runs
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.packed_weights import multiply_chosen
 from hetero_kv.weights.moving import packed_weight
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch

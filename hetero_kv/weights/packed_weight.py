@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from cpu_ops.weight_formats import FORMATS
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 
 FEW_ROWS = 32
 """Rows of activations up to which every device multiplies with codes; more rows unpack the weights, piece by piece.

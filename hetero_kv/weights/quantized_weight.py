@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.cpu_features import isa
-from cpu_ops.quantized_linear import PackedMatrix, multiply
-from cpu_ops.threads import at_most
-from cpu_ops.weight_formats import FORMATS, TILE
-from cpu_ops.weight_unpack import read_rows, unpack_tiles
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
+from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
+from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.malloc_tuning import give_back_freed_memory
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight

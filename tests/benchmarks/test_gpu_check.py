@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.gpu_checks import chosen_sets, exactness
-from cpu_ops.weight_formats import FORMATS
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.store import storage
 from tests.support.devices import device_called

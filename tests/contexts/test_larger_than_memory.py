@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import RetrievalStep
-from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.scores import block_scores
 from hetero_kv.engine import reservations
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.reservations import reserved_by_others

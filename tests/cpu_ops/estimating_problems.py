@@ -5,9 +5,9 @@ import math
 import numpy as np
 import torch
 
-from cpu_ops.chosen_blocks import LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import CHOSEN, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST_SOFTMAX, MEAN, SOFTMAX
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import CHOSEN, NOTHING_FORBIDDEN
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12

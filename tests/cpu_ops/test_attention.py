@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import list_attention
-from cpu_ops.attention import attend_blocks, compile_for
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.exponential import exp2, log2, tanh
-from cpu_ops.merge import merge_partials
-from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from hetero_kv.cpu_ops import list_attention
+from hetero_kv.cpu_ops.attention import attend_blocks, compile_for
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.exponential import exp2, log2, tanh
+from hetero_kv.cpu_ops.merge import merge_partials
+from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 from tests.support.slow_variants import with_slow
 from tests.support.storage_formats import decoded, encoded
 

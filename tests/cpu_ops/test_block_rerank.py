@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import block_rerank
-from cpu_ops.parallel_region import call_region
+from hetero_kv.cpu_ops import block_rerank
+from hetero_kv.cpu_ops.parallel_region import call_region
 from hetero_kv.store import storage
 
 

@@ -6,11 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import cached_entries, rotary
-from cpu_ops.cached_entries import all_but_lowest, append_token, gather_entries, gather_numbers, received_attention
-from cpu_ops.rotary import rotate_rows
-from gpu_ops.column_sums import column_sums
-from gpu_ops.rotary import RotaryLayout, rotate
+from hetero_kv.cpu_ops import cached_entries, rotary
+from hetero_kv.cpu_ops.cached_entries import (
+    all_but_lowest,
+    append_token,
+    gather_entries,
+    gather_numbers,
+    received_attention,
+)
+from hetero_kv.cpu_ops.rotary import rotate_rows
+from hetero_kv.gpu_ops.column_sums import column_sums
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate
 
 ROWS, HEADS, CAPACITY, K_DIM, V_DIM = 2, 3, 20, 8, 6
 

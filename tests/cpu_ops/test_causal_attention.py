@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.attention import attend_blocks
-from cpu_ops.causal_attention import attend_blocks_causal
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from hetero_kv.cpu_ops.attention import attend_blocks
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 from tests.support.slow_variants import with_slow
 from tests.support.storage_formats import decoded, encoded
 

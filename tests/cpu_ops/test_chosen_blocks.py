@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.chosen_blocks import attended_ids, best_blocks
-from cpu_ops.retrieval_step import NOTHING_FORBIDDEN
-from cpu_ops.top_k import top_k_blocks
+from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks
+from hetero_kv.cpu_ops.retrieval_step import NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import chosen_tokens
-from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import BlockChoice
-from cpu_ops.parallel_region import call_region
-from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
+from hetero_kv.cpu_ops import chosen_tokens
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
+from hetero_kv.cpu_ops.estimating_step import BlockChoice
+from hetero_kv.cpu_ops.parallel_region import call_region
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
     BLOCKS,

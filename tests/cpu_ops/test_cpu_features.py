@@ -3,8 +3,8 @@
 import llvmlite.binding as llvm
 import pytest
 
-from cpu_ops import cpu_features
-from cpu_ops.cpu_features import ISAS, available, forced_isa, has, isa, use_isa, vector_bits
+from hetero_kv.cpu_ops import cpu_features
+from hetero_kv.cpu_ops.cpu_features import ISAS, available, forced_isa, has, isa, use_isa, vector_bits
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function
 
 
 @device_function(error_model="numpy")

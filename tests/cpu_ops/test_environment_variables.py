@@ -29,7 +29,7 @@ def said(code, **settings):
 
 
 def spin_count(**settings):
-    return printed("import cpu_ops, os; print(os.environ.get('GOMP_SPINCOUNT'))", **settings)
+    return printed("import hetero_kv.cpu_ops, os; print(os.environ.get('GOMP_SPINCOUNT'))", **settings)
 
 
 def test_openmp_spins_briefly_unless_the_user_says_otherwise():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numba import njit
 
-from cpu_ops.chosen_blocks import LARGEST_SOFTMAX, SOFTMAX, reduced_scores
-from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST_SOFTMAX, SOFTMAX, reduced_scores
+from hetero_kv.cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
 
 ROWS, KV_HEADS, GROUP, BLOCKS = 2, 2, 3, 9
 

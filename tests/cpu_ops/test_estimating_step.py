@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from cpu_ops.estimating_step import BlockChoice
-from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
+from hetero_kv.cpu_ops.estimating_step import BlockChoice
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING, NOTHING_FORBIDDEN
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
     CONTEXT,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import int4_key_scores
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.parallel_region import call_region
+from hetero_kv.cpu_ops import int4_key_scores
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.parallel_region import call_region
 from hetero_kv.store.key_codes import encode
 
 BLOCKS, KV_HEADS, GROUP, BLOCK, DIM, SCALE = 7, 2, 9, 32, 20, 0.3

@@ -12,8 +12,8 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
-import cpu_ops.code_version  # noqa: F401  has Numba's cache locked
-from cpu_ops import list_attention, token_store, weight_blocks, weight_unpack
+import hetero_kv.cpu_ops.code_version  # noqa: F401  has Numba's cache locked
+from hetero_kv.cpu_ops import kernel_cache, list_attention, token_store, weight_blocks, weight_unpack
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
 PROCESSES, KERNELS = 4, 25
@@ -79,11 +79,21 @@ def test_no_kernel_closes_over_a_function_which_no_other_process_would_find_in_t
     assert not [each for each in captured if isinstance(each, Dispatcher)]
 
 
+def test_a_kernel_from_before_the_package_had_its_name_is_compiled_anew(tmp_path, monkeypatch):
+    cache = IndexDataCacheFile(str(tmp_path), "kernel", "stamp")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(kernel_cache, "__package__", "cpu_ops")
+        cache.save("kernel", "names the module cpu_ops.scratch")
+    assert cache.load("kernel") is None
+    cache.save("kernel", "names the module hetero_kv.cpu_ops.scratch")
+    assert cache.load("kernel") == "names the module hetero_kv.cpu_ops.scratch"
+
+
 _FAMILY = """
 import sys
 from numba import int64, njit
-import cpu_ops.code_version
-from cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops import code_version
+from hetero_kv.cpu_ops.kernel_address import address_of
 
 def kernel(number):
     @njit(int64(int64), cache=True)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_ops.qk_tile
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.matched_blocks import matched_blocks
-from gpu_ops.chosen_keys import best_matched_blocks
+from hetero_kv.cpu_ops import qk_tile
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.matched_blocks import matched_blocks
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import with_matched_blocks
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines, runs_of
+from hetero_kv.gpu_ops.chosen_keys import best_matched_blocks
 
 SCALE = 0.1
 LINES = KeyLines.of(np.array([3, 90, 91]), np.array([70]))
@@ -64,7 +64,7 @@ def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, d
 def test_blocks_are_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
     q, past_k, k = problem(333, 150, dtype=torch.bfloat16, dim=64)
     runs, starts = runs_of([LINES] * 3, 333, 150)
-    monkeypatch.setattr(cpu_ops.qk_tile, "multiplies_by_tiles", lambda: False)
+    monkeypatch.setattr(qk_tile, "multiplies_by_tiles", lambda: False)
     found = best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap)
     _are_best(found, reference(q, past_k, k, runs, starts, softcap))
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import mean_scores
-from cpu_ops.parallel_region import call_region
-from cpu_ops.storage import Q8_0, storage_of
+from hetero_kv.cpu_ops import mean_scores
+from hetero_kv.cpu_ops.parallel_region import call_region
+from hetero_kv.cpu_ops.storage import Q8_0, storage_of
 from tests.support.storage_formats import decoded, encoded
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cpu_ops.merge import merge_partials
+from hetero_kv.cpu_ops.merge import merge_partials
 
 
 def test_a_part_without_keys_changes_nothing():

@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import prompt_attention
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.cpu_features import available, forced_isa, has
-from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
-from cpu_ops.prompt_attention_tiles import tiles_region
-from gpu_ops.attention import chunk_attention, sliding_window_attention
+from hetero_kv.cpu_ops import prompt_attention
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa, has
+from hetero_kv.cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from hetero_kv.cpu_ops.prompt_attention_tiles import tiles_region
+from hetero_kv.gpu_ops.attention import chunk_attention, sliding_window_attention
 from tests.cpu_ops.rounded_attention import attention_and_bound
 
 pytestmark = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")

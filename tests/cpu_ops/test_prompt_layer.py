@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cpu_ops.fused_prefill_layer import gate_rows, norm_rows, rotate_heads
-from cpu_ops.gates import GELU_TANH, SILU
+from hetero_kv.cpu_ops.fused_prefill_layer import gate_rows, norm_rows, rotate_heads
+from hetero_kv.cpu_ops.gates import GELU_TANH, SILU
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS, WIDTHS = st.integers(1, 40), st.integers(1, 150)

@@ -10,12 +10,12 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import weight_dots
-from cpu_ops.activations import quantize_rows
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
-from cpu_ops.weight_formats import FORMATS, format_named
-from cpu_ops.weight_unpack import read_rows, unpack_tiles
+from hetero_kv.cpu_ops import weight_dots
+from hetero_kv.cpu_ops.activations import quantize_rows
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
+from hetero_kv.cpu_ops.weight_formats import FORMATS, format_named
+from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from tests.support.quantized_blocks import dequantized, random_blocks
 from tests.support.slow_variants import with_slow
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.attention import attend_blocks
-from cpu_ops.chosen_blocks import attended_ids, best_blocks
-from cpu_ops.kernel_address import address_of
-from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
-from cpu_ops.scores import block_scores
-from cpu_ops.token_store import store_token
+from hetero_kv.cpu_ops.attention import attend_blocks
+from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from hetero_kv.cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.token_store import store_token
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12

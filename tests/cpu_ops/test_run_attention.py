@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import run_attention, run_attention_tiles
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.block_means import block_means as key_block_means
-from cpu_ops.cpu_features import has
-from cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
-from cpu_ops.row_maximum import row_max
-from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
-from cpu_ops.run_attention_tiles import attend_by_tiles
-from gpu_ops.attention import chunk_attention
-from gpu_ops.chosen_keys import block_means, chosen_attention
+from hetero_kv.cpu_ops import run_attention, run_attention_tiles
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.block_means import block_means as key_block_means
+from hetero_kv.cpu_ops.cpu_features import has
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
+from hetero_kv.cpu_ops.row_maximum import row_max
+from hetero_kv.cpu_ops.run_attention import attend_runs, runs_in_bfloat16
+from hetero_kv.cpu_ops.run_attention_tiles import attend_by_tiles
+from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.chosen_keys import block_means, chosen_attention
 from tests.cpu_ops.rounded_attention import attention_and_bound
 
 SCALE = 0.3

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.scores import block_scores
-from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 from tests.support.storage_formats import decoded, encoded
 
 SHAPES = [

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_ops.scratch import LINE, neighbours_on_lines, on_lines, scratch
+from hetero_kv.cpu_ops.scratch import LINE, neighbours_on_lines, on_lines, scratch
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.int64])

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
-from cpu_ops.contiguous_decode import TokenRange, attend_ranges
-from cpu_ops.landmark_choice import best_chunks
-from gpu_ops.rebuild import rebuilt_chunks_in_torch
-from gpu_ops.rotary import RotaryLayout
-from gpu_ops.tiled_attention import tiled_attention
+from hetero_kv.cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
+from hetero_kv.cpu_ops.contiguous_decode import TokenRange, attend_ranges
+from hetero_kv.cpu_ops.landmark_choice import best_chunks
 from hetero_kv.families.shadowkv.cpu_decode import arrays_of
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+from hetero_kv.gpu_ops.rebuild import rebuilt_chunks_in_torch
+from hetero_kv.gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 from tests.support.slow_variants import combined

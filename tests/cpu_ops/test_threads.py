@@ -3,7 +3,7 @@
 import numba
 import pytest
 
-from cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.threads import kernel_threads
 
 
 def test_the_number_of_threads_is_restored_after_a_kernel():

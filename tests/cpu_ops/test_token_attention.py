@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops import list_attention
-from cpu_ops.attention import NO_OFFSETS
-from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import all_threads
-from cpu_ops.storage import numbers_of, storage_of
+from hetero_kv.cpu_ops import list_attention
+from hetero_kv.cpu_ops.attention import NO_OFFSETS
+from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.storage import numbers_of, storage_of
 from tests.support.slow_variants import with_slow
 
 ROWS, KV_HEADS, BLOCKS, BLOCK, DIM, SCALE = 2, 2, 7, 4, 24, 0.4

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.token_store import store_token, stores
+from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 

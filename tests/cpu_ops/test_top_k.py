@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.top_k import top_k_blocks
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 
 special = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 2.0])
 scores = st.lists(special | st.floats(-10, 10, width=32), min_size=1, max_size=40)

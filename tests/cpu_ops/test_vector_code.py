@@ -6,14 +6,14 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from cpu_ops.cpu_features import ISAS
-from cpu_ops.half_precision_weights import emit_number_tile
-from cpu_ops.simd import emit_accumulate_rows, emit_score_rows
-from cpu_ops.storage import STORAGE_TYPES
-from cpu_ops.tiles import tiles_for
-from cpu_ops.vectors import INT, Vectors
-from cpu_ops.weight_dots import emit_tile
-from cpu_ops.weight_formats import FORMATS
+from hetero_kv.cpu_ops.cpu_features import ISAS
+from hetero_kv.cpu_ops.half_precision_weights import emit_number_tile
+from hetero_kv.cpu_ops.simd import emit_accumulate_rows, emit_score_rows
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES
+from hetero_kv.cpu_ops.tiles import tiles_for
+from hetero_kv.cpu_ops.vectors import INT, Vectors
+from hetero_kv.cpu_ops.weight_dots import emit_tile
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 
 #: Triple, processor, and a multiply-add of whole vectors as its assembler writes it.
 PROCESSORS = {

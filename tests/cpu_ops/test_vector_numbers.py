@@ -6,8 +6,8 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from cpu_ops.cpu_features import ISAS, available
-from cpu_ops.vectors import Vectors, array_pointer
+from hetero_kv.cpu_ops.cpu_features import ISAS, available
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer
 
 
 @intrinsic(prefer_literal=True)

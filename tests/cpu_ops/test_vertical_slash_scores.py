@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cpu_ops.qk_tile
-from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.vertical_slash_scores import distances_within, vertical_slash_scores
-from gpu_ops.chosen_keys import attention_by_line
+from hetero_kv.cpu_ops import qk_tile
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.vertical_slash_scores import distances_within, vertical_slash_scores
+from hetero_kv.gpu_ops.chosen_keys import attention_by_line
 
 SCALE = 0.3
 
@@ -63,7 +63,7 @@ def test_attention_by_line_is_that_of_the_softmax(queries, past, n, dtype, dim, 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_by_line_is_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
-    monkeypatch.setattr(cpu_ops.qk_tile, "multiplies_by_tiles", lambda: False)
+    monkeypatch.setattr(qk_tile, "multiplies_by_tiles", lambda: False)
     are_those_of_the_softmax(*problem(64, 333, 150, 64, torch.bfloat16), softcap)
 
 

@@ -6,8 +6,8 @@ import weakref
 import numpy as np
 import pytest
 
-from cpu_ops import weight_arena
-from cpu_ops.weight_arena import WeightArena
+from hetero_kv.cpu_ops import weight_arena
+from hetero_kv.cpu_ops.weight_arena import WeightArena
 
 
 @pytest.fixture

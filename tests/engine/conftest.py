@@ -8,7 +8,7 @@ import numba
 import pytest
 import torch
 
-import cpu_ops.threads  # noqa: F401  before Numba starts its own
+import hetero_kv.cpu_ops.threads  # noqa: F401  before Numba starts its own
 from hetero_kv.families.retrieval import short_turn
 
 

@@ -15,9 +15,8 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-import cpu_ops
-import gpu_ops
 import hetero_kv.store
+from hetero_kv import cpu_ops, gpu_ops
 from tests.engine.interrupted_forwards import Moments, is_ours
 
 _STORES_AND_KERNELS = tuple(package.__path__[0] for package in (hetero_kv.store, cpu_ops, gpu_ops))

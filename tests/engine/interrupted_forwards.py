@@ -29,7 +29,7 @@ import transformers
 
 import hetero_kv
 
-_ENGINE = tuple(str(Path(hetero_kv.__file__).parents[1] / package) for package in ("hetero_kv", "cpu_ops", "gpu_ops"))
+_ENGINE = str(Path(hetero_kv.__file__).parent)
 _MODELS = str(Path(transformers.__file__).parent / "models")
 _GUARD_ENDS = ("__enter__", "__exit__")
 
@@ -95,7 +95,7 @@ class Moments:
 @functools.cache
 def is_ours(file: str) -> bool:
     """Whether a file is the engine's or a model's."""
-    return file.startswith((*_ENGINE, _MODELS))
+    return file.startswith((_ENGINE, _MODELS))
 
 
 def _is_undoing(frame: FrameType) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.draws import uniform
+from hetero_kv.gpu_ops.draws import uniform
 from hetero_kv.settings.setting import ConfigError
 from tests.eviction.bounded_runs import bounded, tokens
 from tests.support.tiny_models import tiny_model

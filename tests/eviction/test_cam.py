@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.draws import uniform
 from hetero_kv import eject
 from hetero_kv.families.bounded.entries import no_entries
 from hetero_kv.families.bounded.eviction.cam import CaM, CaMSettings
+from hetero_kv.gpu_ops.draws import uniform
 from tests.eviction.bounded_runs import bounded, tokens
 from tests.eviction.dense_policies import probabilities
 from tests.eviction.merged_runs import passes, turns

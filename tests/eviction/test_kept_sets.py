@@ -84,8 +84,8 @@ def test_random_keeps_the_same_entries_with_the_same_seed_and_others_with_anothe
 
 
 def test_random_draws_every_part_of_the_prompt_alike():
-    from gpu_ops.draws import drawn
     from hetero_kv.families.bounded.eviction.ranking import best
+    from hetero_kv.gpu_ops.draws import drawn
 
     positions = torch.arange(20000).expand(1, 4, -1)
     kept = best(drawn(positions, seed=0, layer_idx=2), 2000)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_ops.cached_entries import protected
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import registry
@@ -20,6 +19,7 @@ from hetero_kv.families.bounded.eviction.roco import RoCoSettings
 from hetero_kv.families.bounded.eviction.snapkv import SnapKVSettings
 from hetero_kv.families.bounded.eviction.streaming_llm import StreamingLLMSettings
 from hetero_kv.families.bounded.eviction.tova import Tova, TovaSettings
+from hetero_kv.gpu_ops.cached_entries import protected
 from hetero_kv.rules.registered import registered
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.settings.setting import ConfigError, SettingError

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.chosen_blocks import best_blocks
-from cpu_ops.retrieval_step import NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.chosen_blocks import best_blocks
+from hetero_kv.cpu_ops.retrieval_step import NOTHING_FORBIDDEN
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.budgets import Pyramid, layer_budget
 from hetero_kv.families.retrieval.observation import Observation

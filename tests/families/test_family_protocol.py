@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig
 
 import hetero_kv
-from gpu_ops.attention import chunk_attention
 from hetero_kv import operators
 from hetero_kv.adapter.footprint import BytesPerToken, FootprintTerm, LayerFootprint, MemoryShare, register
 from hetero_kv.adapter.loaded_weights import LoadedWeights
@@ -32,6 +31,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.generation import counted
 from hetero_kv.evals.outcome import Cost
+from hetero_kv.gpu_ops.attention import chunk_attention
 from hetero_kv.planning.plan import Footprint
 from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.rule_file import parse_rules

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 
-from gpu_ops.rotary import RotaryLayout
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.rotary_table import RotaryTable
@@ -18,6 +17,7 @@ from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.planning.plan import Footprint
 from tests.support.caches import new_cache, prefill
 from tests.support.tiny_models import tiny_model

@@ -8,10 +8,10 @@ import logging
 import pytest
 import torch
 
-from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.sparse_prefill import attention, known_patterns, minference
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
+from hetero_kv.gpu_ops.attention import chunk_attention
 from tests.families.sparse_prompts import logits
 from tests.support.tiny_models import tiny_model
 

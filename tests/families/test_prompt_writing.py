@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_ops.prefetch import Prefetch
-from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.families.gpu_prefill import pieces, writing
 from hetero_kv.families.gpu_prefill.writing import PromptWriting
 from hetero_kv.families.retrieval import representatives
+from hetero_kv.gpu_ops.prefetch import Prefetch
+from hetero_kv.gpu_ops.write_out import WriteOut
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 from tests.support.devices import simulated_cuda

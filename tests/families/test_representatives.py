@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.scores import block_scores
 from hetero_kv.families.retrieval import representatives
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_ops.rotary import RotaryLayout, rotate, unrotate
 from hetero_kv.adapter.rotation import Rotation, found_rotation
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate, unrotate
 
 DIM = 16
 PLAIN = torch.randn(1, 2, 1, DIM, generator=torch.Generator().manual_seed(3))

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
+from hetero_kv.gpu_ops.attention import chunk_attention
 
 SCALE = 0.3
 BLOCK = 64

@@ -21,10 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from cpu_ops.weight_formats import FORMATS
-from gpu_ops.draws import FACTORS
-from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import (
+from hetero_kv.cpu_ops.weight_formats import FORMATS
+from hetero_kv.gpu_ops.draws import FACTORS
+from hetero_kv.gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.triton_kernels import (
     cached_entries,
     column_sums,
     draws,

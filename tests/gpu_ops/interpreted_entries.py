@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
-from gpu_ops.draws import FACTORS, mixed_in_torch, share_in_torch
-from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
-from gpu_ops.triton_kernels import cached_entries, draws, merged_entries
+from hetero_kv.gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
+from hetero_kv.gpu_ops.draws import FACTORS, mixed_in_torch, share_in_torch
+from hetero_kv.gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
+from hetero_kv.gpu_ops.triton_kernels import cached_entries, draws, merged_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
 
 

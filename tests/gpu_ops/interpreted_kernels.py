@@ -13,15 +13,24 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from gpu_ops.column_sums import column_sums_in_torch
-from gpu_ops.flash import flash_attention_in_torch
-from gpu_ops.gather import gathered_rows_by_copy
-from gpu_ops.merge import merge_attention_in_torch
-from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
-from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary, window_step
-from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from hetero_kv.gpu_ops.column_sums import column_sums_in_torch
+from hetero_kv.gpu_ops.flash import flash_attention_in_torch
+from hetero_kv.gpu_ops.gather import gathered_rows_by_copy
+from hetero_kv.gpu_ops.merge import merge_attention_in_torch
+from hetero_kv.gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
+from hetero_kv.gpu_ops.triton_kernels import (
+    column_sums,
+    flash,
+    gather,
+    merge,
+    rebuild,
+    resident_slots,
+    rotary,
+    window_step,
+)
+from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.gpu_ops.interpreted_entries import of_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
 from tests.support.bfloat16_products import mended

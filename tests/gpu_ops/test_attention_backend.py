@@ -11,11 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from gpu_ops import attention_backend
-from gpu_ops.attention import chunk_attention, sliding_window_attention
-from gpu_ops.attention_backend import BACKENDS, AttentionBackend, AttentionKernel, attending_by
-from gpu_ops.flash import flash_attention_in_torch
 from hetero_kv import HeteroCache, inject
+from hetero_kv.gpu_ops import attention_backend
+from hetero_kv.gpu_ops.attention import chunk_attention, sliding_window_attention
+from hetero_kv.gpu_ops.attention_backend import BACKENDS, AttentionBackend, AttentionKernel, attending_by
+from hetero_kv.gpu_ops.flash import flash_attention_in_torch
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import SettingError
 from tests.support.devices import model_on, simulated_cuda

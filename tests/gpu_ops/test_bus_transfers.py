@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.pinned_bytes import PinnedBytes
-from gpu_ops.prefetch import Prefetch
-from gpu_ops.write_out import WriteOut
+from hetero_kv.gpu_ops.pinned_bytes import PinnedBytes
+from hetero_kv.gpu_ops.prefetch import Prefetch
+from hetero_kv.gpu_ops.write_out import WriteOut
 from tests.support.devices import simulated_cuda
 from tests.support.simulated_cuda import SimulatedCudaError
 from tests.support.simulated_cuda.streams import Event

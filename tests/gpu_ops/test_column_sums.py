@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops import column_sums as module
-from gpu_ops.attention import chunk_attention
-from gpu_ops.column_sums import column_sums
+from hetero_kv.gpu_ops import column_sums as module
+from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.column_sums import column_sums
 from tests.support.devices import simulated_cuda
 
 BATCH, KV_HEADS, GROUP, DIM, LENGTH, SCALE = 2, 2, 3, 8, 75, 0.4

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_ops.attention import attention_with_lse, chunk_attention, sliding_window_attention, tiled_attention
-from gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.gpu_ops.attention import attention_with_lse, chunk_attention, sliding_window_attention, tiled_attention
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
 
 
 def reference(q, k, v, scale, softcap=None, mask=None, sink=None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.host_copies import on_device, on_host
+from hetero_kv.gpu_ops.host_copies import on_device, on_host
 from tests.support.devices import simulated_cuda
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from gpu_ops.host_traffic import traffic_observed
+from hetero_kv.gpu_ops.host_traffic import traffic_observed
 
 pytestmark = pytest.mark.cuda
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 from tests.support.devices import simulated_cuda
 
-merge = pytest.importorskip("gpu_ops.triton_kernels.merge")
+merge = pytest.importorskip("hetero_kv.gpu_ops.triton_kernels.merge")
 pytestmark = pytest.mark.cuda
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_ops import layer_stream
-from gpu_ops.layer_stream import LayerStream
+from hetero_kv.gpu_ops import layer_stream
+from hetero_kv.gpu_ops.layer_stream import LayerStream
 from tests.support.devices import simulated_cuda
 
 pytestmark = pytest.mark.cuda

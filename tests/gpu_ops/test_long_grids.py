@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops import cached_entries, draws, merged_entries, rebuild, rotary
-from gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops import cached_entries, draws, merged_entries, rebuild, rotary
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 from tests.support.devices import simulated_cuda
 
 pytest.importorskip("triton")
@@ -18,7 +18,7 @@ MANY = 65_536
 
 @pytest.fixture
 def gpu(monkeypatch):
-    from gpu_ops.triton_kernels import cached_entries, draws, merged_entries, rebuild, rotary
+    from hetero_kv.gpu_ops.triton_kernels import cached_entries, draws, merged_entries, rebuild, rotary
 
     # A block for every token: what would take blocks of the size they have is gigabytes.
     for kernels in (cached_entries, merged_entries, rotary):

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_ops import mapped_memory
-from gpu_ops.mapped_memory import MappedMemory
-from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.gpu_ops import mapped_memory
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.gpu_ops.rotary import RotaryLayout
 from tests.support.caches import new_cache, prefill
 from tests.support.devices import CPU, simulated_cuda
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.merge import merge_attention, merge_attention_in_torch
+from hetero_kv.gpu_ops.merge import merge_attention, merge_attention_in_torch
 from tests.support.devices import simulated_cuda
 
 

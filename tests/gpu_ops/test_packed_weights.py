@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-from cpu_ops.weight_blocks import pack
-from cpu_ops.weight_formats import FORMATS
-from gpu_ops import packed_weights
-from gpu_ops.packed_weights import multiply, multiply_chosen, rows_of, unpack_into, unpacked_in_torch
+from hetero_kv.cpu_ops.weight_blocks import pack
+from hetero_kv.cpu_ops.weight_formats import FORMATS
+from hetero_kv.gpu_ops import packed_weights
+from hetero_kv.gpu_ops.packed_weights import multiply, multiply_chosen, rows_of, unpack_into, unpacked_in_torch
 from tests.support.devices import simulated_cuda
 from tests.support.quantized_blocks import dequantized, random_blocks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_ops.staging import Staging
+from hetero_kv.gpu_ops.staging import Staging
 from tests.support.devices import simulated_cuda
 from tests.support.simulated_cuda import SimulatedCudaError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 HERE = Path(__file__).parent

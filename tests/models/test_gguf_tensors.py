@@ -260,7 +260,7 @@ def test_the_scale_of_a_matrix_is_refused(write_llama):
 
 
 def test_types_without_kernels_are_told_in_one_line(write_llama, caplog, monkeypatch):
-    monkeypatch.delitem(__import__("cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
+    monkeypatch.delitem(__import__("hetero_kv.cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
     opened = open_model(write_llama("rare.gguf", GGMLQuantizationType.Q5_1), dtype="float32")
     inject(opened.model, "dense", command_line={"max_seq_len": 64})
     opened.load()

@@ -115,7 +115,7 @@ def test_tied_matrices_are_one_packed_and_unpacked(settings):
 
 def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog, monkeypatch):
     path = quantized_file("Q5_1")
-    monkeypatch.delitem(__import__("cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
+    monkeypatch.delitem(__import__("hetero_kv.cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
     opened = open_model(path, dtype="float32")
     inject(opened.model, "dense", command_line=SMALL)
     model = opened.load().model

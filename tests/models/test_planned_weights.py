@@ -60,7 +60,7 @@ def test_16_bits_are_planned_as_they_are_kept(write_tiny_gguf, tmp_path, weights
 
 
 def test_a_type_without_kernels_is_planned_as_it_is_kept(tied, monkeypatch):
-    from cpu_ops.weight_formats import FORMATS
+    from hetero_kv.cpu_ops.weight_formats import FORMATS
 
     monkeypatch.delitem(FORMATS, "Q5_0")
     assert planned(tied, "auto") == loaded(tied, "auto") > planned(tied, "q4_0")

@@ -42,10 +42,10 @@ def copied(target: Path) -> None:
     compiled = [path.relative_to(PROJECT) for kind in _COMPILED for path in (PROJECT / "cpu_ops").rglob(kind)]
     for name in (*filter(None, names), *compiled):
         source = PROJECT / name
-        if source.is_file() and not source.is_symlink():
+        if source.is_file() or source.is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            # With its time, by which compiled kernels know it.
-            shutil.copy2(source, target / name)
+            # With its time, by which compiled kernels know it; a link as a link, so that a mutation is seen through it.
+            shutil.copy2(source, target / name, follow_symlinks=False)
 
 
 def _limit_memory() -> None:

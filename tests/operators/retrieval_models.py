@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import EVERYTHING, RetrievalStep
 from hetero_kv import HeteroCache, inject
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import EVERYTHING, RetrievalStep
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 

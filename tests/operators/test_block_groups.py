@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import EVERYTHING
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import EVERYTHING
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval import representatives, short_turn
 from hetero_kv.operators import RetrievalAttention

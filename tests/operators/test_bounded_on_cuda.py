@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops import cached_entries, draws, merged_entries, rotary
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction.ranking import others
+from hetero_kv.gpu_ops import cached_entries, draws, merged_entries, rotary
 from tests.operators.bounded_models import bounded, tokens
 from tests.support.devices import model_on, simulated_cuda
 from tests.support.launch_counts import counts_of

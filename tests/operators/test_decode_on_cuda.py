@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.staging import Staging
 from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
+from hetero_kv.gpu_ops.staging import Staging
 from tests.support.devices import model_on
 from tests.support.launch_counts import counts_of, stored_as_shipped
 from tests.support.simulated_cuda import Launch, Wait

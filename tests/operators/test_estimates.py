@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import EVERYTHING
-from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import EVERYTHING
+from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.families.retrieval import decode, short_turn
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.operators import RetrievalAttention

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu_ops.fused_decode_layer import gate_region
-from cpu_ops.gates import GELU_TANH
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.cpu_ops.fused_decode_layer import gate_region
+from hetero_kv.cpu_ops.gates import GELU_TANH
 from tests.support.tiny_models import tiny_model
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops import page_locked
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.gpu_ops import page_locked
 from tests.support.devices import model_on, simulated_cuda
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
@@ -42,7 +42,9 @@ def test_answers_are_the_same_wherever_hidden_states_lie(architecture):
         for mine, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
         # The layers and the final norm: every chunk comes and goes.
-        assert sum(copy.line.startswith("gpu_ops/chunk_stream") for copy in gpu.record.copies) >= 2 * 4 * (4 + 3)
+        assert sum(copy.line.startswith("hetero_kv/gpu_ops/chunk_stream") for copy in gpu.record.copies) >= 2 * 4 * (
+            4 + 3
+        )
 
 
 @pytest.mark.cuda

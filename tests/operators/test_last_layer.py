@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu_ops import fused_prefill_layer as kernels
 from hetero_kv import inject
 from hetero_kv.adapter import chunked_decoder_layer
+from hetero_kv.cpu_ops import fused_prefill_layer as kernels
 from tests.support.small_recipes import new_cache, small_recipe
 from tests.support.tiny_models import tiny_model
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
 from hetero_kv import HeteroCache, inject
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 from tests.operators.bounded_models import bounded

@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
-from gpu_ops import resident_slots
 from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.shadowkv import attention as shadowkv_attention
 from hetero_kv.families.shadowkv import device_decode, resident_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.gpu_ops import resident_slots
 from tests.operators.shadowkv_models import injected, logits, model_of, random_tokens
 from tests.support.devices import model_on
 from tests.support.launch_counts import PROMPT, TOKENS, counts_of

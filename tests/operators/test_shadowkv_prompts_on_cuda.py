@@ -60,11 +60,14 @@ def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_
     with torch.no_grad():
         model(turn, past_key_values=cache)
     waits = [wait.line.partition(":")[0] for wait in gpu.record.waits]
-    assert waits.count("gpu_ops/host_copies.py") == 1
+    assert waits.count("hetero_kv/gpu_ops/host_copies.py") == 1
     # Eigenvectors, where keys are factored again; the rest are values that leave and return.
     anew = "hetero_kv/families/shadowkv/low_rank_basis.py"
     assert waits.count(anew) == (0 if refactor_above else LAYERS)
-    assert set(waits) - {anew, "gpu_ops/host_copies.py"} == {"gpu_ops/write_out.py", "gpu_ops/prefetch.py"}
+    assert set(waits) - {anew, "hetero_kv/gpu_ops/host_copies.py"} == {
+        "hetero_kv/gpu_ops/write_out.py",
+        "hetero_kv/gpu_ops/prefetch.py",
+    }
     assert [layer.counted.factored for layer in cache.layers] == [1 if refactor_above else 2] * LAYERS
 
 
@@ -186,7 +189,7 @@ def test_a_chunk_is_launched_before_the_values_before_have_left(gpu):
         model(random_tokens(64).to("cuda"), past_key_values=cache)
     waits = [wait.line for wait in gpu.record.waits]
     # Four chunks; the last is Recent in part, and what is behind the Context stays.
-    assert sum(line.startswith("gpu_ops/write_out") for line in waits) == LAYERS * 4
+    assert sum(line.startswith("hetero_kv/gpu_ops/write_out") for line in waits) == LAYERS * 4
 
 
 def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu):

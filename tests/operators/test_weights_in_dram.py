@@ -47,7 +47,7 @@ def test_answers_are_the_same_wherever_weights_lie(layers, tied, fetched):
         assert all(each.device.type == "cpu" for each in decoder_layers(model).parameters())
         gpu.record.clear()
         torch.testing.assert_close(answers(model), expected, rtol=1e-5, atol=1e-5)
-        copies = [copied for copied in gpu.record.copies if copied.line.startswith("gpu_ops/layer_stream")]
+        copies = [copied for copied in gpu.record.copies if copied.line.startswith("hetero_kv/gpu_ops/layer_stream")]
         # All layers for the prompt; then those that share a place in turn, the first of which is prefetched.
         assert len(copies) == fetched
         assert all(copied.is_pinned and not copied.is_blocking for copied in copies)

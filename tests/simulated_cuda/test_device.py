@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_ops.merge import merge_attention, merge_attention_in_torch
+from hetero_kv.gpu_ops.merge import merge_attention, merge_attention_in_torch
 from tests.support.devices import simulated_cuda
 from tests.support.simulated_cuda import Copy
 
@@ -84,7 +84,7 @@ def test_launches_copies_and_waits_are_recorded_with_the_causing_line(gpu):
     gpu.record.clear()
     merge_attention(a, b, a, b)
     assert gpu.record.launches
-    assert all(launch.line.startswith("gpu_ops/") for launch in gpu.record.own_launches)
+    assert all(launch.line.startswith("hetero_kv/gpu_ops/") for launch in gpu.record.own_launches)
     assert len(gpu.record.own_launches) == len(gpu.record.launches)
     assert (gpu.record.copies, gpu.record.waits) == ([], [])
     a.cpu()

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from gpu_ops.graph_segments import GraphSegments
-from gpu_ops.merge import merge_attention
+from hetero_kv.gpu_ops.graph_segments import GraphSegments
+from hetero_kv.gpu_ops.merge import merge_attention
 from tests.support.devices import simulated_cuda
 from tests.support.simulated_cuda import Launch, SimulatedCudaError
 

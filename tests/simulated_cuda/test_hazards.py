@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ops.gather import gathered_rows
-from gpu_ops.mapped_memory import MappedMemory
-from gpu_ops.side_stream import joined, on_side_stream
+from hetero_kv.gpu_ops.gather import gathered_rows
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.gpu_ops.side_stream import joined, on_side_stream
 from tests.support.devices import simulated_cuda
 from tests.support.simulated_cuda import SimulatedCudaError
 
@@ -181,7 +181,7 @@ def test_mapped_memory_is_unlocked_when_nobody_reads_it(gpu):
 
 
 def test_a_kernel_that_is_launched_on_another_gpu_than_its_tensors(gpu):
-    merge = pytest.importorskip("gpu_ops.triton_kernels.merge")
+    merge = pytest.importorskip("hetero_kv.gpu_ops.triton_kernels.merge")
     parts = torch.ones(1, 1, 1, 16, device="cuda:1"), torch.ones(1, 1, 1, device="cuda:1")
     with pytest.raises(SimulatedCudaError, match="launched on GPU 0"):
         merge.merge_attention(*parts, *parts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_ops import kernel_choice, mapped_memory, side_stream
+from hetero_kv.gpu_ops import kernel_choice, mapped_memory, side_stream
 from tests.support.simulated_cuda import simulated
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from cpu_ops.weight_formats import FORMATS
+from hetero_kv.cpu_ops.weight_formats import FORMATS
 
 #: Where the float16 scales and minimums of a block lie.
 _HALVES = {

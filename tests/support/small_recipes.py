@@ -13,7 +13,7 @@ from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
 
 #: Every recipe that ships with the package, so that a new one is tested by itself.
-RECIPES = sorted(path.stem for path in Path(str(resources.files("injection_rules"))).glob("*.yaml"))
+RECIPES = sorted(path.stem for path in Path(str(resources.files("hetero_kv") / "injection_rules")).glob("*.yaml"))
 
 #: At most this much of a setting that a recipe gives; what it gives in words ("all") stays.
 SMALL = {

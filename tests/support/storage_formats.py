@@ -3,7 +3,7 @@
 import gguf
 import numpy as np
 
-from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 
 GGML = {
     BFLOAT16: gguf.GGMLQuantizationType.BF16,

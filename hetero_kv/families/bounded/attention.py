@@ -11,9 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops import cached_entries, rotary
-from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
@@ -21,6 +18,7 @@ from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.cpu_ops import cached_entries, rotary
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import READ_BYTES
 from hetero_kv.engine.step import Step
@@ -33,6 +31,8 @@ from hetero_kv.families.bounded.footprint import BoundedFootprint
 from hetero_kv.families.bounded.layer import CACHED_ENTRIES, BoundedLayer
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
+from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _NAME = "BoundedAttention"

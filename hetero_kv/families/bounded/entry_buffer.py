@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cpu_ops.cached_entries import append_token, gather_entries, gather_numbers
-from cpu_ops.threads import at_most
-from gpu_ops import cached_entries
+from hetero_kv.cpu_ops.cached_entries import append_token, gather_entries, gather_numbers
+from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.gpu_ops import cached_entries
 
 #: Spare entries after an eviction: the number of decoded tokens until all entries are moved again.
 SLACK = 32

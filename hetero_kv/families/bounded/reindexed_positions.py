@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops.rotary import rotate_rows
-from gpu_ops.rotary import rotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.cpu_ops.rotary import rotate_rows
 from hetero_kv.families.bounded.entry_buffer import kernel_threads
+from hetero_kv.gpu_ops.rotary import rotate_into
 
 
 def rotate_arrays(

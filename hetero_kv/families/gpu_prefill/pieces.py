@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
-from gpu_ops.merge import apply_sink, merge_attention
-from gpu_ops.pinned_bytes import Kind
-from gpu_ops.prefetch import Fill, Prefetch
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.gpu_ops.attention import attention_with_lse, chunk_attention, folded_heads, unfolded_heads
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.gpu_ops.pinned_bytes import Kind
+from hetero_kv.gpu_ops.prefetch import Fill, Prefetch
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import WRITTEN
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from gpu_ops.host_copies import on_device
-from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.write_out import WriteOut
 from hetero_kv.store.pool import BlockPool
 
 #: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None ->

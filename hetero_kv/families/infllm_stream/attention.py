@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step
 from hetero_kv.families.infllm_stream.layer import InfLLMStreamLayer
@@ -20,6 +19,7 @@ from hetero_kv.families.infllm_stream.settings import INFLLM_STREAM, InfLLMStrea
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.self_extend.attention import SelfExtendAttention
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
+from hetero_kv.gpu_ops.attention import chunk_attention
 
 
 class InfLLMStreamAttention(SelfExtendAttention):

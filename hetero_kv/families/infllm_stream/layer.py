@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from gpu_ops.host_copies import on_device, on_host
 from hetero_kv.families.gpu_prefill.pieces import stored_blocks
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
+from hetero_kv.gpu_ops.host_copies import on_device, on_host
 
 # Blocks per computation of representatives: bounds the float32 copy of their keys.
 _REPRESENTED_AT_ONCE = 64

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gpu_ops.column_sums import column_sums
-from gpu_ops.staging import Staging
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES, PendingQueries
 from hetero_kv.families.retrieval.prefill_representatives import PrefillRepresentativesLayer
 from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.gpu_ops.column_sums import column_sums
+from hetero_kv.gpu_ops.staging import Staging
 
 
 class AccumulatingLayer(PrefillRepresentativesLayer):

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_ops.causal_attention import attend_blocks_causal
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
@@ -29,6 +28,7 @@ from hetero_kv.families.retrieval.read_bytes import SelectionStatistics
 from hetero_kv.families.retrieval.settings import RETRIEVAL
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
+from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.store.pool import BlockPool
 
 #: Settings that do not affect what is stored (see `stored_by`).

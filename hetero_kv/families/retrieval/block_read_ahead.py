@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_ops.chosen_blocks import best_blocks
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING
-from cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.chosen_blocks import best_blocks
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING
+from hetero_kv.cpu_ops.scores import block_scores
 from hetero_kv.store.pool import BlockPool
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cpu_ops.estimated_masses import covered_share
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
-from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
+from hetero_kv.cpu_ops.estimated_masses import covered_share
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
 from hetero_kv.families.retrieval.layer import RetrievalLayer

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
-from gpu_ops.host_copies import on_device
-from gpu_ops.merge import merge_attention
-from gpu_ops.window_step import take_token
+from hetero_kv.gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.merge import merge_attention
+from hetero_kv.gpu_ops.window_step import take_token
 from hetero_kv.store.pool import BlockPool
 
 

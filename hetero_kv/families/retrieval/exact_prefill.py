@@ -9,8 +9,6 @@ import numba
 import torch
 from torch import nn
 
-from gpu_ops.attention import chunk_attention
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
@@ -23,6 +21,8 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
 from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import EngineSettings
 
 

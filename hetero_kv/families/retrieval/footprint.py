@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
     FootprintTerm,
@@ -17,6 +16,7 @@ from hetero_kv.adapter.footprint import (
     sums_share,
 )
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout

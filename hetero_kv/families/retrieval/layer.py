@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_ops.estimating_step import EstimatingStep
-from cpu_ops.retrieval_step import RetrievalStep
-from cpu_ops.token_store import store_token, stores
-from gpu_ops.attention_backend import takes_token
-from gpu_ops.staging import Staging
-from gpu_ops.window_step import SPLITS
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
@@ -33,6 +30,9 @@ from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
+from hetero_kv.gpu_ops.attention_backend import takes_token
+from hetero_kv.gpu_ops.staging import Staging
+from hetero_kv.gpu_ops.window_step import SPLITS
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 

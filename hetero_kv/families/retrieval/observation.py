@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.column_sums import column_sums
+from hetero_kv.gpu_ops.column_sums import column_sums
 
 
 class Observation:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_ops.host_copies import on_host
 from hetero_kv.adapter import bridge
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
@@ -23,6 +22,7 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.short_turn import received_attention
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
+from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
 

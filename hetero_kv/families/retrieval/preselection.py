@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops.top_k import top_k_blocks
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 
 
 def block_votes(received: torch.Tensor, first: int, end: int, block_size: int, kernel_size: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_ops.attention import attend_blocks
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.engine.step import StepBlocks
 from hetero_kv.store.pool import BlockPool
 

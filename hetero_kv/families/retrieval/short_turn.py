@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation

@@ -11,11 +11,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from gpu_ops.merge import merge_attention
-from gpu_ops.staging import Staging
-from gpu_ops.window_step import join_parts
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.gpu_ops.merge import merge_attention
+from hetero_kv.gpu_ops.staging import Staging
+from hetero_kv.gpu_ops.window_step import join_parts
 
 Arrived = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 Merged = tuple[torch.Tensor, torch.Tensor]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.gpu_ops.merge import apply_sink
 
 
 class WindowedDecode(RetrievalDecode):

@@ -13,8 +13,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from gpu_ops.attention import sliding_window_attention
-from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import MemoryDemand, MemoryShare
 from hetero_kv.adapter.kv_shape import KVShape
@@ -31,6 +29,8 @@ from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 from hetero_kv.families.self_extend.settings import SELF_EXTEND, SharedPositionSettings
+from hetero_kv.gpu_ops.attention import sliding_window_attention
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.settings.engine_settings import EngineSettings
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_ops.rotary import rotate_into, unrotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.gpu_ops.rotary import rotate_into, unrotate_into
 
 
 @dataclass(frozen=True)

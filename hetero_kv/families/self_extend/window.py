@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
-from gpu_ops.merge import merge_attention
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.self_extend.positions import GroupedPositions
+from hetero_kv.gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
+from hetero_kv.gpu_ops.merge import merge_attention
 from hetero_kv.store.pool import BlockPool
 
 

@@ -10,10 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
-from gpu_ops.host_copies import on_host
-from gpu_ops.merge import apply_sink, merge_attention
-from gpu_ops.side_stream import joined_on_error
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.replacement import Operator
@@ -37,6 +33,10 @@ from hetero_kv.families.shadowkv.settings import SHADOWKV, ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.gpu_ops.attention import attention_with_lse, folded_heads, unfolded_heads
+from hetero_kv.gpu_ops.host_copies import on_host
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.gpu_ops.side_stream import joined_on_error
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpu_ops.host_copies import on_device
-from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.deferred_readback import CheckedNumber
 from hetero_kv.engine.step import Step
@@ -26,6 +24,8 @@ from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.outlier_chunks import OutlierChoice, Outliers
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import LowRankStatistics
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Context tokens reconstructed at once.

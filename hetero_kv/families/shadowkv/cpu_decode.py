@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cpu_ops import chunk_slots, contiguous_decode, landmark_choice
-from cpu_ops.chunk_slots import KeyFactorArrays
-from cpu_ops.contiguous_decode import TokenRange, attend_ranges
-from cpu_ops.storage import BFLOAT16
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops import chunk_slots, contiguous_decode, landmark_choice
+from hetero_kv.cpu_ops.chunk_slots import KeyFactorArrays
+from hetero_kv.cpu_ops.contiguous_decode import TokenRange, attend_ranges
+from hetero_kv.cpu_ops.storage import BFLOAT16
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.store.growing_tensor import GrowingTensor

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.rebuild import rebuild_into
-from gpu_ops.resident_slots import fetch, placed
-from gpu_ops.side_stream import joined, on_side_stream
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.rebuild import rebuild_into
+from hetero_kv.gpu_ops.resident_slots import fetch, placed
+from hetero_kv.gpu_ops.side_stream import joined, on_side_stream
 
 
 def supports(layer: LowRankLayer, keys: torch.Tensor) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from gpu_ops.rebuild import rebuilt_chunks, rebuilt_range
-from gpu_ops.rotary import unrotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.families.shadowkv import low_rank_basis
+from hetero_kv.gpu_ops.rebuild import rebuilt_chunks, rebuilt_range
+from hetero_kv.gpu_ops.rotary import unrotate_into
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Tokens per tile of float32 keys during factorisation.

@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_ops.gather import gathered_rows
-from gpu_ops.host_copies import on_device
-from gpu_ops.kernel_choice import runs_triton
-from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
@@ -27,6 +23,10 @@ from hetero_kv.families.shadowkv.missed_chunks import MAX_UNREAD, MissedChunks
 from hetero_kv.families.shadowkv.read_bytes import bytes_of_missed
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
+from hetero_kv.gpu_ops.gather import gathered_rows
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.kernel_choice import runs_triton
+from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Spare tokens of the buffers of generated tokens.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gpu_ops.host_copies import on_host
+from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Spare steps of the log whenever it grows.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_ops.host_copies import on_device
-from gpu_ops.side_stream import joined, joined_on_error, on_side_stream
+from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.gpu_ops.side_stream import joined, joined_on_error, on_side_stream
 
 #: Chunks [batch, kv_heads, n] int64 -> their keys or values [batch, kv_heads, n, chunk_size, dim].
 Supply = Callable[[torch.Tensor], torch.Tensor]

@@ -7,8 +7,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from gpu_ops.attention import chunk_attention
-from gpu_ops.chosen_keys import compile_for_chosen
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
@@ -18,6 +16,8 @@ from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
 from hetero_kv.families.sparse_prefill.minference import MeasuredPattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.chosen_keys import compile_for_chosen
 
 #: Patterns are searched in prompts of at least this many times `prefill_from` tokens.
 _SEARCHED_FROM = 4

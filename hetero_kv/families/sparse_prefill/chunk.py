@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cpu_ops.key_runs import QUERY_BLOCK
-from gpu_ops.chosen_keys import block_means, chosen_attention
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines, runs_of
+from hetero_kv.gpu_ops.chosen_keys import block_means, chosen_attention
 
 
 @dataclass(frozen=True)

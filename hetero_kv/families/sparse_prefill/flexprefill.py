@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines

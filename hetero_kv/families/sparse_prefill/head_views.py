@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.qk_tile import QUERY_COLUMNS
-from cpu_ops.vertical_slash_scores import distances_within
-from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.cpu_ops.qk_tile import QUERY_COLUMNS
+from hetero_kv.cpu_ops.vertical_slash_scores import distances_within
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.key_lists import ALWAYS_NEAR, KeyBlocks, KeyLines, runs_of
+from hetero_kv.gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
 
 #: Last queries of a chunk from which tokens and distances are chosen.
 LAST_QUERIES = QUERY_COLUMNS

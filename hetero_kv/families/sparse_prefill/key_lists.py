@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
-from cpu_ops.threads import at_most
+from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
+from hetero_kv.cpu_ops.threads import at_most
 
 #: The first tokens, and the nearest distances, that every head attends to.
 ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops.causal_attention import attend_blocks_causal
-from gpu_ops.host_copies import on_host
-from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
@@ -38,6 +36,8 @@ from hetero_kv.families.token_retrieval.choosers.chooser_settings import TOKEN_R
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
+from hetero_kv.gpu_ops.host_copies import on_host
+from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store.pool import BlockPool
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpu_ops.attention import sliding_window_attention
 from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
@@ -16,6 +15,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.families.window.settings import SLIDING_WINDOW
+from hetero_kv.gpu_ops.attention import sliding_window_attention
 
 
 class SlidingWindowAttention(AttentionOperator):

@@ -42,7 +42,7 @@ class StorageType:
     @property
     def kernel_dtype(self) -> np.dtype:
         """The numpy dtype that kernels use."""
-        return importlib.import_module("cpu_ops.storage").STORAGE_TYPES[self.kernel].dtype
+        return importlib.import_module("hetero_kv.cpu_ops.storage").STORAGE_TYPES[self.kernel].dtype
 
     @property
     def is_plain(self) -> bool:

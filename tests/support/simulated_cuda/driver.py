@@ -12,7 +12,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from gpu_ops import host_traffic, mapped_memory
+from hetero_kv.gpu_ops import host_traffic, mapped_memory
 from tests.support.simulated_cuda.flash import scaled_dot_product_attention
 from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.simulated_cuda.streams import Event, Stream

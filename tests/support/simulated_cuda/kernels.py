@@ -10,17 +10,22 @@ from unittest.mock import patch
 
 import torch
 
-from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
-from gpu_ops.column_sums import column_sums_in_torch
-from gpu_ops.draws import mixed_in_torch, share_in_torch
-from gpu_ops.flash import flash_attention_in_torch
-from gpu_ops.merge import merge_attention_in_torch
-from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
-from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, rows_in_torch, unpacked_in_torch
-from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
-from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
-from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from hetero_kv.gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
+from hetero_kv.gpu_ops.column_sums import column_sums_in_torch
+from hetero_kv.gpu_ops.draws import mixed_in_torch, share_in_torch
+from hetero_kv.gpu_ops.flash import flash_attention_in_torch
+from hetero_kv.gpu_ops.merge import merge_attention_in_torch
+from hetero_kv.gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
+from hetero_kv.gpu_ops.packed_weights import (
+    multiply_chosen_in_torch,
+    multiply_in_torch,
+    rows_in_torch,
+    unpacked_in_torch,
+)
+from hetero_kv.gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
+from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
+from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
 from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu

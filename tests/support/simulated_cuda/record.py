@@ -11,7 +11,7 @@ from types import FrameType
 
 _ROOT = Path(__file__).parents[3]
 #: Folders whose lines cause something: the project's own, then models'.
-_OURS = tuple(str(_ROOT / room) + "/" for room in ("hetero_kv", "gpu_ops", "cpu_ops"))
+_OURS = str(_ROOT / "hetero_kv") + "/"
 _MODELS = ("/transformers/models/", "/transformers/integrations/", "/transformers/generation/")
 
 
@@ -99,7 +99,7 @@ class Record:
 
 def is_own(line: str) -> bool:
     """Whether a line that `causing_line` gave is the project's."""
-    return line.startswith(("hetero_kv/", "gpu_ops/", "cpu_ops/"))
+    return line.startswith("hetero_kv/")
 
 
 def causing_line() -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 from hetero_kv.families.bounded.eviction.policy_settings import BigBirdSettings
 from hetero_kv.families.bounded.eviction.ranking import best
+from hetero_kv.gpu_ops.draws import uniform
 
 
 class BigBird(EvictionPolicy[BigBirdSettings]):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.policy_settings import CaMSettings
 from hetero_kv.families.bounded.eviction.ranking import best, others, seen_by
+from hetero_kv.gpu_ops.draws import uniform
 
 
 class CaM(EvictionPolicy[CaMSettings]):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_ops import merged_entries
 from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.gpu_ops import merged_entries
 
 # Pairs of an evicted and a kept entry, over all heads, per tile.
 _PAIRS_AT_ONCE = 1 << 24

@@ -45,11 +45,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from cpu_ops.cached_entries import received_attention
-from gpu_ops.column_sums import column_sums
+from hetero_kv.cpu_ops.cached_entries import received_attention
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.entry_buffer import kernel_threads
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings
+from hetero_kv.gpu_ops.column_sums import column_sums
 
 S = TypeVar("S", bound=BoundedSettings)
 

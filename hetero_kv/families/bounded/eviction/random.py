@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpu_ops.draws import drawn
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy, ObservedAttention
 from hetero_kv.families.bounded.eviction.policy_settings import RandomSettings
 from hetero_kv.families.bounded.eviction.ranking import best
+from hetero_kv.gpu_ops.draws import drawn
 
 
 class RandomChoice(EvictionPolicy[RandomSettings]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cpu_ops.cached_entries import all_but_lowest
-from gpu_ops import cached_entries
-from gpu_ops.cached_entries import protected
+from hetero_kv.cpu_ops.cached_entries import all_but_lowest
+from hetero_kv.gpu_ops import cached_entries
+from hetero_kv.gpu_ops.cached_entries import protected
 
 
 def best(scores: torch.Tensor, count: int, *, first: int = 0, last: int = 0) -> torch.Tensor:

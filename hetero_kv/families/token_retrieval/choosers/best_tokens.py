@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from cpu_ops.top_k import top_k_blocks
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, TokenAttention, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.settings import BudgetedSettings
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from cpu_ops.attention import attend_blocks
-from cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.attention import attend_blocks
+from hetero_kv.cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
@@ -254,6 +254,6 @@ def encoded(storage: StorageType, vectors: torch.Tensor) -> torch.Tensor:
 
 def merged(first: Any, second: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over two disjoint sets of keys, (out, lse) each; see `gpu_ops.merge.merge_attention`."""
-    from gpu_ops.merge import merge_attention_in_torch
+    from hetero_kv.gpu_ops.merge import merge_attention_in_torch
 
     return merge_attention_in_torch(*first, *second)

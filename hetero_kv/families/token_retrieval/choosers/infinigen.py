@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from cpu_ops.sparse_gather import token_scores
-from cpu_ops.top_k import top_k_blocks
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.sparse_gather import token_scores
+from hetero_kv.cpu_ops.top_k import top_k_blocks
 from hetero_kv.families.token_retrieval.choosers.chooser import (
     Chooser,
     ChosenTokens,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from cpu_ops.component_scores import component_scores
+from hetero_kv.cpu_ops.component_scores import component_scores
 from hetero_kv.families.token_retrieval.choosers.chooser import TokenQuery, encoded, every_index
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from cpu_ops.hash_collisions import collisions
-from cpu_ops.sparse_gather import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.hash_collisions import collisions
+from hetero_kv.cpu_ops.sparse_gather import token_scores
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser, ContextAttention, LearnedState, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.chooser_settings import MagicPIGSettings
 from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts

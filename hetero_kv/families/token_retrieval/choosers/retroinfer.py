@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.cpu_ops.component_scores import component_scores
 from hetero_kv.families.token_retrieval.choosers.chooser import (
     Chooser,
     ContextAttention,
