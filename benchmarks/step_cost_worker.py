@@ -24,7 +24,7 @@ from hetero_kv import HeteroCache, eject, inject  # isort: skip
 
 import torch
 from numba.core.registry import CPUDispatcher
-from step_cost_profile import PACKAGES, Attribution, FrameCount, clock, counted
+from step_cost_profile import PACKAGE, Attribution, FrameCount, clock, counted
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -105,7 +105,7 @@ class StepCostSubject:
     """A model with a recipe injected and a prompt in its cache, and the untouched model."""
 
     def __init__(self, tree: Path, layers: int) -> None:
-        self.folders = tuple(f"{tree / package}/" for package in PACKAGES)
+        self.folders = (f"{tree / PACKAGE}/",)
         self.kernels = KernelTimer()
         self.untouched, self.model = tiny_llama(layers, "zeros"), tiny_llama(layers, "sdpa")
         self.nothing = Cache(layers=[StoresNothing() for _ in range(layers)])
@@ -176,10 +176,9 @@ class StepCostSubject:
 def main() -> None:
     """Answer requests until there are no more."""
     tree, layers = Path(sys.argv[1]).resolve(), int(sys.argv[2])
-    for package in PACKAGES[:2]:
-        found = Path(str(sys.modules[package].__file__)).resolve()
-        if not found.is_relative_to(tree):
-            sys.exit(f"{package} was imported from {found}, not from {tree}; run with PYTHONPATH={tree}")
+    found = Path(str(sys.modules[PACKAGE].__file__)).resolve()
+    if not found.is_relative_to(tree):
+        sys.exit(f"{PACKAGE} was imported from {found}, not from {tree}; run with PYTHONPATH={tree}")
     # Libraries' output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
