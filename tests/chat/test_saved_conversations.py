@@ -37,7 +37,7 @@ def recipe(request):
 @pytest.fixture(scope="module")
 def loaded(recipe, tiny_model_folder):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).eval().requires_grad_(False)
-    inject(model, small_recipe(recipe, block_size=4, chunk_size=64))
+    inject(model, small_recipe(recipe, block_size=4, chunk_size=64, sink_tokens=8))
     return model, AutoTokenizer.from_pretrained(tiny_model_folder)
 
 
