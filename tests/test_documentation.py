@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "SECURITY.md",
+    "CONTRIBUTING.md",
+    "docs/glossary.md",
     "docs/architecture.md",
     "docs/adding_a_method.md",
     "docs/cuda.md",
@@ -25,9 +27,9 @@ PAGES = (
 #: Where a page's short paths may begin: `engine/step.py` is `hetero_kv/engine/step.py`.
 BEGINNINGS = (ROOT, ROOT / "hetero_kv", ROOT / "injection_rules")
 #: Files that the pages let their reader write.
-THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt"}
+THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt", "injection_rules/NAME.yaml"}
 
-#: The rooms from the ground up. What stands in one line may not import each other, nor what stands further down.
+#: The packages from the ground up. Those of one line do not import each other, nor those of later lines.
 FLOORS = (
     (
         "hetero_kv.cpu_ops",
@@ -49,7 +51,7 @@ FLOORS = (
     ("hetero_kv.cli", "hetero_kv.evals"),
     ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.__main__"),
 )
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 
 
 def named_files(page: str) -> set[str]:
@@ -84,17 +86,17 @@ def test_the_walk_through_quotes_the_example_and_its_rules():
 
 def test_the_documented_methods_of_families_exist():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## What a family answers")[2]
-    for heading, cls in (("asked of the operator", AttentionOperator), ("asked of the cache layer", FamilyLayer)):
+    for heading, cls in (("an operator has", AttentionOperator), ("a cache layer has", FamilyLayer)):
         table = page.partition(f"| {heading} |")[2].partition("\n\n")[0]
         names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])]
         assert len(names) > 10
         assert [name for name in names if not hasattr(cls, name)] == []
 
 
-def room_of(module: str) -> str | None:
-    """The room that a module belongs to; None for what is not ours."""
+def package_of(module: str) -> str | None:
+    """The package that a module belongs to; None for what is not ours."""
     parts = module.split(".")
-    return next((room for room in (".".join(parts[:2]), parts[0]) if room in FLOOR), None)
+    return next((name for name in (".".join(parts[:2]), parts[0]) if name in FLOOR), None)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -117,15 +119,15 @@ def test_imports_run_downwards():
     for package in ("cpu_ops", "gpu_ops", "hetero_kv"):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            own = room_of(".".join(parts if package == "hetero_kv" else ("hetero_kv", *parts)))
+            own = package_of(".".join(parts if package == "hetero_kv" else ("hetero_kv", *parts)))
             for module in imported(path):
-                other = room_of(module)
+                other = package_of(module)
                 if own and other and own != other and FLOOR[other] >= FLOOR[own]:
                     upwards.add((path.relative_to(ROOT).as_posix(), module))
     assert upwards == set()
 
 
-def test_every_room_has_a_floor():
+def test_every_package_has_a_floor():
     folders = {f"hetero_kv.{path.parent.name}" for path in (ROOT / "hetero_kv").glob("*/__init__.py")}
     files = {f"hetero_kv.{path.stem}" for path in (ROOT / "hetero_kv").glob("*.py")} - {"hetero_kv.__init__"}
     assert {*FLOOR} == folders | files

@@ -70,7 +70,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.in_use = ExclusiveUse()
         PrefillProgress.__init__(self, on_progress)
         self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
-        #: The strided forward in progress, if any (`adapter.strides.StridedForward`).
+        #: The strided forward in progress, if any (`adapter.strided_prefill.StridedForward`).
         self.strided: Any = None
         #: Number of model layers that the tokens passed through; None before the first tokens.
         self.depth: int | None = None
