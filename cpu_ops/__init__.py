@@ -7,6 +7,9 @@ torch is loaded already, `openmp.spin_briefly` shortens the spins. torch reads i
 import os
 import sys
 
+if __name__ != "hetero_kv.cpu_ops":
+    raise ImportError(f"{__name__} is a part of hetero_kv; import hetero_kv.cpu_ops")
+
 from hetero_kv.cpu_ops import openmp
 
 #: Spins of a waiting thread before it sleeps.

@@ -10,6 +10,7 @@ from torch import nn
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.former_names import refuse_former_methods
 
 _WRAPPED = "wrapped."
 
@@ -35,6 +36,10 @@ class Operator(nn.Module):
     prefills_exactly: bool = False
     #: Whether later prompts also attend to all stored tokens, up to the storage type's precision.
     continues_exactly: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former_methods(cls, {"is_wanted": "applies"})
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from hetero_kv.settings.former_names import refuse_former_methods
 from hetero_kv.store.block_table import BlockTable
 
 
@@ -18,6 +20,10 @@ class Layout:
     """
 
     block_size: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former_methods(cls, {"closed": "finalized", "closes_alone": "finalizes_per_sequence"})
 
     def stored(self, before: int, length: int, *, is_prompt: bool, is_last: bool) -> int:
         """Tokens in blocks once the sequence has grown to `length`.

@@ -115,7 +115,7 @@ def test_a_name_that_is_saved_again_is_the_new_context(model, store):
     assert sizes(store) == [stored.bytes]
     with pytest.raises(ContextError, match=r"no context 'note' in .*there are: notes"):
         store.named("note")
-    with pytest.raises(ContextError, match="no name"):
+    with pytest.raises(ContextError, match="is not a name for a context"):
         store.save(*document(model), "two\nlines")
 
 
@@ -170,7 +170,7 @@ def test_an_index_that_has_no_room_is_an_error_and_nothing_is_lost(model, store)
     # As on a disk that is full.
     database.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(
-        ContextError, match=r"index.sqlite cannot be written .*disk is full.*; The stored contexts are unchanged"
+        ContextError, match=r"index.sqlite cannot be written .*disk is full.*\. The stored contexts are unchanged"
     ):
         save_many(model, store)
     kept = store.contexts()

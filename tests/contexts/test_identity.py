@@ -173,12 +173,12 @@ def test_the_context_cache_depends_on_the_active_adapters(tmp_path, caplog):
     with torch.no_grad():
         model(torch.tensor([tokens]), past_key_values=cache)
     prefixes.keep(cache, tokens, {})
-    assert prefixes.begun(HeteroCache(model), prompt).get_seq_length() == 100
+    assert prefixes.with_stored_prefix(HeteroCache(model), prompt).get_seq_length() == 100
     for adapter in adapters(model):
         adapter.active_adapters = ["B"]
-    assert prefixes.begun(HeteroCache(model), prompt) is None
+    assert prefixes.with_stored_prefix(HeteroCache(model), prompt) is None
     handle = model.lm_head.register_forward_hook(lambda *args: None)
-    assert prefixes.begun(HeteroCache(model), prompt) is None
+    assert prefixes.with_stored_prefix(HeteroCache(model), prompt) is None
     assert "has a forward hook" in caplog.text
     handle.remove()
 

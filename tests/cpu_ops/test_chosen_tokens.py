@@ -125,7 +125,7 @@ def test_tokens_are_chosen_from_candidate_blocks(shared):
     choice = BlockChoice(rerank=0, tokens=BLOCK)
     step = problem.step(choice)
     problem.run(step, which=AS_GIVEN, positions=blocks, shared=shared)
-    assert_same(problem, reference(problem, choice, shared=shared, given_blocks=blocks.tolist()))
+    assert_same(problem, reference(problem, choice, shared=shared, allowed_blocks=blocks.tolist()))
     # This many tokens of each non-empty list, all from its candidate blocks.
     assert step.taken.tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
 

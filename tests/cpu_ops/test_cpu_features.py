@@ -56,7 +56,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_named(monkeypatch):
     monkeypatch.setenv(cpu_features.VARIABLE, "sse9")
     with pytest.raises(ValueError, match="HETERO_KV_ISA is 'sse9'; the instruction sets are avx512, avx2, neon"):
         isa()
-    with pytest.raises(ValueError, match="asked for is 'sse9'"):
+    with pytest.raises(ValueError, match="requested instruction set is 'sse9'"):
         use_isa("sse9")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cli import main
+from hetero_kv.engine.sequence import Layout
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.shared_prefill import record_prefill
+from hetero_kv.families.token_retrieval.choosers.chooser import Chooser
 from hetero_kv.rules.rule_file import load_rules
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -216,3 +220,26 @@ def test_mistakes_in_its_settings_are_named(command):
     status, _, error = command("plan", "--config", f"{RULES}:dilation=0")
     assert status == 2
     assert "a whole number of at least 1" in error
+
+
+@pytest.mark.parametrize(
+    ("base", "former", "today"),
+    [
+        (Layout, "closed", "finalized"),
+        (Layout, "closes_alone", "finalizes_per_sequence"),
+        (AttentionOperator, "is_wanted", "applies"),
+        (Chooser, "close", "finalize"),
+        (Chooser, "reads_beside", "reads_outside_lse"),
+    ],
+)
+def test_a_method_under_a_former_name_is_refused(base, former, today):
+    """It would never be called."""
+    with pytest.raises(TypeError, match=f"Mine.{former} is called {today} now"):
+        type("Mine", (base,), {former: True})
+
+
+@pytest.mark.parametrize("package", ["cpu_ops", "gpu_ops"])
+def test_the_kernels_are_imported_by_one_name(package):
+    """A second copy of a module would have registries and kernels of its own."""
+    with pytest.raises(ImportError, match=f"import hetero_kv.{package}"):
+        importlib.import_module(package)

@@ -13,6 +13,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
+from hetero_kv.settings.former_names import refuse_former_methods
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import StorageType
@@ -170,6 +171,10 @@ class Chooser(ABC, Generic[S]):
     looks_ahead: ClassVar[bool] = False
     #: Whether `attend` reads `TokenQuery.outside_lse`. If not, it is NaN on a GPU.
     reads_outside_lse: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_former_methods(cls, {"close": "finalize", "reads_beside": "reads_outside_lse"})
 
     def __init__(self, settings: S, layer_idx: int) -> None:
         self.settings = settings
