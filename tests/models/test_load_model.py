@@ -102,14 +102,14 @@ def test_threads_are_set_as_the_chat_sets_them(q8_0_file, monkeypatch):
 
 @pytest.mark.parametrize("call", [load_model, open_model])
 def test_settings_without_rules_are_refused_by_name(call):
-    with pytest.raises(ConfigError, match=r"kv_type, max_seq_len: settings of rules, and config is not given.*config="):
+    with pytest.raises(ConfigError, match=r"kv_type, max_seq_len: settings of rules, and config is missing.*config="):
         call("nowhere.gguf", max_seq_len=64, kv_type="FP32")
 
 
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"config": "quest", "second_blok_count": 3}, "top_k_blocks"),
+        ({"config": "quest", "top_k_bloks": 3}, "top_k_blocks"),
         ({"config": "qest"}, "quest"),
         ({"config": "quest", "budget": 3}, "budget"),
     ],

@@ -92,6 +92,6 @@ def test_values_that_cannot_be_stored_are_refused_by_name(gpu, llama_on_gpu):
         layer.value_storage = layer.key_storage = type(layer.key_storage)(
             **{**vars(layer.key_storage), "largest": 1e-6}
         )
-    with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond kv_type"):
+    with pytest.raises(HeteroKVError, match=r"a key or value of .* exceeds the range of kv_type"):
         prompt(llama_on_gpu, cache, 40)
     assert cache.get_seq_length() == 40

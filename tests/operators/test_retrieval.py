@@ -74,7 +74,9 @@ def test_the_mean_of_representatives_orders_blocks_as_infllms_sum(deep_llama, mo
 
 def test_a_bound_has_no_mean(deep_llama):
     quest = {"representative_type": "QUEST", "representative_num": 2, "representative_reduce": "mean"}
-    with pytest.raises(HeteroKVError, match="representative_reduce is 'mean'; representative_type QUEST is no keys"):
+    with pytest.raises(
+        HeteroKVError, match="representative_reduce is 'mean'; representative_type QUEST does not consist of keys"
+    ):
         injected(deep_llama, **quest)
 
 

@@ -249,7 +249,7 @@ def test_a_number_beyond_the_storage_type_is_refused_and_the_turn_undone():
     alone(model, cache, [prompt(90, 0)])
     weight = model.model.layers[1].self_attn.v_proj.weight
     weight.mul_(1e6)
-    with pytest.raises(HeteroKVError, match="beyond kv_type FP16"):
+    with pytest.raises(HeteroKVError, match="exceeds the range of kv_type FP16"):
         alone(model, cache, [prompt(9, 1)])
     weight.div_(1e6)
     assert cache.get_seq_length() == 90

@@ -38,7 +38,10 @@ def put_rope(
     """
     parameters, stated = rope_parameters(metadata, head_dim_of(settings), partial=partial, yarn=yarn, axes=axes)
     settings.values["rope_parameters"] = parameters
-    settings.from_file["rope_parameters"] = (metadata.key("rope.*"), {name: parameters[name] for name in stated})
+    settings.from_file["rope_parameters"] = (
+        metadata.key("rope.*"),
+        {name: value for name, value in parameters.items() if name in stated},
+    )
 
 
 def head_dim_of(settings: ConfigSettings) -> int:
