@@ -103,7 +103,7 @@ def open_model(
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
     set_threads(engine.resolved_threads())
     opened = models.open_model(name_or_path, **arguments, weights_device=engine.weights_device)
-    injection = inject(opened.model, chosen.rules, command_line=command_line, settings_file=settings_file)
+    injection = inject(opened.model, replace(chosen, settings=command_line), settings_file=settings_file)
 
     def load_weights() -> None:
         with injection.preparation.beginning():

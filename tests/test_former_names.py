@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 
 from hetero_kv import inject
+from hetero_kv.commands.injected import add_model_flags, injected_model
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.errors import ConfigError
+from hetero_kv.evals import config_specs
+from hetero_kv.evals.configured_model import ConfiguredModel
+from hetero_kv.loading import open_model
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.precedence import SettingsSource, before, in_force
@@ -29,6 +33,7 @@ from hetero_kv.settings.description import describe, oldest_names
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.mapping import canonical, settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting
+from tests.support.tiny_evaluation import save_tiny, tiny_loaded
 from tests.support.tiny_models import tiny_model
 
 
@@ -244,3 +249,61 @@ def test_every_command_with_rules_takes_former_names_as_flags(told: pytest.LogCa
     assert named_config("quest").command_line({"initial_len": settings["initial_len"]}) == {"sink_tokens": 8}
     assert told.messages[0].startswith("command line: the setting second_block_count is called top_k_blocks now")
     assert not re.search(r"--(second_block_count|sinks|initial_len|recent)\b", parser.format_help())
+
+
+MIXED = """
+rules:
+  - {match: {name: 'layers\\.0\\.self_attn$'}, replace: {class: RetrievalAttention, kwargs: {block_size: 4}}}
+  - match: {name: 'layers\\.[1-9]\\.self_attn$'}
+    replace: {class: BoundedAttention, kwargs: {policy: streaming_llm, budget: 96}}
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    (tmp_path / "mixed.yaml").write_text(MIXED, encoding="utf-8")
+    return str(tmp_path / "mixed.yaml")
+
+
+def evaluated_sinks(word: str, flags: dict[str, int]) -> list[int]:
+    """The sinks of the operators that an evaluation of `word` injects under `flags` for all methods."""
+    overrides = canonical(every_settings_class(), flags, where="command line")
+    (method,) = (
+        ConfiguredModel(tiny_loaded(), config_specs([word]), baseline=False, settings=overrides).described().values()
+    )
+    names = ("sink_tokens", "initial_len", "sinks")
+    found = [each["settings"] or {} for each in method["operators"]]
+    return [settings[name] for settings in found for name in names if name in settings]
+
+
+@pytest.mark.parametrize(
+    ("own", "of_all", "sinks"),
+    [
+        ("initial_len=64", "initial_len", [64, 4]),
+        ("sinks=64", "sink_tokens", [32, 64]),
+        ("sink_tokens=64", "sinks", [64, 64]),
+    ],
+)
+def test_a_configs_own_setting_wins_under_whichever_name(mixed: str, own: str, of_all: str, sinks: list[int]) -> None:
+    assert evaluated_sinks(f"{mixed}:{own}", {of_all: 32}) == sinks
+
+
+@pytest.mark.parametrize(("word", "sinks"), [("quest:initial_len=64", 64), ("quest", 32)])
+def test_a_recipes_own_setting_wins_over_a_former_flag_of_all_methods(word: str, sinks: int) -> None:
+    assert evaluated_sinks(word, {"initial_len": 32}) == [sinks]
+
+
+def test_a_model_opens_under_mixed_rules_with_the_setting_of_each(mixed: str, tmp_path: Path) -> None:
+    opened = open_model(save_tiny(tmp_path / "model"), config=f"{mixed}:sinks=8", sink_tokens=16)
+    operators = opened.model.hetero_kv_injection.attention_operators()
+    assert [each.settings.sink_tokens for each in operators] == [16, 8, 8]
+
+
+def test_plan_and_rules_inject_mixed_rules_with_the_setting_of_each(mixed: str, tmp_path: Path) -> None:
+    parser = FlagParser("program", "a program")
+    add_model_flags(parser, "none")
+    add_setting_flags(parser, lambda _: ())
+    flags = parser.parse(["--model", str(save_tiny(tmp_path / "model")), "--sink_tokens", "16"])
+    flags.rules = f"{mixed}:sinks=8"
+    operators = injected_model(flags).injection.attention_operators()
+    assert [each.settings.sink_tokens for each in operators] == [16, 8, 8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_kv.models import DEFAULT_MODEL
@@ -64,10 +65,10 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
     from hetero_kv.rules.injecting import inject
 
     config = named_config(flags.rules, trusted_modules(flags))
-    command_line = config.command_line(settings_of(flags))
+    config = replace(config, settings=config.command_line(settings_of(flags)))
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
     weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)
-    injection = inject(weightless.model, config, command_line=command_line, settings_file=read_settings_file())
+    injection = inject(weightless.model, config, settings_file=read_settings_file())
     return InjectedModel(
         weightless.name, display(config.rules.path) if config.rules.path else "rules", injection, weightless.stored
     )

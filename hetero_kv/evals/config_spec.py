@@ -10,9 +10,10 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.evals.options import parse_list
 from hetero_kv.rules.effect import require_effect, taken_by
 from hetero_kv.rules.named_config import NamedConfig, named_config
-from hetero_kv.rules.owners import registered_owners
+from hetero_kv.rules.owners import flat_classes, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.recipes import display
+from hetero_kv.settings.mapping import canonical
 
 if TYPE_CHECKING:
     from hetero_kv.rules.injection import Injection
@@ -73,7 +74,9 @@ def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[Config
 
 def settings_for(spec: ConfigSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that override a method's rules: those of the run that it takes, overridden by the method's own."""
-    return before(spec.settings, taken_by(settings, spec.rules.owners({**settings, **spec.settings})))
+    taken = taken_by(settings, spec.rules.owners({**settings, **spec.settings}))
+    classes = flat_classes(spec.rules.known_owners())
+    return before(spec.settings, canonical(classes, taken, where=COMMAND_LINE))
 
 
 def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -267,7 +267,7 @@ class ConfiguredModel:
 
     def _inject(self, spec: ConfigSpec, measure_recall: bool = False) -> Injection:
         wins = settings_for(spec, self._overrides) | ({"measure_recall": True} if measure_recall else {})
-        return inject(self.loaded.model, spec.rules, command_line=wins, settings_file=self._settings_file)
+        return inject(self.loaded.model, replace(spec, settings=wins), settings_file=self._settings_file)
 
     def _prepared(self, spec: ConfigSpec) -> _Method:
         """A method's properties, found by injecting its rules once; this also compiles its kernels."""
