@@ -33,7 +33,7 @@ from hetero_kv.settings.description import describe, oldest_names
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.mapping import canonical, settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting
-from tests.support.tiny_evaluation import save_tiny, tiny_loaded
+from tests.support.tiny_evaluation import SPARSE, save_tiny, tiny_loaded
 from tests.support.tiny_models import tiny_model
 
 
@@ -307,3 +307,12 @@ def test_plan_and_rules_inject_mixed_rules_with_the_setting_of_each(mixed: str, 
     flags.rules = f"{mixed}:sinks=8"
     operators = injected_model(flags).injection.attention_operators()
     assert [each.settings.sink_tokens for each in operators] == [16, 8, 8]
+
+
+def test_an_evaluation_records_a_setting_under_its_oldest_name() -> None:
+    specs = config_specs(["quest"])
+    method = ConfiguredModel(tiny_loaded(), specs, baseline=False, settings=SPARSE).described()["quest"]
+    settings = method["operators"][1]["settings"]
+    # What version 0.2.0 recorded.
+    assert settings.items() >= {"initial_len": 8, "second_block_count": 2, "block_size": 8}.items()
+    assert not settings.keys() & {"sink_tokens", "top_k_blocks"}

@@ -13,6 +13,7 @@ from hetero_kv.rules.named_config import NamedConfig, named_config
 from hetero_kv.rules.owners import flat_classes, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.recipes import display
+from hetero_kv.settings.description import oldest_names
 from hetero_kv.settings.mapping import canonical
 
 if TYPE_CHECKING:
@@ -80,16 +81,24 @@ def settings_for(spec: ConfigSpec, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
-    """A method as plain data, operators grouped by settings; independent of the machine."""
+    """A method as plain data, operators grouped by settings; independent of the machine.
+
+    A renamed setting has its oldest name, so that a run recorded under it can continue.
+    """
     operators: list[dict[str, Any]] = []
     for path, (name, settings) in injection.report().items():
-        values = None if settings is None else asdict(settings)  # type: ignore[call-overload]
+        values = None if settings is None else _recorded(settings)
         same = next((o for o in operators if o["operator"] == name and o["settings"] == values), None)
         if same is None:
             operators.append({"operator": name, "settings": values, "modules": [path]})
         else:
             same["modules"].append(path)
-    engine = asdict(injection.engine)
+    engine = _recorded(injection.engine)
     del engine["threads_num"]
     rules = display(spec.rules.path) if spec.rules.path else "rules"
     return {"rules": rules, "engine": engine, "operators": operators}
+
+
+def _recorded(settings: Any) -> dict[str, Any]:
+    oldest = oldest_names(type(settings))
+    return {oldest.get(name, name): value for name, value in asdict(settings).items()}

@@ -82,8 +82,8 @@ def setting(
         minimum, maximum: inclusive, of a number.
         multiple_of: of a whole number.
         aliases: names that other programs use for the key.
-        formerly: names that the key had, the oldest first. They still work (`former_names`); saved contexts record the
-            setting under the oldest.
+        formerly: names that the key had, the oldest first. They still work (`former_names`); saved contexts and
+            evaluation runs record the setting under the oldest.
         value_aliases: other names for values, as written -> as meant.
         names_method: for a value that distinguishes methods: its form in the method's name ("rank {}").
     """
