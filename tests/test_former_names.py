@@ -316,3 +316,13 @@ def test_an_evaluation_records_a_setting_under_its_oldest_name() -> None:
     # What version 0.2.0 recorded.
     assert settings.items() >= {"initial_len": 8, "second_block_count": 2, "block_size": 8}.items()
     assert not settings.keys() & {"sink_tokens", "top_k_blocks"}
+
+
+def test_a_former_name_of_another_operators_setting_is_refused_as_such() -> None:
+    text = refusal(lambda: named_config("streaming_llm").command_line({"initial_len": 32}))
+    assert text.startswith(
+        "command line: initial_len has no effect here: it is the former name of sink_tokens in InfLLMStreamAttention, "
+    )
+    assert "BoundedAttention (" not in text.partition(", and injection_rules")[0]
+    assert "streaming_llm.yaml injects BoundedAttention (streaming_llm), " in text
+    assert text.endswith("; write sink_tokens")

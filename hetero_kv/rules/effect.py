@@ -60,10 +60,14 @@ def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterabl
 
 def _without_effect(key: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
     name = next((entry.name for cls in flat_classes(known) if (entry := entry_of(cls, key))), key)
-    takers = [owner for owner in known if name in setting_names(owner.settings)]
+    takers = [owner for owner in known if entry_of(owner.settings, key)]
     with_settings = [owner for owner in in_place if setting_names(owner.settings)]
     instead = f"injects {labels(with_settings, known)}" if with_settings else "injects no operator with settings"
     meaning = f"it is a setting of {labels(takers, known)}, and" if takers else "no operator has such a setting;"
+    # The operators in place have a setting of that name, which `key` never meant.
+    if any(name in setting_names(owner.settings) for owner in in_place):
+        meaning = f"it is the former name of {name} in {labels(takers, known)} alone, and"
+        name, instead = key, f"{instead}; write {name}"
     return f"{name} has no effect here: {meaning} {rules} {instead}"
 
 
