@@ -24,7 +24,7 @@ from hetero_kv.loading import open_model
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.precedence import SettingsSource, before, in_force
-from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.rules.setting_flags import settings_of as flag_settings
 from hetero_kv.rules.settings_file import read_settings_file
@@ -326,3 +326,15 @@ def test_a_former_name_of_another_operators_setting_is_refused_as_such() -> None
     assert "BoundedAttention (" not in text.partition(", and injection_rules")[0]
     assert "streaming_llm.yaml injects BoundedAttention (streaming_llm), " in text
     assert text.endswith("; write sink_tokens")
+
+
+def test_a_file_wins_over_the_one_that_it_extends_under_whichever_name(tmp_path: Path) -> None:
+    evicts = "rules: [{match: {name: x}, replace: {class: BoundedAttention, kwargs: {policy: streaming_llm}}}]"
+    for child, parent in (("sink_tokens", "sinks"), ("sinks", "sink_tokens")):
+        (tmp_path / "parent.yaml").write_text(f"{evicts}\nlong_context: {{{parent}: 3}}\n", encoding="utf-8")
+        (tmp_path / "child.yaml").write_text(f"extends: parent.yaml\nlong_context: {{{child}: 7}}\n", encoding="utf-8")
+        rules = load_rules(tmp_path / "child.yaml")
+        settings = rules.operator_settings(rules.rules[0])
+        assert settings.sink_tokens == 7
+        merged = [SettingsSource("merged", rules.long_context)]
+        assert in_force(type(settings), merged, where="x").settings.sink_tokens == 7

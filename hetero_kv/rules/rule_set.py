@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from hetero_kv.rules.effect import require_effect, with_effect
 from hetero_kv.rules.module_pattern import ModulePattern
 from hetero_kv.rules.operator_names import declaration_of
 from hetero_kv.rules.owners import Owner, owner_in_place, owners_of, registered_owners
-from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, InForce, SettingsSource, in_force, value_of
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, InForce, SettingsSource, before, in_force, value_of
 from hetero_kv.settings.declaration import OperatorDeclaration
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -130,9 +131,11 @@ class RuleSet:
 
     @property
     def long_context(self) -> dict[str, Any]:
-        """The merged settings of all `long_context:` blocks by canonical key; the extending file wins."""
-        blocks = [file.long_context for file in (self.file, *self.file.extends)]
-        return {name: value for block in reversed(blocks) for name, value in block.items()}
+        """The merged settings of all `long_context:` blocks by canonical key, those of the extending file first.
+
+        A setting may be there under a former name too; the first wins, as in `in_force`.
+        """
+        return reduce(before, (file.long_context for file in (self.file, *self.file.extends)), {})
 
     def engine_in_force(
         self, *, command_line: Mapping[str, Any] | None = None, settings_file: Mapping[str, Any] | None = None
