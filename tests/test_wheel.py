@@ -94,13 +94,13 @@ def test_a_wheel_holds_one_package_and_all_of_it(wheel):
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hetero_kv"}
     folders = {"hetero_kv": "hetero_kv"} | {name: f"hetero_kv/{name}" for name in SOURCE[:5] if name != "hetero_kv"}
-    wanted = {
+    expected = {
         f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, inside in folders.items()
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".yaml")
     }
-    assert {name for name in names if name.endswith((".py", ".yaml"))} == wanted
+    assert {name for name in names if name.endswith((".py", ".yaml"))} == expected
 
 
 def test_an_installed_wheel_reads_its_own_files_beside_a_users(run_installed):

@@ -29,7 +29,7 @@ _CALLED_WITH = "scaling", "sliding_window"
 # From this many tokens on, a layer's temporaries are so large that their memory is kept for the next layer.
 _LONG_PROMPT = 512
 # Minimum number of last tokens that the last layer's output is computed of: smaller products take other kernels.
-_ASKED_TOGETHER = 128
+_MIN_OUTPUT_TOKENS = 128
 
 
 class ChunkedDecoderLayer(Operator):
@@ -108,7 +108,7 @@ class ChunkedDecoderLayer(Operator):
         is_last = self.layer_idx == len(cache.layers) - 1
         # Strided policies may read the logits of any token.
         kept = chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0
-        first_needed = total - max(kept, _ASKED_TOGETHER) if kept else 0
+        first_needed = total - max(kept, _MIN_OUTPUT_TOKENS) if kept else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():

@@ -70,13 +70,13 @@ class CachePieces:
 
     def _shared_values(self, values: dict[Any, np.ndarray], path: str) -> list[list[Any]]:
         """Adds the tensors that layers share; returns their keys, each with its tensor's name."""
-        metadata = []
+        keys = []
         for index, (key, value) in enumerate(values.items()):
             if tupled(json.loads(json.dumps(key))) != key:
                 raise ContextError(f"layers share values under the key {shown(key)}, which JSON cannot express")
             self.tensors[f"{path}/{index}"] = torch.from_numpy(np.ascontiguousarray(value))
-            metadata.append([key, f"{path}/{index}"])
-        return metadata
+            keys.append([key, f"{path}/{index}"])
+        return keys
 
     def _part(self, part: SavedPart, path: str, shared: _Shared) -> dict[str, Any]:
         self.tensors |= {f"{path}/{name}": tensor for name, tensor in part.tensors.items()}

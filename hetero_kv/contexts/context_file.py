@@ -110,9 +110,9 @@ class OpenContext:
 
     def runs(self, number: int) -> list[BlockRun]:
         """The runs of a layout's blocks, in order. Raises DamagedContextError for an invalid run."""
-        metadata = self._layout(number).get("runs")
+        recorded = self._layout(number).get("runs")
         runs = []
-        for run in metadata if isinstance(metadata, list) else [None]:
+        for run in recorded if isinstance(recorded, list) else [None]:
             match run:
                 case [str() as file, int() as first, int() as count, str() as digest] if (
                     first >= 0 < count and _IS_FILE.fullmatch(file)
@@ -167,16 +167,16 @@ class OpenContext:
 
     def _layout(self, number: int) -> dict[str, Any]:
         layouts = self.metadata.get("layouts")
-        metadata = layouts[number] if isinstance(layouts, list) and number < len(layouts) else None
-        return metadata if isinstance(metadata, dict) else {}
+        layout = layouts[number] if isinstance(layouts, list) and number < len(layouts) else None
+        return layout if isinstance(layout, dict) else {}
 
     def layout(self, number: int) -> tuple[int, np.ndarray]:
         """(block size, tokens in each block) of a layout."""
-        metadata, name = self._layout(number), f"layouts/{number}/lengths"
-        if name not in self.file.entries or type(metadata.get("block_size")) is not int:
+        layout, name = self._layout(number), f"layouts/{number}/lengths"
+        if name not in self.file.entries or type(layout.get("block_size")) is not int:
             raise DamagedContextError(f"{self.file.where} has no blocks of layout {number}")
         part = SavedPart({name: self.file.tensor(name)}, where=self.file.where)
-        return metadata["block_size"], part.indices(name, (None,), torch.int32, metadata["block_size"] + 1).numpy()
+        return layout["block_size"], part.indices(name, (None,), torch.int32, layout["block_size"] + 1).numpy()
 
 
 def _metadata(file: TensorFile) -> dict[str, Any]:

@@ -156,12 +156,12 @@ def _difference(
     was, now = saved.get(first, {}), here.get(first, {})
     names = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
     today = renamed.get(first, {})
-    metadata = ", ".join(
+    differences = ", ".join(
         f"{today.get(name, name)} {shown(was.get(name), 60)} (here {shown(now.get(name), 60)})" for name in names[:4]
     )
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     layers = f"layer {first}" if len(differing) == 1 else f"{len(differing)} layers, as in layer {first}"
-    return f"in {layers}, {metadata}{more}; inject rules with those settings"
+    return f"in {layers}, {differences}{more}; inject rules with those settings"
 
 
 def _operator(operator: AttentionOperator, oldest: Mapping[str, str]) -> dict[str, Any]:
@@ -196,7 +196,9 @@ def _active(model: nn.Module) -> dict[str, str]:
         texts.setdefault(name, []).append(f"{part.path}: {text}")
         if not part.is_known:
             foreign.setdefault(name, f" {part.path}: {text}".replace("'", "").replace('"', "")[:_SHOWN])
-    return {name: _fingerprint(metadata)[:16] + foreign.get(name, "") for name, metadata in sorted(texts.items())}
+    return {
+        name: _fingerprint(descriptions)[:16] + foreign.get(name, "") for name, descriptions in sorted(texts.items())
+    }
 
 
 def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:

@@ -89,7 +89,7 @@ def multiply_experts(
         runs: (first row, end row, expert), which cover x in order.
 
     Returns [rows, part's rows] for each part, in x's dtype. On a CPU, if every run is short, one call multiplies packed
-    weights with quantized activations. Otherwise each run is a product of its own.
+    weights with quantized activations. Otherwise each run is a separate product.
     """
     if x.device.type == "cpu" and max(end - first for first, end, _ in runs) <= FEW_ROWS:
         known = [part.matrices for part in parts]

@@ -240,6 +240,6 @@ def test_a_method_under_a_former_name_is_refused(base, former, today):
 
 @pytest.mark.parametrize("package", ["cpu_ops", "gpu_ops"])
 def test_the_kernels_are_imported_by_one_name(package):
-    """A second copy of a module would have registries and kernels of its own."""
+    """A second copy of a module would have separate registries and kernels."""
     with pytest.raises(ImportError, match=f"import hetero_kv.{package}"):
         importlib.import_module(package)

@@ -205,7 +205,7 @@ DEFECTS = (
         "a piece of what is stored comes to lie where another is used",
         "gpu_ops/prefetch.py",
         "                    if following >= _SLOTS:",
-        "                    if following > len(wanted):",
+        "                    if following > len(queue):",
         ("tests/gpu_ops/test_bus_transfers.py::test_two_pieces_are_on_the_device",),
     ),
     Mutation(

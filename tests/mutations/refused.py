@@ -197,7 +197,7 @@ MODELS = (
         (f"{_CONFIG}a_number_that_no_model_has_is_named",),
     ),
     Mutation(
-        "Python files outside_lse a model are run",
+        "Python files beside a model are run",
         "hetero_kv/models/configuration.py",
         "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)",
         "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=True)",

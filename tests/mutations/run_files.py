@@ -88,7 +88,7 @@ RUNS = (
         (f"{_RUNS}a_line_that_did_not_fit_is_not_half_there",),
     ),
     Mutation(
-        "what a killed run left outside_lse its files stays",
+        "what a killed run left beside its files stays",
         "hetero_kv/evals/run_folder.py",
         "        abandoned.unlink()",
         "        pass",
@@ -116,7 +116,7 @@ RUNS = (
         (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
     ),
     Mutation(
-        "a write that fails leaves half of a file outside_lse",
+        "a write that fails leaves half of a file behind",
         "hetero_kv/durable_file.py",
         "            os.unlink(partial)\n        raise",
         "            pass\n        raise",

@@ -130,7 +130,7 @@ def asking(module, args, output):
     return output * (1.0 if bool((output > 1e9).any()) else 0.5)
 
 
-ASKED = rf"the forward waits for the device \(test_captured_steps.py:{asking.__code__.co_firstlineno + 2}\)"
+WAITS = rf"the forward waits for the device \(test_captured_steps.py:{asking.__code__.co_firstlineno + 2}\)"
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_uncapturable_layers_run_uncaptured_and_are_named(gpu, llama, failed, be
     actual = told(llama, injected(llama, small_recipe("shadowkv")), tokens, prompt=30)
     state = llama.hetero_kv_injection.captures.state
     assert torch.equal(torch.cat(actual), torch.cat(expected))
-    assert re.fullmatch(f"off: {ASKED}", state)
+    assert re.fullmatch(f"off: {WAITS}", state)
     assert not failed
 
 
@@ -187,7 +187,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
     ("recipe", "hook", "message"),
     [
         pytest.param("infinigen", None, "computes from the arguments", marks=pytest.mark.slow),
-        ("shadowkv", asking, ASKED),
+        ("shadowkv", asking, WAITS),
         ("shadowkv", waiting, "not permitted when stream"),
     ],
 )

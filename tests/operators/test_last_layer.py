@@ -35,7 +35,7 @@ def rows(monkeypatch):
 @pytest.fixture
 def few_together(monkeypatch):
     """Of no more last tokens than the head wants is the last layer's output computed."""
-    monkeypatch.setattr(chunked_decoder_layer, "_ASKED_TOGETHER", 1)
+    monkeypatch.setattr(chunked_decoder_layer, "_MIN_OUTPUT_TOKENS", 1)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def test_of_other_tokens_the_last_layers_output_is_not_computed(dense_model, row
 
 
 def test_of_some_tokens_more_it_is_computed_so_that_products_are_made_the_same_way(dense_model, rows, monkeypatch):
-    monkeypatch.setattr(chunked_decoder_layer, "_ASKED_TOGETHER", 40)
+    monkeypatch.setattr(chunked_decoder_layer, "_MIN_OUTPUT_TOKENS", 40)
     last_logits(dense_model, 1)
     assert rows == [64, 56] * 2 + [24, 56] + [30] * 3
 
