@@ -30,6 +30,7 @@ class Batch:
         max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
         forks: number of forks whose growth to `max_seq_len` is planned too.
         resident: the resident prefix: KV that a file already supplies.
+        store: a store that caches share (`Store.is_common`), which needs no plan; None plans one of its own.
 
     Attributes:
         groups: in the order of the rows.
@@ -40,17 +41,19 @@ class Batch:
     """
 
     def __init__(
-        self, maker: CacheFactory, max_seq_len: int | None, forks: int, resident: ResidentPrefix = NO_RESIDENT_PREFIX
-    ) -> None:
+        self, maker: CacheFactory, max_seq_len: int | None, forks: int, resident: ResidentPrefix = NO_RESIDENT_PREFIX,
+        store: Store | None = None,
+    ) -> None:  # fmt: skip
         self._maker, self._max_seq_len, self._forks, self._resident = maker, max_seq_len, forks, resident
         # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
-        self._begin_in(maker.planned_store(max_seq_len, 1, forks, resident, None))
+        self._begin_in(maker.planned_store(max_seq_len, 1, forks, resident, None) if store is None else store)
 
     def _begin_again(self) -> None:
         store = self.groups[0].store
         # With forks, the plan covered all of them together.
-        self._begin_in(store.empty_copy() if self._planned_batch else Store(store.capacity, self._forks))
+        keeps_plan = self._planned_batch or store.is_common
+        self._begin_in(store.empty_copy() if keeps_plan else Store(store.capacity, self._forks))
 
     def _begin_in(self, store: Store) -> None:
         self._set_groups([EqualLengthGroup(self._maker.cache_layers(), store)])
@@ -115,7 +118,7 @@ class Batch:
             self._begin_again()
         first = self.groups[0]
         crowded = first.store.waits and reserved_by_others(first.store) != NOTHING_RESERVED
-        if first.layouts and (crowded or batch > self._planned_batch):
+        if first.layouts and not first.store.is_common and (crowded or batch > self._planned_batch):
             planned = max(batch, self._planned_batch)
             first.store = self._maker.planned_store(
                 self._max_seq_len, planned, self._forks, self._resident, first.store

@@ -42,6 +42,7 @@ class HeteroCache(PrefillProgress, HFInterface):
             forks share the capacity of one sequence.
         tokenizer: for eviction policies that run a text of their own; None loads that of the model's directory.
         resident: the resident prefix, for a cache that `load` fills: memory is planned for the rest.
+        store: a store that caches of this model share (`Injection.common_store`); None plans one of its own.
 
     Attributes:
         groups: in the order of the batch's rows.
@@ -65,6 +66,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         forks: int = 0,
         tokenizer: Any = None,
         resident: ResidentPrefix = NO_RESIDENT_PREFIX,
+        store: Store | None = None,
     ) -> None:
         maker = injected(model)
         self.in_use = ExclusiveUse()
@@ -80,7 +82,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.computed_under: tuple[ModelState, ...] = ()
         #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
-        CacheStatistics.__init__(self, maker, max_seq_len, forks, resident)
+        CacheStatistics.__init__(self, maker, max_seq_len, forks, resident, store)
         Cache.__init__(self, layers=self.layers)
 
     def _present(self, group: EqualLengthGroup) -> None:
@@ -245,8 +247,9 @@ class HeteroCache(PrefillProgress, HFInterface):
         clone.on_progress = clone._question = None
         memo: dict[int, Any] = {}
         clone._set_groups([group.fork(memo) for group in self.groups])
-        if not self.sequences:
-            clone.groups[0].store = Store(self.groups[0].store.capacity, self._forks)
+        store = self.groups[0].store
+        if not self.sequences and not store.is_common:
+            clone.groups[0].store = Store(store.capacity, self._forks)
         # Both share the plan. `reset` makes a cache leave the shared store and plan again.
         self._planned_batch = clone._planned_batch = 0
         return clone

@@ -46,6 +46,12 @@ def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFu
 def blocks_exhausted(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
     """The error for `tokens` tokens without free blocks, when only `left` fit."""
     allocator = store.allocators[layout]
+    if store.is_common:
+        return CacheFullError(
+            f"the store of this model's caches is full: {tokens} more tokens do not fit, and the "
+            f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {left}; reset or drop other "
+            f"caches, or make the store larger than {store.tokens} tokens{_shorter(left)}"
+        )
     return CacheFullError(
         f"the blocks that this cache shares with its forks are used up: {tokens} more tokens do not fit, and the "
         f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {left}; reset or drop a fork, "
@@ -64,7 +70,7 @@ def _sharing(groups: Rows[EqualLengthGroup]) -> list[tuple[Store, Layout, list[E
         (store, layout, [group for group in groups if group.store is store])
         for store in stores.values()
         for layout, allocator in store.allocators.items()
-        if allocator.is_shared
+        if allocator.is_shared or store.is_common
     ]
 
 

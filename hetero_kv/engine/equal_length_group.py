@@ -163,13 +163,23 @@ class EqualLengthGroup:
             self.shared = {}
         self.length, self.prompt_length = length, min(self.prompt_length, length)
 
-    def require_croppable(self) -> None:
-        """Raise HeteroKVError when a layer cannot drop its newest tokens."""
-        stuck = {
+    @property
+    def _uncroppable(self) -> set[str]:
+        """The kinds of layers that cannot drop their newest tokens."""
+        return {
             type(layer).__name__
             for layer in self.layers
             if not (layer.can_crop if isinstance(layer, FamilyLayer) else isinstance(layer, DynamicLayer))
         }
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every layer can drop its newest tokens."""
+        return not self._uncroppable
+
+    def require_croppable(self) -> None:
+        """Raise HeteroKVError unless `is_croppable`."""
+        stuck = self._uncroppable
         if stuck:
             raise HeteroKVError(
                 f"this cache cannot roll back (assisted decoding?): its layers of kind {', '.join(sorted(stuck))} do "

@@ -1,4 +1,4 @@
-"""The DRAM store of a cache and its forks: a block allocator per layout, a pool per layer."""
+"""The DRAM store of a cache and its forks, or of many caches: a block allocator per layout, a pool per layer."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from hetero_kv.store.storage import StorageType
 class Store:
     """Blocks for `rows` sequences of `capacity` tokens each, and for the same in each of `forks` forks.
 
+    With `tokens`, caches of one model share the store: each of their sequences takes blocks as it grows, up to
+    `capacity` tokens, and all of them together hold at most `tokens`.
+
     Nothing is allocated before the first tokens: `provide` allocates blocks, then each layer makes its pool once its
     shapes are known.
 
@@ -30,18 +33,21 @@ class Store:
         forks: number of planned forks, each of which can grow to `capacity`.
         planned: DRAM of the full store, bytes; 0 without a plan.
         is_auto: whether the capacity is as much as fits (`max_seq_len: auto`), and is decided with the first tokens.
+        tokens: tokens of all sequences together; None for the store of one cache and its forks.
 
     Attributes:
-        capacity, forks, planned, is_auto: the arguments.
+        capacity, forks, planned, is_auto, tokens: the arguments.
         rows: number of sequences with blocks; 0 until `provide`.
         allocators: by layout.
         mapped: by layer index, the layer's mappings of its pool's memory for other devices.
     """
 
-    def __init__(self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False) -> None:
+    def __init__(
+        self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False, tokens: int | None = None
+    ) -> None:
         self.capacity = capacity
         self.forks = forks
-        self.planned, self.is_auto = planned, is_auto
+        self.planned, self.is_auto, self.tokens = planned, is_auto, tokens
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}
@@ -49,9 +55,14 @@ class Store:
         self._prefetches: dict[torch.device, Prefetch] = {}
         reservations.register(self)
 
+    @property
+    def is_common(self) -> bool:
+        """Whether several caches share the store."""
+        return self.tokens is not None
+
     def empty_copy(self) -> Store:
-        """An empty store with the same arguments."""
-        return Store(self.capacity, self.forks, self.planned, self.is_auto)
+        """An empty store with the same arguments; a common store is its own, for sequences give their blocks back."""
+        return self if self.is_common else Store(self.capacity, self.forks, self.planned, self.is_auto)
 
     @property
     def waits(self) -> bool:
@@ -80,12 +91,28 @@ class Store:
         return self._prefetches[device]
 
     def provide(self, layouts: Iterable[Layout], rows: int) -> None:
-        """Allocate blocks of these layouts for `rows` sequences and their planned forks."""
+        """Allocate blocks of these layouts for `rows` sequences and their planned forks.
+
+        A common store allocates those of all its tokens at the first call.
+        """
+        if self.tokens is not None:
+            self.rows = max(self.rows, rows)
+            for layout in layouts:
+                if layout not in self.allocators:
+                    allocator = self.allocators[layout] = BlockAllocator(layout.block_size)
+                    allocator.provide(-(-self.tokens // layout.block_size))
+            return
         self.rows = rows
         for layout in layouts:
             allocator = BlockAllocator(layout.block_size)
             allocator.provide(rows * -(-self.capacity // layout.block_size) * (1 + self.forks))
             self.allocators[layout] = allocator
+
+    def free_blocks(self, layout: Layout) -> int:
+        """Blocks of a common store's layout that no sequence has."""
+        assert self.tokens is not None
+        allocator = self.allocators.get(layout)
+        return -(-self.tokens // layout.block_size) if allocator is None else allocator.free_blocks
 
     def table(self, layout: Layout) -> BlockTable:
         """An empty block table."""

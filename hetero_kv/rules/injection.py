@@ -190,6 +190,27 @@ class Injection:
             capacity = resolve_max_seq_len(length, plan)
             return Store(capacity, forks, plan.resident_dram(capacity), is_auto=length == "auto")
 
+    def common_store(self, max_seq_len: int | None = None, sequences: int = 1, tokens: int | None = None) -> Store:
+        """A store that several caches share: `HeteroCache(model, store=store)`.
+
+        Args:
+            max_seq_len: capacity of each sequence, tokens; None takes the setting `max_seq_len`.
+            sequences: the number of sequences of that length that the store has room for, where memory allows.
+            tokens: what all sequences hold together; None takes as many as `sequences` need and memory allows.
+
+        Raises OutOfMemoryError when one sequence, or `tokens`, does not fit into the free memory.
+        """
+        length = self.engine.max_seq_len if max_seq_len is None else max_seq_len
+        with PLANNING:
+            gc.collect()
+            plan = Plan.of(self, reserved=reserved_by_others(None))
+            capacity = resolve_max_seq_len(length, plan)
+            if tokens is None:
+                tokens = max(capacity, min(plan.largest(), sequences * capacity))
+            else:
+                resolve_max_seq_len(tokens, plan)
+            return Store(capacity, planned=plan.resident_dram(tokens), tokens=tokens)
+
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int
     ) -> OutOfMemoryError:
