@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from hetero_kv.rules.injecting import eject, inject
     from hetero_kv.rules.injection import Injection
     from hetero_kv.rules.rule_file import load_rules
+    from hetero_kv.serving.engine import Engine
+    from hetero_kv.serving.sampling import SamplingParams
 
 keep_threads_within_quota()
 
 __all__ = [
     "Conversation",
+    "Engine",
     "HeteroCache",
     "HeteroKVError",
     "Injection",
+    "SamplingParams",
     "eject",
     "inject",
     "load_model",
@@ -34,9 +38,11 @@ __all__ = [
 
 _HOME = {
     "Conversation": "chat.conversation",
+    "Engine": "serving.engine",
     "HeteroCache": "engine.cache",
     "HeteroKVError": "errors",
     "Injection": "rules.injection",
+    "SamplingParams": "serving.sampling",
     "eject": "rules.injecting",
     "inject": "rules.injecting",
     "load_model": "loading",

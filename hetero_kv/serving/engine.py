@@ -1,0 +1,235 @@
+"""The engine: answers many requests to one model at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.loading import LoadedModel
+from hetero_kv.models.turns import TurnTokens
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.part_size import PartSize
+from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.request import Request
+from hetero_kv.serving.sampler import Sampler
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.scheduler import Scheduler
+from hetero_kv.serving.stream import Stream
+from hetero_kv.serving.text_stream import TextStream
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Answers requests from any number of threads and event loops; one thread of its own computes.
+
+    All requests share one store of keys and values. A prompt that begins as an earlier one does computes the rest
+    alone. Requests that are answered at the same time share every reading of the weights.
+
+    Args:
+        model: with rules injected: the result of `hetero_kv.load_model(name, config=...)`.
+        max_seq_len: capacity of a request, prompt and answer, tokens; None takes the rules' setting.
+        max_batch: the most requests that are answered at a time; others wait.
+        kv_tokens: tokens of all requests together, ended ones that are kept included; None takes what `max_batch`
+            requests need, or as many as fit into memory.
+        kept_prefixes: ended requests whose sequences are kept for prompts that begin alike, where there is memory.
+        longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
+        part: tokens of a prompt that pass at once while nobody waits for a token.
+        starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
+
+    Raises HeteroKVError when the model has no rules, and OutOfMemoryError when `max_seq_len` does not fit.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        max_seq_len: int | None = None,
+        max_batch: int = 8,
+        kv_tokens: int | None = None,
+        kept_prefixes: int = 16,
+        longest_gap_s: float = 0.25,
+        part: int = 2048,
+        starts_thread: bool = True,
+    ) -> None:
+        injection = getattr(model.model, "hetero_kv_injection", None)
+        if injection is None:
+            raise HeteroKVError(
+                f"Engine: {model.name} has no rules injected; load it by hetero_kv.load_model(name, config='adaptive')"
+            )
+        for name, value in (("max_batch", max_batch), ("part", part)):
+            if value < 1:
+                raise HeteroKVError(f"Engine: {name} is {value}; it must be at least 1")
+        self.tokenizer = model.tokenizer
+        self._turns = None if model.tokenizer is None else TurnTokens(model.tokenizer)
+        self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
+        operators = list(injection.attention_operators())
+        layers = injection.cache_layers()
+        splits = all(each.prefills_exactly for each in operators) and not any(
+            getattr(layer, "is_strided", False) for layer in layers
+        )
+        self._scheduler = Scheduler(
+            ModelForward(model.model),
+            self._store,
+            ResidentPrefixes(operators, kept_prefixes),
+            PartSize(longest_gap_s, part),
+            max_batch=max_batch,
+            splits_prompts=splits,
+        )
+        config = model.model.config.get_text_config(decoder=True)
+        self._vocab_size: int = config.vocab_size
+        ends = model.model.generation_config.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self._new: deque[Request] = deque()
+        self._cancelled: deque[Stream] = deque()
+        self._changed = threading.Condition()
+        self._stepping = threading.Lock()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if starts_thread:
+            self._thread = threading.Thread(target=self._run, name="hetero-kv engine", daemon=True)
+            self._thread.start()
+
+    # -- requests
+
+    @property
+    def max_seq_len(self) -> int:
+        """Capacity of a request, prompt and answer, tokens."""
+        return self._store.capacity
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        question: int | None = None,
+        priority: int = 0,
+    ) -> Stream:
+        """Ask for the continuation of a prompt.
+
+        Args:
+            prompt: a text, whose control tokens are plain text, or token ids.
+            sampling: how tokens are chosen; None takes the likeliest ones.
+            question: how many of the prompt's last tokens are a question about the others, for rules whose
+                `observation` is `question`; None if unknown.
+            priority: requests of a smaller number are admitted before others that wait.
+
+        Returns the stream of its tokens.
+
+        Raises:
+            CacheFullError: the prompt does not fit into `max_seq_len`.
+            HeteroKVError: the prompt is empty or has tokens that the model has not, or the engine is closed.
+        """
+        params = sampling or SamplingParams()
+        tokens = self._tokens(prompt)
+        capacity = self.max_seq_len
+        if len(tokens) > capacity:
+            raise CacheFullError(
+                f"the prompt has {len(tokens)} tokens, and max_seq_len is {capacity}; shorten the prompt by "
+                f"{len(tokens) - capacity} tokens, or set max_seq_len to at least {len(tokens)}"
+            )
+        request = Request(
+            tokens,
+            params,
+            Sampler(params, tokens, self._vocab_size),
+            TextStream(self.tokenizer, params.stop),
+            Stream(self._cancel, None if self._thread is not None else self.step),
+            ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self._ends),
+            # The last token of an answer is not stored.
+            limit=min(params.max_new_tokens, capacity + 1 - len(tokens)),
+            question=question,
+            priority=priority,
+        )
+        with self._changed:
+            if self._is_closed:
+                raise HeteroKVError("the engine is closed; make another one")
+            self._new.append(request)
+            self._changed.notify_all()
+        return request.stream
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._turns is None:
+                raise HeteroKVError("the prompt is a text, and the model has no tokenizer; give token ids")
+            tokens = self._turns.raw(prompt)
+        else:
+            tokens = [int(token) for token in prompt]
+            for token in tokens:
+                if not 0 <= token < self._vocab_size:
+                    raise HeteroKVError(
+                        f"the prompt has token {token}; the model has tokens 0 to {self._vocab_size - 1}"
+                    )
+        if not tokens:
+            raise HeteroKVError("the prompt is empty; give at least one token")
+        return tokens
+
+    def _cancel(self, stream: Stream) -> None:
+        with self._changed:
+            self._cancelled.append(stream)
+            self._changed.notify_all()
+        # While a prompt passes, its chunks look at the request itself.
+        for request in self._scheduler.requests:
+            if request.stream is stream:
+                request.is_cancelled = True
+
+    # -- computing
+
+    def step(self) -> bool:
+        """Compute one step: a part of a prompt, and a token of every request that has its prompt behind it.
+
+        Returns whether there was anything to compute.
+        """
+        with self._stepping:
+            self._receive()
+            if not self._scheduler.requests:
+                return False
+            self._scheduler.step()
+            return True
+
+    def _receive(self) -> None:
+        with self._changed:
+            while self._new:
+                self._scheduler.add(self._new.popleft())
+            cancelled = {id(stream) for stream in self._cancelled}
+            self._cancelled.clear()
+        for request in self._scheduler.requests:
+            request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._new or self._scheduler.requests)
+                if self._is_closed:
+                    return
+            try:
+                self.step()
+            except Exception as error:
+                # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
+                _logger.exception("a step of the engine failed")
+                self._scheduler.fail_all(error)
+
+    # -- ends
+
+    def close(self) -> None:
+        """End all requests as cancelled, and the engine's thread. Further calls do nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for request in self._scheduler.requests:
+            request.is_cancelled = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._stepping:
+            self._receive()
+            self._scheduler.retire_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

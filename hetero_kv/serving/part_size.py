@@ -1,0 +1,48 @@
+"""How many tokens of a prompt pass at once, beside requests that are being answered."""
+
+from __future__ import annotations
+
+#: The fewest tokens of a part: with fewer, most of the time would go into reading the weights.
+LEAST = 32
+# Each new measurement's weight in the mean.
+_NEWEST = 0.3
+
+
+class PartSize:
+    """Chooses parts of prompts, so that the time between two tokens of other requests stays near a target.
+
+    Args:
+        longest_gap_s: the target, seconds.
+        alone: tokens of a part while nobody else waits for a token; new requests are admitted between two parts.
+    """
+
+    def __init__(self, longest_gap_s: float, alone: int) -> None:
+        self._longest_gap_s, self._alone = longest_gap_s, alone
+        # Seconds per prompt token and per step of decoding; unknown at first.
+        self._token_s: float | None = None
+        self._step_s = 0.0
+
+    def of(self, remaining: int, rows: int) -> int:
+        """Tokens of the next part.
+
+        Args:
+            remaining: tokens of the prompt that have not passed.
+            rows: requests that wait for a token meanwhile.
+        """
+        if not rows:
+            return min(remaining, self._alone)
+        if self._token_s is None:
+            return min(remaining, LEAST)
+        fitting = int((self._longest_gap_s - self._step_s) / self._token_s)
+        size = min(self._alone, max(LEAST, fitting))
+        # A rest that is smaller than a part passes with it.
+        return remaining if remaining < size + LEAST else size
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """A part of this many tokens took this long."""
+        each = seconds / tokens
+        self._token_s = each if self._token_s is None else self._token_s + _NEWEST * (each - self._token_s)
+
+    def decoded(self, seconds: float) -> None:
+        """A step of decoding took this long."""
+        self._step_s += _NEWEST * (seconds - self._step_s)

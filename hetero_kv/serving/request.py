@@ -1,0 +1,87 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.sampler import Choice, Sampler
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.stream import Completion, FinishReason, Piece, Stream
+from hetero_kv.serving.text_stream import TextStream
+
+
+class Request:
+    """A prompt and its answer so far. Only the engine's thread touches it; readers have its stream.
+
+    Attributes:
+        tokens: ids of the prompt, then of the answer.
+        prompt_tokens: the prompt's number of tokens.
+        question: how many of its last tokens are the question about the others; None if unknown.
+        limit: the longest answer that fits, tokens.
+        cache: its keys and values; None before it is admitted.
+        cached_tokens: tokens of the prompt that another request had computed.
+        is_cancelled: whether it ends before its next token.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream, stream: Stream, *,
+        ends: frozenset[int], limit: int, question: int | None = None, priority: int = 0,
+    ) -> None:  # fmt: skip
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(self.tokens)
+        self.params, self.sampler, self.stream = params, sampler, stream
+        self.limit, self.question, self.priority = limit, question, priority
+        self.cache: HeteroCache | None = None
+        self.cached_tokens = 0
+        self.is_cancelled = False
+        self._ends, self._text = ends, text
+        self._pieces: list[Piece] = []
+        self._began, self._first_token_s = time.perf_counter(), None
+
+    _first_token_s: float | None
+
+    @property
+    def stored(self) -> int:
+        """How many of its tokens are in its cache."""
+        return 0 if self.cache is None else self.cache.get_seq_length()
+
+    @property
+    def most_stored(self) -> int:
+        """How many tokens its cache holds at the end: the last one of an answer is not stored."""
+        return self.prompt_tokens + self.limit - 1
+
+    def take(self, choice: Choice) -> FinishReason | None:
+        """Append a token to the answer. Returns why the answer ends with it; None if it goes on."""
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter() - self._began
+        self.tokens.append(choice.token)
+        is_end = choice.token in self._ends
+        reason: FinishReason | None = "end" if is_end else None
+        piece = self._text.add(choice.token)
+        if self._text.found is not None:
+            reason = "stop_text"
+        elif reason is None and len(self.tokens) - self.prompt_tokens == self.limit:
+            reason = "max_new_tokens" if self.limit == self.params.max_new_tokens else "full"
+        self._pieces.append(Piece(choice.token, piece, choice.logprob, choice.alternatives))
+        self.stream.put(self._pieces[-1])
+        return reason
+
+    def complete(self, reason: FinishReason) -> None:
+        """Give the whole answer to the readers."""
+        self._text.end()
+        if self._text.found is not None:
+            reason = "stop_text"
+        self.stream.complete(
+            Completion(
+                text=self._text.text,
+                pieces=tuple(self._pieces),
+                finish_reason=reason,
+                stop_text=self._text.found,
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
+                first_token_s=self._first_token_s,
+                total_s=time.perf_counter() - self._began,
+            )
+        )

@@ -1,0 +1,181 @@
+"""Chooses a request's tokens from the model's logits: penalties, filters, and a random draw of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.serving.sampling import SamplingParams
+
+# `top_p` looks at this many of the likeliest tokens first, because sorting a whole vocabulary takes milliseconds.
+_FIRST_CANDIDATES = 1024
+
+
+class LogitsError(HeteroKVError):
+    """No token can be chosen: the logits are not numbers, or every token is forbidden."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen token.
+
+    Attributes:
+        token: its id.
+        logprob: its log-probability; None where the request has none.
+        alternatives: the likeliest tokens' log-probabilities by id, best first.
+    """
+
+    token: int
+    logprob: float | None = None
+    alternatives: Mapping[int, float] = field(default_factory=dict)
+
+
+class Sampler:
+    """Chooses the tokens of one request, one after the other.
+
+    Every request has a random generator of its own (Philox), of which a token takes one number. The tokens of a seed
+    therefore do not depend on other requests, except that a model's logits may be rounded otherwise in a larger batch.
+
+    Args:
+        params: how tokens are chosen.
+        prompt: the prompt's token ids, for `repetition_penalty`.
+        vocab_size: number of logits; ids in `logit_bias` must be less.
+
+    Raises HeteroKVError for a biased token that the model does not have.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int], vocab_size: int) -> None:
+        for token in params.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise HeteroKVError(f"logit_bias names token {token}; the model has tokens 0 to {vocab_size - 1}")
+        self.params = params
+        self._random = np.random.Generator(np.random.Philox(params.seed))
+        self._counts: dict[int, int] = {}
+        self._seen = set(prompt) if params.repetition_penalty != 1 else set()
+        biases = params.logit_bias
+        self._biased = torch.tensor(list(biases), dtype=torch.int64), torch.tensor(list(biases.values())).float()
+        self._penalizes = bool(params.presence_penalty or params.frequency_penalty)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every token is the likeliest one by the model's own logits, and nothing else is wanted of them."""
+        params = self.params
+        untouched = params.mask is None and params.logprobs is None and not params.logit_bias and not self._penalizes
+        return params.is_greedy and untouched and params.repetition_penalty == 1
+
+    def choose(self, logits: torch.Tensor) -> Choice:
+        """The next token, by the model's logits [vocab] of any float type, which stay as they are.
+
+        Raises LogitsError if no token can be chosen.
+        """
+        params = self.params
+        if self.takes_likeliest:
+            return Choice(_likeliest(logits))
+        own = logits.detach().to("cpu", torch.float32, copy=True)
+        found = None if params.logprobs is None else torch.log_softmax(own, dim=-1)
+        self._penalize(own)
+        if params.mask is not None:
+            params.mask.apply(own)
+        token = _likeliest(own) if params.is_greedy else self._drawn(own)
+        if params.mask is not None:
+            params.mask.accept(token)
+        if self._penalizes:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        if params.repetition_penalty != 1:
+            self._seen.add(token)
+        if found is None:
+            return Choice(token)
+        best = found.topk(params.logprobs) if params.logprobs else None
+        alternatives = {} if best is None else dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Choice(token, float(found[token]), alternatives)
+
+    def _penalize(self, logits: torch.Tensor) -> None:
+        """Apply penalties and biases to the logits, in place."""
+        params = self.params
+        if self._seen:
+            ids = torch.tensor(list(self._seen), dtype=torch.int64)
+            found, factor = logits[ids], params.repetition_penalty
+            logits[ids] = torch.where(found < 0, found * factor, found / factor)
+        if self._counts:
+            ids = torch.tensor(list(self._counts), dtype=torch.int64)
+            counts = torch.tensor(list(self._counts.values())).float()
+            logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        if len(self._biased[0]):
+            logits[self._biased[0]] += self._biased[1]
+
+    def _drawn(self, logits: torch.Tensor) -> int:
+        _likeliest(logits)
+        scaled = logits.double() / self.params.temperature
+        ids, weights = self._candidates(scaled - scaled.max())
+        sums = weights.cumsum(dim=0)
+        place = int(torch.searchsorted(sums, self._random.random() * float(sums[-1]), right=True))
+        if place == len(ids):
+            # Rounding has brought the draw up to the sum; the last tokens may be forbidden ones, without weight.
+            place = int(weights.nonzero()[-1])
+        return int(ids[place])
+
+    def _candidates(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids of the tokens to draw from, and their unnormalized probabilities, float64.
+
+        scaled: logits by temperature, less their largest, [vocab] float64.
+        """
+        params, vocab = self.params, len(scaled)
+        is_cut = 0 < params.top_k < vocab
+        if is_cut:
+            best = scaled.topk(params.top_k)
+            ids, weights = best.indices, best.values.exp()
+        else:
+            ids, weights = torch.arange(vocab), scaled.exp()
+        if params.top_p < 1:
+            total = float(weights.sum())
+            if not is_cut:
+                ids, weights = _largest_with_share(weights, params.top_p, total)
+            before = weights.cumsum(dim=0) - weights
+            kept = before < params.top_p * total
+            kept[0] = True
+            ids, weights = ids[kept], weights[kept]
+        if params.min_p:
+            kept = weights >= params.min_p * (1 - 1e-12)
+            ids, weights = ids[kept], weights[kept]
+        return ids, weights
+
+
+def _largest_with_share(weights: torch.Tensor, share: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of the largest weights, and these, in falling order: at least as many as have `share` of `total`."""
+    number = min(_FIRST_CANDIDATES, len(weights))
+    while True:
+        best = weights.topk(number)
+        if number == len(weights) or float(best.values.sum()) >= share * total:
+            return best.indices, best.values
+        number = min(4 * number, len(weights))
+
+
+def _likeliest(logits: torch.Tensor) -> int:
+    """The id of the largest logit. Raises LogitsError if it is no finite number."""
+    token = int(logits.argmax())
+    # NaN counts as the largest.
+    largest = float(logits[token])
+    if math.isfinite(largest):
+        return token
+    if largest == -math.inf:
+        raise LogitsError("every token is forbidden, by logit_bias or by a mask; allow at least one")
+    raise LogitsError(
+        f"the model's largest logit is {largest}, from which no token can be chosen; a model in float16 may overflow: "
+        "load it with dtype='bfloat16' or 'float32'"
+    )
+
+
+def choose_all(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice | LogitsError]:
+    """The next token of each request, by logits [requests, vocab]; an error in place of a token that has none."""
+    chosen: list[Choice | LogitsError] = []
+    for sampler, row in zip(samplers, logits, strict=True):
+        try:
+            chosen.append(sampler.choose(row))
+        except LogitsError as error:
+            chosen.append(error)
+    return chosen

@@ -1,0 +1,195 @@
+"""What a request gives back: its tokens as they come, and the whole answer at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of an answer.
+
+    Attributes:
+        token: its id.
+        text: the text that has become certain with it; "" while a character or a possible stop text is unfinished.
+        logprob, alternatives: as in `sampler.Choice`.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    alternatives: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: without special tokens, and without the stop text.
+        pieces: its tokens. Their texts, joined, are the beginning of `text`.
+        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the caller, or "full":
+            `max_seq_len` has no room for more.
+        stop_text: the stop text that ended it.
+        prompt_tokens: the prompt's number of tokens.
+        cached_tokens: how many of them another request had computed.
+        first_token_s: seconds from the request to its first token; None without one.
+        total_s: seconds from the request to its end.
+    """
+
+    text: str
+    pieces: tuple[Piece, ...]
+    finish_reason: FinishReason
+    stop_text: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float | None
+    total_s: float
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids of its tokens, an end-of-turn token included."""
+        return tuple(piece.token for piece in self.pieces)
+
+
+class Stream:
+    """The answer to one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole answer.
+
+    Several threads and tasks may read it. A loop that is left early does not cancel the request; `cancel` does.
+
+    Args:
+        cancel: asks the engine to end the request.
+        compute: computes a step of the engine, where no thread does; None where one does.
+    """
+
+    def __init__(self, cancel: Callable[[Stream], None], compute: Callable[[], object] | None = None) -> None:
+        self._changed = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._completion: Completion | None = None
+        self._error: BaseException | None = None
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._cancel, self._compute = cancel, compute
+
+    # -- for the reader
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces, each as it comes. Raises the request's error, if it fails."""
+        known = 0
+        while (piece := self._following(known)) is not None:
+            yield piece
+            known += 1
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The whole answer, once it is there.
+
+        Args:
+            timeout: seconds to wait; None waits as long as it takes.
+
+        Raises the request's error if it failed, and TimeoutError.
+        """
+        with self._changed:
+            if self._compute is None and not self._changed.wait_for(lambda: self.is_done, timeout):
+                raise TimeoutError(f"the answer is not complete after {timeout} seconds; wait longer, or cancel it")
+        while not self.is_done and self._compute is not None:
+            self._compute()
+        if self._error is not None:
+            raise self._error
+        assert self._completion is not None
+        return self._completion
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """As `__iter__`, without blocking the event loop."""
+        known = 0
+        while True:
+            while known < len(self._pieces):
+                yield self._pieces[known]
+                known += 1
+            if self.is_done and known == len(self._pieces):
+                break
+            await self._change(known)
+        if self._error is not None:
+            raise self._error
+
+    def __await__(self) -> Generator[object, None, Completion]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Completion:
+        while not self.is_done:
+            await self._change(len(self._pieces))
+        return self.result()
+
+    def cancel(self) -> None:
+        """End the request before the engine's next forward, or between two chunks of its prompt; its tokens stay."""
+        self._cancel(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer is complete, or has failed."""
+        return self._completion is not None or self._error is not None
+
+    def _following(self, known: int) -> Piece | None:
+        """The piece behind the first `known`; None after the last."""
+        while True:
+            with self._changed:
+                if self._compute is None:
+                    self._changed.wait_for(lambda: len(self._pieces) > known or self.is_done)
+                if len(self._pieces) > known:
+                    return self._pieces[known]
+                if self._error is not None:
+                    raise self._error
+                if self.is_done:
+                    return None
+            assert self._compute is not None
+            self._compute()
+
+    async def _change(self, known: int) -> None:
+        """Wait until there are more than `known` pieces, or the answer is done."""
+        if self._compute is not None:
+            self._compute()
+            await asyncio.sleep(0)
+            return
+        event = asyncio.Event()
+        waiting = asyncio.get_running_loop(), event
+        with self._changed:
+            if len(self._pieces) > known or self.is_done:
+                return
+            self._waiting.append(waiting)
+        try:
+            await event.wait()
+        finally:
+            with self._changed:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+
+    # -- for the engine
+
+    def put(self, piece: Piece) -> None:
+        """Pass a token on to the readers."""
+        with self._changed:
+            self._pieces.append(piece)
+            self._wake()
+
+    def complete(self, completion: Completion) -> None:
+        """The answer is complete."""
+        with self._changed:
+            self._completion = completion
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The request has failed."""
+        with self._changed:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for loop, event in self._waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+        self._waiting = []

@@ -1,0 +1,78 @@
+"""An answer's text as its tokens come: whole characters only, and nothing that a stop text may begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# What decoders write for bytes that are no character, or not a whole one yet.
+_UNFINISHED = "\ufffd"
+# A character has at most four bytes, and a token at least one: with more tokens, what is unfinished stays so.
+_MOST_UNFINISHED = 8
+
+
+class TextStream:
+    """Decodes tokens one by one.
+
+    Args:
+        tokenizer: a transformers tokenizer; special tokens have no text.
+        stop: texts of which the first one ends the answer.
+
+    Attributes:
+        text: what is certain so far.
+        found: the stop text that has ended the answer; None before.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.found: str | None = None
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
+        # The text of tokens [first, read) is known; a token's text may depend on the one before.
+        self._first = self._read = 0
+        # Text that is decoded and may be the beginning of a stop text.
+        self._pending = ""
+
+    def add(self, token: int) -> str:
+        """The text that has become certain with this token; often ""."""
+        self._tokens.append(token)
+        before, now = self._decoded(self._first, self._read), self._decoded(self._first, len(self._tokens))
+        is_unfinished = now.endswith(_UNFINISHED) and len(self._tokens) - self._read < _MOST_UNFINISHED
+        if is_unfinished or len(now) <= len(before):
+            return ""
+        self._first, self._read = self._read, len(self._tokens)
+        return self._certain(now[len(before) :], is_last=False)
+
+    def end(self) -> str:
+        """The rest of the text, once no token follows."""
+        before, now = self._decoded(self._first, self._read), self._decoded(self._first, len(self._tokens))
+        self._first = self._read = len(self._tokens)
+        return self._certain(now[len(before) :], is_last=True)
+
+    def _decoded(self, first: int, stop: int) -> str:
+        return self._tokenizer.decode(self._tokens[first:stop], skip_special_tokens=True)
+
+    def _certain(self, new: str, *, is_last: bool) -> str:
+        if self.found is not None:
+            return ""
+        text = self._pending + new
+        places = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            place, self.found = min(places, key=lambda each: each[0])
+            piece, self._pending = text[:place], ""
+        else:
+            held = 0 if is_last else self._possible_beginning(text)
+            piece, self._pending = text[: len(text) - held], text[len(text) - held :]
+        self.text += piece
+        return piece
+
+    def _possible_beginning(self, text: str) -> int:
+        """The number of the text's last characters that a stop text may begin with."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        return next(
+            (size for size in range(min(longest, len(text)), 0, -1) if self._begins_stop(text[-size:])),
+            0,
+        )
+
+    def _begins_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

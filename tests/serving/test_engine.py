@@ -1,0 +1,263 @@
+"""The engine: each of many requests gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hetero_kv import Engine, HeteroCache, SamplingParams
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.loading import LoadedModel
+from tests.support.ragged_rows import prompt
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((5, 61, 130, 200, 17, 61, 90, 33))]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers with a space behind them."""
+
+    chat_template = None
+
+    def __init__(self):
+        self.added_tokens_decoder = {}
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return "".join(f"{token} " for token in tokens)
+
+
+def engine_of(recipe="quest", architecture="llama", **settings):
+    model = tiny_model(architecture)
+    injected(model, small_recipe(recipe, max_seq_len=400))
+    loaded = LoadedModel(model, Numbers(), f"tiny {architecture}", 512)
+    return Engine(loaded, **{"max_seq_len": 400, "starts_thread": False, **settings})
+
+
+def alone(engine, tokens, count=GREEDY.max_new_tokens):
+    """The likeliest tokens that follow a prompt, by transformers' generate and a cache of its own."""
+    model = engine._scheduler._forward.model
+    output = model.generate(
+        torch.tensor([tokens]), past_key_values=HeteroCache(model, 400), max_new_tokens=count, do_sample=False
+    )
+    return tuple(output[0, len(tokens) :].tolist())
+
+
+@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "streaming_llm"])
+def test_each_of_many_requests_gets_the_tokens_that_it_gets_alone(recipe):
+    with engine_of(recipe, max_batch=3) as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS]
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens) for tokens in PROMPTS]
+
+
+def test_requests_that_come_and_go_at_any_time_change_no_answer():
+    drawn = random.Random(1)
+    with engine_of(max_batch=4, part=40, kept_prefixes=3) as engine:
+        streams = []
+        for tokens in [*PROMPTS, *PROMPTS]:
+            streams.append((tokens, engine.generate(tokens, GREEDY)))
+            for _ in range(drawn.randrange(6)):
+                engine.step()
+            if drawn.random() < 0.25:
+                streams[drawn.randrange(len(streams))][1].cancel()
+        for tokens, stream in streams:
+            completion = stream.result()
+            expected = alone(engine, tokens)
+            assert completion.tokens == expected[: len(completion.tokens)]
+            assert completion.finish_reason == "stopped" or completion.tokens == expected
+
+
+def test_all_blocks_are_free_when_all_requests_have_ended():
+    with engine_of(kept_prefixes=0, part=40) as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS]
+        for _ in range(9):
+            engine.step()
+        streams[1].cancel()
+        for stream in streams:
+            stream.result()
+        (allocator,) = engine._store.allocators.values()
+        assert allocator.free_blocks == allocator.num_blocks
+
+
+def test_a_prompt_computes_only_what_no_earlier_one_began_with():
+    with engine_of("quest") as engine:
+        first = engine.generate(PROMPTS[2], GREEDY).result()
+        following = [*PROMPTS[2], *first.tokens[:-1], *PROMPTS[0]]
+        second = engine.generate(following, GREEDY).result()
+        assert (first.cached_tokens, second.cached_tokens) == (0, len(PROMPTS[2]) + len(first.tokens) - 1)
+        branch = [*PROMPTS[2][:100], *PROMPTS[1]]
+        third = engine.generate(branch, GREEDY).result()
+        assert third.cached_tokens == 100
+        assert third.tokens == alone(engine, branch)
+
+
+def test_a_prompt_shares_the_beginning_of_one_that_is_being_answered():
+    with engine_of("dense") as engine:
+        first = engine.generate(PROMPTS[3], GREEDY)
+        while not first._pieces:
+            engine.step()
+        second = engine.generate([*PROMPTS[3], 7], GREEDY)
+        assert second.result().cached_tokens == len(PROMPTS[3])
+        assert first.result().tokens == alone(engine, PROMPTS[3])
+        assert second.result().tokens == alone(engine, [*PROMPTS[3], 7])
+
+
+def test_many_requests_about_one_document_take_its_memory_once():
+    document = prompt(300, 9).tolist()
+    with engine_of("dense", kv_tokens=800) as engine:
+        engine.generate(document, SamplingParams(max_new_tokens=1)).result()
+        streams = [engine.generate([*document, token], GREEDY) for token in range(2, 10)]
+        while not all(stream._pieces for stream in streams):
+            assert engine.step()
+        assert len(engine._scheduler.running) == len(streams)
+        (allocator,) = engine._store.allocators.values()
+        endings = len(streams) * 3
+        assert allocator.num_blocks - allocator.free_blocks <= -(-len(document) // allocator.block_size) + endings
+
+
+def test_a_request_waits_until_another_one_has_freed_its_memory():
+    with engine_of("dense", kv_tokens=424, kept_prefixes=4) as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in (PROMPTS[3], PROMPTS[2], PROMPTS[1])]
+        engine.step()
+        engine.step()
+        assert len(engine._scheduler.waiting) >= 1
+        assert [stream.result().tokens for stream in streams] == [
+            alone(engine, tokens) for tokens in (PROMPTS[3], PROMPTS[2], PROMPTS[1])
+        ]
+
+
+def test_a_request_that_never_fits_is_refused_by_name():
+    with engine_of("dense") as engine:
+        with pytest.raises(CacheFullError, match="the prompt has 401 tokens, and max_seq_len is 400"):
+            engine.generate([5] * 401)
+        full = engine.generate([5] * 395, SamplingParams(max_new_tokens=50, ignore_eos=True)).result()
+        assert (full.finish_reason, len(full.tokens)) == ("full", 6)
+        for tokens, message in (([], "the prompt is empty"), ([97], "the prompt has token 97; the model has tokens")):
+            with pytest.raises(HeteroKVError, match=message):
+                engine.generate(tokens)
+        with pytest.raises(HeteroKVError, match="logit_bias names token 97"):
+            engine.generate([5], SamplingParams(logit_bias={97: 1.0}))
+
+
+def test_a_forward_that_fails_fails_the_request_that_it_computes_and_no_other(monkeypatch):
+    with engine_of("quest") as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[:4]]
+        while not all(stream._pieces for stream in streams):
+            engine.step()
+        forward, bad = engine._scheduler._forward, engine._scheduler.running[2]
+        decode = forward.decode
+
+        def failing(caches, tokens):
+            if bad.cache in caches:
+                raise RuntimeError("a fault")
+            return decode(caches, tokens)
+
+        monkeypatch.setattr(forward, "decode", failing)
+        with pytest.raises(RuntimeError, match="a fault"):
+            streams[2].result()
+        for index in (0, 1, 3):
+            assert streams[index].result().tokens == alone(engine, PROMPTS[index])
+
+
+def test_a_row_without_numbers_fails_alone(monkeypatch):
+    with engine_of("quest") as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[:3]]
+        while not all(stream._pieces for stream in streams):
+            engine.step()
+        forward = engine._scheduler._forward
+        decode = forward.decode
+
+        def broken(caches, tokens):
+            logits = decode(caches, tokens)
+            logits[1] = float("nan")
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(forward, "decode", broken)
+            engine.step()
+        with pytest.raises(HeteroKVError, match="largest logit is nan"):
+            streams[1].result()
+        assert streams[0].result().tokens == alone(engine, PROMPTS[0])
+        assert streams[2].result().tokens == alone(engine, PROMPTS[2])
+
+
+def test_a_seed_draws_the_same_tokens_whatever_is_in_the_batch():
+    drawn = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.5, top_p=0.9, seed=3)
+    with engine_of("quest", kept_prefixes=0) as engine:
+        by_itself = engine.generate(PROMPTS[1], drawn).result().tokens
+        others = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[2:5]]
+        assert engine.generate(PROMPTS[1], drawn).result().tokens == by_itself
+        assert all(other.result().tokens for other in others)
+        assert engine.generate(PROMPTS[1], replace(drawn, seed=4)).result().tokens != by_itself
+
+
+def test_an_urgent_request_is_admitted_before_those_that_wait():
+    with engine_of("dense", max_batch=1) as engine:
+        streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[:3]]
+        engine.step()
+        urgent = engine.generate(PROMPTS[4], GREEDY, priority=-1)
+        urgent.result()
+        assert [stream.is_done for stream in streams] == [True, False, False]
+
+
+def test_a_thread_answers_threads_and_event_loops():
+    with engine_of("quest", starts_thread=True) as engine:
+        blocking = engine.generate(PROMPTS[0], GREEDY)
+
+        async def ask(tokens):
+            stream = engine.generate(tokens, GREEDY)
+            pieces = [piece.token async for piece in stream]
+            return tuple(pieces), (await stream).tokens
+
+        async def ask_all():
+            return await asyncio.gather(*(ask(tokens) for tokens in PROMPTS[1:4]))
+
+        answers = asyncio.run(ask_all())
+        assert all(pieces == whole for pieces, whole in answers)
+        assert [piece.token for piece in blocking] == list(blocking.result().tokens)
+        assert [blocking.result().tokens, *(whole for _, whole in answers)] == [
+            alone(engine, tokens) for tokens in PROMPTS[:4]
+        ]
+        unread = engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=150, ignore_eos=True))
+    assert unread.result().finish_reason == "stopped"
+    with pytest.raises(HeteroKVError, match="the engine is closed"):
+        engine.generate(PROMPTS[0])
+
+
+def test_a_prompt_is_cancelled_between_two_chunks():
+    with engine_of("dense", part=400) as engine:
+        seen = []
+        stream = engine.generate([*prompt(390, 3).tolist()], GREEDY)
+        forward = engine._scheduler._forward
+        prefill = forward.prefill
+
+        def cancelling(cache, *arguments):
+            check = cache.on_progress
+
+            def report(*progress):
+                seen.append(progress)
+                stream.cancel()
+                check(*progress)
+
+            cache.on_progress = report
+            return prefill(cache, *arguments)
+
+        forward.prefill = cancelling
+        completion = stream.result()
+        assert (completion.finish_reason, completion.tokens, len(seen)) == ("stopped", (), 1)
+        (allocator,) = engine._store.allocators.values()
+        assert allocator.free_blocks == allocator.num_blocks
+
+
+def test_a_model_without_rules_is_refused():
+    with pytest.raises(HeteroKVError, match="has no rules injected"):
+        Engine(LoadedModel(tiny_model("llama"), None, "tiny", 512))
