@@ -13,6 +13,7 @@ from hetero_kv import Engine, HeteroCache, SamplingParams
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
+from tests.serving.number_tokenizer import Numbers
 from tests.support.ragged_rows import prompt
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
@@ -21,18 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((5, 61, 130, 200, 17, 61, 90, 33))]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
-
-
-class Numbers:
-    """A tokenizer whose tokens are numbers with a space behind them."""
-
-    chat_template = None
-
-    def __init__(self):
-        self.added_tokens_decoder = {}
-
-    def decode(self, tokens, skip_special_tokens=True):
-        return "".join(f"{token} " for token in tokens)
 
 
 def engine_of(recipe="quest", architecture="llama", **settings):

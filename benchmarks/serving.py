@@ -1,0 +1,165 @@
+"""Many requests to one model at a time: tokens per second by rows, gaps while a prompt passes, shared beginnings.
+
+    python -m benchmarks.serving [--model NAME] [--recipes dense,adaptive] [--context 1024] [--rows 8]
+        [--prompt 16384] [--repeats 5] [--json FILE]
+
+Rows: requests of different lengths near `--context` are answered at a time, and leave one after the other; a figure is
+the median time of a step, the repeats interleaved. Gaps: four requests are answered while a prompt of `--prompt` tokens
+passes; a gap is the time between two tokens of one of them. Beginnings: a second prompt has the same first 8,192 tokens
+(or half of `--prompt`, if that is less).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero_kv import Engine, SamplingParams, load_model
+from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.serving.stream import Stream
+
+STEPS = 12
+"""Steps of decoding per number of rows and repeat."""
+GAP_ROWS = 4
+GOALS = {"speedup": 5.0, "gap_ms": 250.0, "prompt_ratio": 1.15, "first_token_steps": 3.0}
+
+
+def ids(count: int, seed: int) -> list[int]:
+    """Token ids of ordinary words, the same for a seed."""
+    return [1000 + (index * 7919 + seed * 104_729) % 20_000 for index in range(count)]
+
+
+def endless(engine: Engine, prompt: Sequence[int]) -> Stream:
+    """A request that is answered until it is cancelled."""
+    return engine.generate(prompt, SamplingParams(max_new_tokens=engine.max_seq_len, ignore_eos=True))
+
+
+def begun(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Stream]:
+    """Requests whose prompts have all passed."""
+    streams = [endless(engine, prompt) for prompt in prompts]
+    while len(engine._scheduler.running) < len(streams):
+        engine.step()
+    return streams
+
+
+def timed_step(engine: Engine) -> float:
+    """Seconds of a step."""
+    began = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - began
+
+
+def end(engine: Engine, streams: Sequence[Stream]) -> None:
+    """Cancel these requests."""
+    for stream in streams:
+        stream.cancel()
+    engine.step()
+
+
+def by_rows(engine: Engine, context: int, most: int, repeats: int) -> dict[int, float]:
+    """Tokens per second by number of rows, each of another length."""
+    prompts = [ids(context - 37 * row, row) for row in range(most)]
+    counts = [count for count in (8, 4, 2, 1) if count <= most]
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(repeats):
+        streams = begun(engine, prompts)
+        for count in counts:
+            end(engine, streams[count:])
+            streams = streams[:count]
+            times[count] += [timed_step(engine) for _ in range(STEPS)]
+        end(engine, streams)
+    return {count: count / statistics.median(found) for count, found in times.items()}
+
+
+def gaps(engine: Engine, context: int, prompt: int) -> dict[str, float]:
+    """Gaps between the tokens of other requests while a prompt passes, and its time beside them and alone."""
+    alone = engine.generate(ids(prompt, 90), SamplingParams(max_new_tokens=1)).result().first_token_s
+    streams = begun(engine, [ids(context - 41 * row, 50 + row) for row in range(GAP_ROWS)])
+    began = time.perf_counter()
+    request = engine.generate(ids(prompt, 91), SamplingParams(max_new_tokens=1))
+    steps = []
+    while not request.is_done:
+        steps.append(timed_step(engine))
+    beside = time.perf_counter() - began
+    end(engine, streams)
+    steps.sort()
+    assert alone is not None
+    return {
+        "median_gap_ms": 1e3 * statistics.median(steps),
+        "gap_ms": 1e3 * steps[int(0.99 * (len(steps) - 1))],
+        "prompt_s": beside,
+        "prompt_alone_s": alone,
+        "prompt_ratio": beside / alone,
+    }
+
+
+def shared_beginning(engine: Engine, tokens: int) -> dict[str, float]:
+    """The time to the first token behind a beginning that is there, and that in decoded tokens."""
+    document = ids(tokens, 70)
+    (stream,) = begun(engine, [[*document, *ids(16, 71)]])
+    step = statistics.median(timed_step(engine) for _ in range(STEPS))
+    end(engine, [stream])
+    found = engine.generate([*document, *ids(16, 72)], SamplingParams(max_new_tokens=1)).result()
+    assert found.first_token_s is not None
+    return {
+        "cached_tokens": found.cached_tokens,
+        "first_token_s": found.first_token_s,
+        "first_token_steps": found.first_token_s / step,
+    }
+
+
+def measured(model: str, recipe: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures of a recipe."""
+    room = max(arguments.prompt, arguments.context) + 1024
+    loaded = load_model(model, config=recipe, max_seq_len=room)
+    with Engine(loaded, max_seq_len=room, max_batch=arguments.rows, starts_thread=False) as engine:
+        rows = by_rows(engine, arguments.context, arguments.rows, arguments.repeats)
+        return {
+            "recipe": recipe,
+            "tokens_per_s": rows,
+            "speedup": rows[max(rows)] / rows[1],
+            **gaps(engine, arguments.context, arguments.prompt),
+            **shared_beginning(engine, min(8192, arguments.prompt // 2)),
+        }
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """The figures beside their goals."""
+    shown = Table("recipe", "figure", "found", "goal")
+    for each in found:
+        for rows, speed in sorted(each["tokens_per_s"].items()):
+            shown.add_row(each["recipe"], f"tokens/s, {rows} rows", f"{speed:.1f}", "")
+        for name, number in each.items():
+            if isinstance(number, int | float):
+                sign = "≥" if name == "speedup" else "≤"
+                shown.add_row(each["recipe"], name, f"{number:.2f}", f"{sign} {GOALS[name]:g}" if name in GOALS else "")
+    return shown
+
+
+def main() -> None:
+    """Measure, print, and write a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--recipes", default="dense,adaptive")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = [measured(arguments.model, recipe, arguments) for recipe in arguments.recipes.split(",")]
+    Console().print(table(found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""A tokenizer for tiny models: a token's text is its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class Numbers:
+    """Writes tokens as numbers with a space behind each; it has no chat template and no special tokens."""
+
+    chat_template = None
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"{token} " for token in tokens)

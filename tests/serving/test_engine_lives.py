@@ -1,0 +1,169 @@
+"""Random lives of requests: they come, are answered, fail, are cancelled, share beginnings, and leak no block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hetero_kv import Engine, HeteroCache, SamplingParams, inject
+from hetero_kv.models.loading import LoadedModel
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.serving.stream import Stream
+from tests.serving.number_tokenizer import Numbers
+from tests.support.tiny_models import tiny_model
+
+CAPACITY, KV_TOKENS, LONGEST = 60, 150, 8
+_SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16}
+_RULES = {
+    "rules": [
+        {
+            "match": {"name": r"layers\.\d+\.self_attn$"},
+            "replace": {
+                "class": "RetrievalAttention",
+                "kwargs": {"representative_type": "QUEST", "representative_num": 2},
+            },
+        },
+        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+    ],
+    "long_context": {
+        "block_size": 4,
+        "sink_tokens": 4,
+        "local_windows_len": 6,
+        # Blocks are chosen, and there are no more than that: rounding alone tells rows apart.
+        "top_k_blocks": CAPACITY,
+        "kv_type": "FP32",
+        "chunk_size": 8,
+        "max_seq_len": CAPACITY,
+        "threads_num": 1,
+    },
+}
+MODEL = tiny_model("llama", **_SHAPE)
+inject(MODEL, parse_rules(_RULES))
+
+
+class Fault(Exception):
+    """What is thrown into a forward."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request: its prompt, its stream, and whether it was cancelled or its forward failed."""
+
+    tokens: list[int]
+    count: int
+    stream: Stream
+    is_cancelled: bool = False
+
+
+@cache
+def answer_alone(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The likeliest tokens behind a prompt, in a cache of its own."""
+    output = MODEL.generate(
+        torch.tensor([tokens]), past_key_values=HeteroCache(MODEL, CAPACITY), max_new_tokens=LONGEST, do_sample=False
+    )
+    return tuple(output[0, len(tokens) :].tolist())
+
+
+class LivesOfRequests(RuleBasedStateMachine):
+    """An engine with little memory, and the requests that it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_num_threads(1)
+        self.engine = Engine(
+            LoadedModel(MODEL, Numbers(), "tiny", 512), max_seq_len=CAPACITY, max_batch=3, kv_tokens=KV_TOKENS,
+            kept_prefixes=2, part=16, starts_thread=False,
+        )  # fmt: skip
+        self.asked: list[Asked] = []
+        self.failed: list[Stream] = []
+        self.forward = self.engine._scheduler._forward
+
+    @rule(seed=st.integers(0, 3), length=st.integers(1, 40), count=st.integers(1, LONGEST), again=st.integers(0, 5))
+    def ask(self, seed: int, length: int, count: int, again: int) -> None:
+        drawn = torch.randint(2, 97, (40,), generator=torch.Generator().manual_seed(seed)).tolist()[:length]
+        if again and self.asked:
+            # Behind the beginning of another request, or its answer.
+            other = self.asked[again % len(self.asked)]
+            known = [*other.tokens, *(piece.token for piece in other.stream._pieces)]
+            drawn = [*known[: len(known) * again // 5], *drawn][:40]
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        self.asked.append(Asked(drawn, count, self.engine.generate(drawn, params)))
+
+    @rule(steps=st.integers(1, 6))
+    def compute(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 9))
+    def cancel(self, which: int) -> None:
+        asked = self.asked[which % len(self.asked)]
+        asked.is_cancelled = True
+        asked.stream.cancel()
+
+    @rule(kind=st.sampled_from(["prefill", "decode"]))
+    def fail(self, kind: str) -> None:
+        """The next forward of one kind fails behind its last layer; a row fails if it does alone, too."""
+        engine, forward = self.engine, self.forward
+        logits = type(forward)._logits
+
+        def failing(cache: HeteroCache, token_ids: torch.Tensor) -> torch.Tensor:
+            is_decode = token_ids.shape[1] == 1 and cache.get_seq_length() > 0
+            if is_decode == (kind == "decode"):
+                raise Fault
+            return logits(forward, cache, token_ids)
+
+        forward._logits = failing
+        before = {id(each.stream) for each in self.asked if each.stream._error is not None}
+        try:
+            engine.step()
+        finally:
+            del forward._logits
+        self.failed += [each.stream for each in self.asked if each.stream._error and id(each.stream) not in before]
+
+    @invariant()
+    def no_answer_is_another(self) -> None:
+        for asked in self.asked:
+            if asked.stream._error is not None:
+                assert isinstance(asked.stream._error, Fault)
+                assert asked.stream in self.failed
+            tokens = tuple(piece.token for piece in asked.stream._pieces)
+            assert tokens == answer_alone(tuple(asked.tokens))[: len(tokens)]
+            completion = asked.stream._completion
+            if completion is not None and not asked.is_cancelled:
+                assert len(tokens) == asked.count
+
+    @invariant()
+    def every_block_has_its_owners(self) -> None:
+        scheduler = self.engine._scheduler
+        caches = [request.cache for request in scheduler.requests if request.cache is not None]
+        caches += [cache for cache, _ in scheduler._prefixes._kept]
+        for layout, allocator in self.engine._store.allocators.items():
+            tables = [sequence.tables[layout].ids for cache in caches for sequence in cache.sequences]
+            used = {int(block) for ids in tables for block in ids}
+            assert allocator.num_blocks - allocator.free_blocks == len(used)
+            for block in used:
+                assert allocator.references(block) == sum(block in ids for ids in tables)
+
+    def teardown(self) -> None:
+        while self.engine.step():
+            pass
+        assert all(asked.stream.is_done for asked in self.asked)
+        self.no_answer_is_another()
+        self.engine.close()
+
+
+def machine(runs: int, steps: int) -> type:
+    case = LivesOfRequests.TestCase
+    return type("Lives", (case,), {"settings": settings(max_examples=runs, stateful_step_count=steps, deadline=None)})
+
+
+TestLivesOfRequests = machine(6, 20)
+TestLivesOfRequests.__doc__ = "Some lives in every run of the suite."
+TestManyLivesOfRequests = pytest.mark.slow(machine(1000, 30))
