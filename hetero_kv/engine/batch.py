@@ -170,7 +170,7 @@ class Batch:
         # Split rows keep their blocks, and a rollback returns to the group before the split.
         for group in {*before, *self.groups} if reopened else ():
             group.unfinalize(reopened)
-        require_room([(batch_slice.group, batch_slice.tokens) for batch_slice in slices])
+        require_room([(each.group, each.tokens) for each in slices], [each.rows for each in slices])
         return slices
 
     def _split(self, tokens: Rows[int]) -> None:

@@ -23,12 +23,16 @@ def room(groups: Rows[EqualLengthGroup]) -> int | None:
     return most
 
 
-def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
-    """Raise CacheFullError unless the new tokens of every row of each group fit together."""
+def require_room(requests: Rows[tuple[EqualLengthGroup, int]], rows: Rows[slice] = ()) -> None:
+    """Raise CacheFullError unless the new tokens of every row of each group fit together.
+
+    Args:
+        rows: the rows of the batch that each group has, for the error to name; none where there is only one group.
+    """
     stored = [(group, tokens) for group, tokens in requests if group.layouts]
-    for group, tokens in stored:
-        if group.length + tokens > group.store.capacity:
-            raise _beyond_capacity(group, tokens, room([group]) or 0)
+    for index, (group, tokens) in enumerate(requests):
+        if group.layouts and group.length + tokens > group.store.capacity:
+            raise _beyond_capacity(group, tokens, room([group]) or 0, _named(rows[index]) if len(rows) > 1 else "")
     tokens_of = {id(group): tokens for group, tokens in stored}
     for store, layout, sharing in _sharing([group for group, _ in stored]):
         more = [tokens_of[id(group)] for group in sharing]
@@ -36,10 +40,15 @@ def require_room(requests: Rows[tuple[EqualLengthGroup, int]]) -> None:
             raise blocks_exhausted(store, layout, max(more), room(sharing) or 0)
 
 
-def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int) -> CacheFullError:
+def _named(rows: slice) -> str:
+    """Names rows of a batch, for the middle of a sentence."""
+    return f" in row {rows.start}" if rows.stop - rows.start == 1 else f" in rows {rows.start} to {rows.stop - 1}"
+
+
+def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int, where: str) -> CacheFullError:
     return CacheFullError(
-        f"the cache is full: max_seq_len is {group.store.capacity} tokens, {group.length} are stored, and {tokens} "
-        f"more do not fit; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
+        f"the cache is full{where}: max_seq_len is {group.store.capacity} tokens, {group.length} are stored, and "
+        f"{tokens} more do not fit; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
     )
 
 

@@ -73,10 +73,11 @@ class Engine:
         splits = all(each.prefills_exactly for each in operators) and not any(
             getattr(layer, "is_strided", False) for layer in layers
         )
+        self._prefixes = ResidentPrefixes(operators, kept_prefixes)
         self._scheduler = Scheduler(
             ModelForward(model.model),
             self._store,
-            ResidentPrefixes(operators, kept_prefixes),
+            self._prefixes,
             PartSize(longest_gap_s, part),
             max_batch=max_batch,
             splits_prompts=splits,
@@ -216,7 +217,7 @@ class Engine:
     # -- ends
 
     def close(self) -> None:
-        """End all requests as cancelled, and the engine's thread. Further calls do nothing."""
+        """End all requests as cancelled, and the engine's thread; free all blocks. Further calls do nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -227,6 +228,8 @@ class Engine:
         with self._stepping:
             self._receive()
             self._scheduler.retire_all()
+            while self._prefixes.drop_oldest():
+                pass
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetero_kv import HeteroCache
+from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from tests.operators.ragged_prompts import PROMPTS
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt, together
@@ -60,3 +62,16 @@ def test_masks_that_contradict_stored_tokens_are_refused_and_nothing_changes(cas
     batch.say(more)
     for logits, parts in zip(batch.logits, zip(rows, more, strict=True), strict=True):
         assert_same_but_for_rounding(logits, alone(model, new_cache(model), parts))
+
+
+def test_a_full_cache_names_the_row_that_is_too_long_and_nothing_is_stored(model_of):
+    model = model_of()
+    injected(model, small_recipe("ktransformers"))
+    batch = Batch(model, HeteroCache(model, 60), [prompt(20, 1), prompt(58, 2), prompt(20, 3)])
+    with pytest.raises(CacheFullError, match="full in row 1: max_seq_len is 60 tokens, 58 are stored, and 3 more"):
+        batch.say([prompt(3, seed) for seed in range(3)])
+    assert batch.cache.lengths == [20, 58, 20]
+    with pytest.raises(CacheFullError, match="full in row 1"):
+        batch.say([prompt(2, 4), prompt(3, 5), prompt(5, 6)])
+    batch.say([prompt(2, 4), prompt(2, 5), prompt(5, 6)])
+    assert batch.cache.lengths == [22, 60, 25]
