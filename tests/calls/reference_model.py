@@ -13,7 +13,7 @@ from tests.support.tiny_models import tiny_model
 
 TOKENIZER = tiny_tokenizers.byte_level()
 TOKENIZER.pad_token, TOKENIZER.padding_side = TOKENIZER.eos_token, "left"
-SIZES = {"vocab_size": len(TOKENIZER), "eos_token_id": 5, "pad_token_id": 3, "num_hidden_layers": 4}
+SIZES = {"vocab_size": len(TOKENIZER), "eos_token_id": 5, "pad_token_id": 3, "num_hidden_layers": 3}
 MODEL, UNTOUCHED = (tiny_model("llama", 1, **SIZES) for _ in range(2))
 ASSISTANT, UNTOUCHED_ASSISTANT = (tiny_model("llama", 2, **{**SIZES, "num_hidden_layers": 2}) for _ in range(2))
 EVERYTHING = {

@@ -48,7 +48,7 @@ def another_depth(call):
     try:
         call.model(OTHER, past_key_values=cache)
     finally:
-        call.model.model.config.num_hidden_layers = 4
+        call.model.model.config.num_hidden_layers = 3
 
 
 def ran(call):
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     ),
     "another model's cache": (
         lambda call: call.generate(past_key_values=HeteroCache(call.assistant)),
-        r"made for LlamaForCausalLM \(2 layers.*and this is LlamaForCausalLM \(4 layers",
+        r"made for LlamaForCausalLM \(2 layers.*and this is LlamaForCausalLM \(3 layers",
     ),
     "an untouched model over a HeteroCache": (
         lambda call: UNTOUCHED.generate(PROMPT, past_key_values=HeteroCache(call.model), max_new_tokens=2),
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     "a model that is copied": (lambda call: copy.deepcopy(call.model), "cannot be pickled or copied"),
     "training with gradient checkpointing": (in_training_with_checkpointing, "training with gradient checkpointing"),
     "set_attn_implementation after inject": (another_attention_implementation, r"'eager' after inject \(set_attn"),
-    "another number of layers": (another_depth, "num_hidden_layers of LlamaModel is 2, .* passed through 4 layers"),
+    "another number of layers": (another_depth, "num_hidden_layers of LlamaModel is 2, .* passed through 3 layers"),
     "repeated rows": (lambda call: ran(call).batch_repeat_interleave(2), "cannot repeat its sequences"),
 }  # fmt: skip
 
@@ -142,6 +142,6 @@ def test_layers_that_wait_for_each_other_have_no_early_exit(one_thread):
     model = tiny_model("llama", 1, **SIZES)
     inject(model, "infinipot", command_line={"budget": 300})
     call = Call(model, None, lambda: None)
-    with pytest.raises(HeteroKVError, match=r"after 2 of 4 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
+    with pytest.raises(HeteroKVError, match=r"after 2 of 3 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
         call.generate(assistant_early_exit=2)
     assert tokens_of(call.generate()) == tokens_of(plain().generate())

@@ -28,11 +28,12 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "qwen2 0.5b, fp16": Shape(2, 7, 64, 64, np.float16),
+    # As test_attention.py's.
+    "large group, fp16": Shape(2, 16, 80, 192, np.float16),
     "odd sizes, soft-capped, fp32": Shape(1, 3, 20, 28, np.float32, 1.5),
     "bf16": Shape(1, 1, 96, 80, BFLOAT16),
     "mla, q8_0 keys, q4_0 values": Shape(2, 1, 192, 128, Q8_0, value_dtype=Q4_0),
-    "large group, q4_0": Shape(1, 16, 64, 256, Q4_0),
+    "qwen2 0.5b, q4_0": Shape(2, 7, 64, 64, Q4_0),
 }
 
 
@@ -80,7 +81,8 @@ def assert_close(result, expected, arguments):
     np.testing.assert_allclose(result[1], expected[1], rtol=1e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("shape", with_slow(SHAPES, slow=("mla, q8_0 keys, q4_0 values",)))
+# Keys of q4_0 less an offset are attended to below.
+@pytest.mark.parametrize("shape", with_slow(SHAPES, slow=("mla, q8_0 keys, q4_0 values", "qwen2 0.5b, q4_0")))
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 2),
@@ -97,7 +99,7 @@ def test_it_equals_causal_attention_over_the_gathered_tokens(shape, rows, q_len,
 
 @pytest.mark.parametrize("q_len", [1, 7, 40])
 def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
-    shape = SHAPES["large group, q4_0"]
+    shape = SHAPES["qwen2 0.5b, q4_0"]
     q, keys, values, *lists = problem(shape, 2, q_len, 16, True, q_len)
     offsets = np.random.default_rng(0).normal(scale=3, size=(*keys.shape[:2], shape.k_dim)).astype(np.float16)
     actual = attend_blocks_causal(q, keys, values, *lists, key_offsets=offsets.view(np.uint16))
@@ -115,8 +117,8 @@ def test_every_vector_width_computes_the_same(isa, q_len):
 
 
 def test_one_query_equals_attend_blocks():
-    # A shape that test_attention.py has too.
-    arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, 1, 5, False, 3)
+    # A shape and a block size that test_attention.py has too.
+    arguments = problem(SHAPES["large group, fp16"], 2, 1, 7, False, 3)
     out, lse = attend_blocks(arguments[0][:, 0].copy(), *arguments[1:])
     causal_out, causal_lse = attend_blocks_causal(*arguments)
     np.testing.assert_allclose(causal_out[:, 0], out, atol=4e-6)
@@ -124,7 +126,7 @@ def test_one_query_equals_attend_blocks():
 
 
 def test_garbage_past_a_blocks_length_is_never_seen():
-    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["qwen2 0.5b, fp16"], 1, 9, 16, False, 4)
+    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["large group, fp16"], 1, 9, 16, False, 4)
     lengths[:] = 11
     out, lse = attend_blocks_causal(q, keys, values, ids, counts, lengths, scale)
     keys[:, :, 11:], values[:, :, 11:] = np.nan, np.inf
@@ -146,7 +148,7 @@ def test_garbage_past_a_blocks_length_is_never_seen():
 )
 def test_arrays_that_do_not_fit_are_named(name, value, error, message):
     names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
-    arguments = dict(zip(names, problem(SHAPES["qwen2 0.5b, fp16"], 1, 9, 16, False, 5)[:6], strict=True))
+    arguments = dict(zip(names, problem(SHAPES["large group, fp16"], 1, 9, 16, False, 5)[:6], strict=True))
     arguments[name] = value(arguments[name])
     with pytest.raises(error, match=message):
         attend_blocks_causal(**arguments, scale=1.0)

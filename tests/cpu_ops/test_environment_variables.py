@@ -1,5 +1,6 @@
 """Environment variables for kernels and torch are set before these load."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,19 +14,20 @@ NAMES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"
 LARGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def run(code, settings):
-    """A new process, whose environment has nothing of `NAMES` but these settings."""
+@functools.cache
+def run(code, **settings):
+    """A new process, whose environment has nothing of `NAMES` but these settings, which all may look at."""
     environment = {key: value for key, value in os.environ.items() if key not in NAMES}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment | settings, check=True, capture_output=True, text=True)
 
 
 def printed(code, **settings):
-    return run(code, settings).stdout.strip()
+    return run(code, **settings).stdout.strip()
 
 
 def said(code, **settings):
-    return run(code, settings).stderr.strip()
+    return run(code, **settings).stderr.strip()
 
 
 def spin_count(**settings):
@@ -39,36 +41,18 @@ def test_openmp_spins_briefly_unless_the_user_says_otherwise():
 
 
 # Threads besides torch's and Python's, and whether a later region has the right number of them.
-SPARE_THREADS = """
-import torch, os
+# Then whether the program advised the system to use large pages for the mapping around the middle of a large tensor.
+LATER = """
+import os
 before = len(os.listdir("/proc/self/task"))
-import hetero_kv, threading, time
+import hetero_kv, threading, time, torch
 spare = [thread for thread in threading.enumerate() if thread.name == "openmp-spare"]
 for _ in range(200 if spare else 0):
     if len(os.listdir("/proc/self/task")) - before >= 1 + len(os.sched_getaffinity(0)):
         break
     time.sleep(0.05)
 print(len(spare), len(os.listdir("/proc/self/task")) - before >= 1 + len(os.sched_getaffinity(0)))
-"""
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is of Linux's torch")
-def test_openmp_spins_briefly_where_torch_was_imported_first():
-    assert printed(SPARE_THREADS) == "1 True"
-    assert printed(SPARE_THREADS, GOMP_SPINCOUNT="7") == "0 False"
-    assert printed(SPARE_THREADS, OMP_WAIT_POLICY="active") == "0 False"
-
-
-def test_benchmarks_run_as_their_users_do_and_peers_as_they_are_started():
-    name = "GOMP_SPINCOUNT"
-    code = f"import benchmarks, os; print(os.environ[{name!r}], benchmarks.GIVEN_ENVIRONMENT.get({name!r}))"
-    assert printed(code) == "300 None"
-    assert printed(code, GOMP_SPINCOUNT="7") == "7 7"
-
-
-# Whether the program advised the system to use large pages for the mapping around the middle of a large tensor.
-LARGE_PAGES = """
-import hetero_kv, torch
 place = (tensor := torch.empty(64 << 20, dtype=torch.uint8)).data_ptr() + tensor.numel() // 2
 is_its = False
 for line in open("/proc/self/smaps"):
@@ -79,24 +63,45 @@ for line in open("/proc/self/smaps"):
         if is_its and line.startswith("VmFlags:"):
             print("hg" in line.split())
 """
+IMPORTED_FIRST = f"import torch{LATER}"
+USED_FIRST = f"import torch; torch.ones(3){LATER}"
+
+
+def spare_threads(code, **settings):
+    return printed(code, **settings).splitlines()[0]
+
+
+def has_large_pages(code, **settings):
+    return printed(code, **settings).splitlines()[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is of Linux's torch")
+def test_openmp_spins_briefly_where_torch_was_imported_first():
+    assert spare_threads(IMPORTED_FIRST) == "1 True"
+    assert spare_threads(USED_FIRST, GOMP_SPINCOUNT="7", THP_MEM_ALLOC_ENABLE="0") == "0 False"
+    assert spare_threads(IMPORTED_FIRST, OMP_WAIT_POLICY="active") == "0 False"
+
+
+def test_benchmarks_run_as_their_users_do_and_peers_as_they_are_started():
+    name = "GOMP_SPINCOUNT"
+    code = f"import benchmarks, os; print(os.environ[{name!r}], benchmarks.GIVEN_ENVIRONMENT.get({name!r}))"
+    assert printed(code) == "300 None"
+    assert printed(code, GOMP_SPINCOUNT="7") == "7 7"
 
 
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent large pages"
 )
 def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise():
-    assert printed(LARGE_PAGES) == "True"
-    assert printed(LARGE_PAGES, THP_MEM_ALLOC_ENABLE="0") == "False"
-    assert printed(f"import torch; {LARGE_PAGES.strip()}") == "True"
-
-
-IMPORTED_LATER = "import torch; torch.ones(3); import hetero_kv"
+    assert has_large_pages(LATER) == "True"
+    assert has_large_pages(LATER, THP_MEM_ALLOC_ENABLE="0") == "False"
+    assert has_large_pages(IMPORTED_FIRST) == "True"
 
 
 @pytest.mark.skipif(
     "[madvise]" not in (LARGE.read_text() if LARGE.exists() else ""), reason="large pages are not for those who ask"
 )
 def test_small_pages_of_a_torch_that_was_used_before_are_said():
-    assert "import hetero_kv first, or set THP_MEM_ALLOC_ENABLE=1" in said(IMPORTED_LATER)
-    assert said(IMPORTED_LATER, THP_MEM_ALLOC_ENABLE="0") == ""
-    assert said("import torch, hetero_kv") == ""
+    assert "import hetero_kv first, or set THP_MEM_ALLOC_ENABLE=1" in said(USED_FIRST)
+    assert said(USED_FIRST, GOMP_SPINCOUNT="7", THP_MEM_ALLOC_ENABLE="0") == ""
+    assert said(IMPORTED_FIRST) == ""

@@ -14,6 +14,7 @@ from numba.core.dispatcher import Dispatcher
 
 import hetero_kv.cpu_ops.code_version  # noqa: F401  has Numba's cache locked
 from hetero_kv.cpu_ops import kernel_cache, list_attention, token_store, weight_blocks, weight_unpack
+from hetero_kv.cpu_ops.cpu_features import isa
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
 PROCESSES, KERNELS = 4, 25
@@ -70,7 +71,7 @@ def test_a_process_that_ends_while_it_saves_leaves_no_others_kernel_under_its_na
         lambda: token_store.kernel_for("float16", "float16"),
         lambda: weight_blocks._packer("Q8_0"),
         lambda: weight_unpack._row_reader("Q8_0"),
-        lambda: list_attention.region("generic", "float32", "float32", 2, 16, 16, 4, False, False),
+        lambda: list_attention.region(isa(), "float32", "float32", 2, 16, 16, 4, False, False),
     ],
 )
 def test_no_kernel_closes_over_a_function_which_no_other_process_would_find_in_the_cache(kernel):

@@ -19,7 +19,7 @@ SCALE = 0.1
 LINES = KeyLines.of(np.array([3, 90, 91]), np.array([70]))
 
 
-def problem(past, n, heads=3, dtype=torch.float32, dim=8):
+def problem(past, n, heads=3, dtype=torch.float32, dim=16):
     generator = torch.Generator().manual_seed(0)
     # Whole numbers that bfloat16 holds.
     numbers = [torch.randint(-5, 6, (*shape, dim), generator=generator) for shape in ((heads, n), (past + n,))]
@@ -49,7 +49,7 @@ def reference(q, past_k, k, runs, starts, softcap):
 # Keys are multiplied in place if they fill tiles (64 numbers), else while they are gathered.
 @pytest.mark.parametrize(
     ("dtype", "dim", "softcap"),
-    [(torch.float32, 8, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
+    [(torch.float32, 16, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
 )
 @pytest.mark.parametrize(("past", "n"), [(0, 64), (333, 150), (700, 1), (64, 1200)])
 def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, dim, softcap):

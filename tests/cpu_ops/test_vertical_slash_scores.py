@@ -13,6 +13,7 @@ from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.cpu_ops.vertical_slash_scores import distances_within, vertical_slash_scores
 from hetero_kv.gpu_ops.chosen_keys import attention_by_line
+from tests.support.slow_variants import with_slow
 
 SCALE = 0.3
 
@@ -51,10 +52,13 @@ def are_those_of_the_softmax(q, past_k, k, softcap):
 )
 @pytest.mark.parametrize(
     ("dtype", "dim", "softcap"),
-    [
-        (torch.float32, 8, 2.0), (torch.float32, 20, None), (torch.float16, 16, None), (torch.bfloat16, 16, 2.0),
-        (torch.bfloat16, 64, None), (torch.bfloat16, 64, 2.0),
-    ],
+    with_slow(
+        [
+            (torch.float32, 16, 2.0), (torch.float32, 20, None), (torch.float16, 16, None), (torch.bfloat16, 16, 2.0),
+            (torch.bfloat16, 64, None), (torch.bfloat16, 64, 2.0),
+        ],
+        slow=[(torch.float32, 20, None), (torch.bfloat16, 64, 2.0)],
+    ),
 )  # fmt: skip
 def test_attention_by_line_is_that_of_the_softmax(queries, past, n, dtype, dim, softcap):
     are_those_of_the_softmax(*problem(queries, past, n, dim, dtype), softcap)
@@ -88,7 +92,7 @@ def test_any_number_of_threads_finds_the_same():
 
 def test_line_sums_of_one_query_on_one_token():
     by_token, by_distance = vertical_slash_scores(
-        np.ones((1, 1, 8), np.float32), np.ones((0, 8), np.float32), np.ones((1, 8), np.float32), 1.0
+        np.ones((1, 1, 16), np.float32), np.ones((0, 16), np.float32), np.ones((1, 16), np.float32), 1.0
     )
     assert np.allclose(by_token, 1, atol=1e-5)
     assert np.allclose(by_distance, 1, atol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from hetero_kv import HeteroCache, inject
 from hetero_kv.rules.rule_file import parse_rules
 
-PROMPT, GENERATED, CHUNK, BUDGET = 117, 100, 16, 40
+PROMPT, GENERATED, CHUNK, BUDGET = 117, 60, 16, 40
 MODELS = {
     "llama": {},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,6 +15,12 @@ from tests.support.tiny_models import tiny_model
 BUDGET, STRIDE, BLOCK, FIRST, LAST, SEED = 40, 23, 4, 8, 12, 3
 
 
+@cache
+def share(block, head, layer_idx):
+    """What decides whether a block stays."""
+    return float(uniform(torch.full((1, head + 1, 1), block), SEED, layer_idx)[0, head])
+
+
 def kept(length, head, layer_idx, sizes):
     """The positions that stay of `length` tokens that came in passes of these sizes."""
     entries, seen = [], 0
@@ -21,8 +29,7 @@ def kept(length, head, layer_idx, sizes):
         middle = entries[FIRST : len(entries) - LAST]
 
         def rank(position):
-            block = torch.full((1, head + 1, 1), position // BLOCK)
-            return -float(uniform(block, SEED, layer_idx)[0, head]), position
+            return -share(position // BLOCK, head, layer_idx), position
 
         drawn = sorted(middle, key=rank)[: BUDGET - FIRST - LAST]
         entries = sorted({*entries[:FIRST], *drawn, *entries[-LAST:]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -85,28 +87,31 @@ def test_another_seed_keeps_the_same_entries_with_other_values_and_h2o_keeps_the
         assert kept["cam"].values[:, :, :half].equal(kept[name].values[:, :, :half])
 
 
+@cache
+def added_to_recent(name, recent, at_once):
+    """All values 1, each evicted merged, in entries of this dtype: what is added to the last `recent` of them."""
+    steps = recent + 50
+    policy = CaM(CaMSettings(budget=recent + 16, recent_ratio=recent / (recent + 16)), layer_idx=0, num_layers=1)
+    kind = getattr(torch, name)
+    entries = no_entries(torch.zeros(1, 2, 0, 4, dtype=kind), torch.zeros(1, 2, 0, 4, dtype=kind))
+    entries = entries.with_room(recent + 16 + steps)
+    for position in range(0, recent + 16 + steps, at_once):
+        new = 2 * [torch.ones(1, 2, at_once, 4, dtype=kind)]
+        entries = entries.with_room(at_once, spare=64).grown(*new, position)
+        like = torch.ones(1, 2, entries.num_entries)
+        entries = entries.scored(received=like, queries=like)
+        if entries.num_entries > recent + 16:
+            entries = policy.evict(entries, recent + 16)
+    return (entries.values.float() - 1)[0, 0, -recent:, 0]
+
+
 @pytest.mark.parametrize(
     ("dtype", "recent", "at_once"),
     [("bfloat16", 1024, 1), ("bfloat16", 1024, 3), ("float16", 1024, 1), ("bfloat16", 100, 1), ("bfloat16", 7, 1)],
 )
 def test_sums_in_half_precision_equal_those_in_float32(dtype, recent, at_once):
-    """All values 1, each evicted merged: what is added to an entry grows with the tokens that it was recent for."""
-    steps = recent + 50
-    added = {}
-    for name in ("float32", dtype):
-        policy = CaM(CaMSettings(budget=recent + 16, recent_ratio=recent / (recent + 16)), layer_idx=0, num_layers=1)
-        kind = getattr(torch, name)
-        entries = no_entries(torch.zeros(1, 2, 0, 4, dtype=kind), torch.zeros(1, 2, 0, 4, dtype=kind))
-        entries = entries.with_room(recent + 16 + steps)
-        for position in range(0, recent + 16 + steps, at_once):
-            new = 2 * [torch.ones(1, 2, at_once, 4, dtype=kind)]
-            entries = entries.with_room(at_once, spare=64).grown(*new, position)
-            like = torch.ones(1, 2, entries.num_entries)
-            entries = entries.scored(received=like, queries=like)
-            if entries.num_entries > recent + 16:
-                entries = policy.evict(entries, recent + 16)
-        added[name] = (entries.values.float() - 1)[0, 0, -recent:, 0]
-    before, after = added["float32"], added[dtype]
+    """What is added to an entry grows with the tokens that it was recent for."""
+    before, after = (added_to_recent(name, recent, at_once) for name in ("float32", dtype))
     assert float(before.mean()) > 0.3
     assert float(after.sum() / before.sum()) == pytest.approx(1, abs=0.05)
     # Those that were recent for longest first; the last had hardly anything yet.

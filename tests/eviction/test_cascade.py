@@ -13,7 +13,7 @@ from tests.eviction import dense_policies as dense
 from tests.eviction.bounded_runs import bounded, passes, rotation_of, tokens
 from tests.support.tiny_models import tiny_model
 
-PROMPT, GENERATED, STRIDE, SINKS, GAMMA = 133, 200, 23, 5, 0.99
+PROMPT, GENERATED, STRIDE, SINKS, GAMMA = 133, 130, 23, 5, 0.99
 
 
 class SubCaches:

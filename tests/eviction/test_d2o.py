@@ -20,7 +20,7 @@ from tests.eviction.dense_policies import probabilities
 from tests.eviction.merged_runs import FEW, passes, run, turns
 from tests.support.tiny_models import tiny_model
 
-GENERATED, SINKS = 200, 4
+GENERATED, SINKS = 90, 4
 
 
 def d2o(model, chunk_size=16, budget=BUDGET, **settings):

@@ -23,7 +23,7 @@ from tests.eviction.bounded_runs import bounded, rotation_of, tokens
 from tests.eviction.dense_policies import probabilities, top
 from tests.support.tiny_models import tiny_model
 
-PROMPT, GENERATED, FEW, POT, STAY = 117, 200, 45, 40, 20
+PROMPT, GENERATED, FEW, POT, STAY = 117, 90, 45, 40, 20
 
 
 def word_tokenizer():
@@ -120,7 +120,7 @@ def test_the_entries_in_the_pot_are_those_of_the_dense_reference(
     nuc_ratio,
     chunk_size,
 ):
-    model = tiny_model(architecture, **heads)
+    model = tiny_model(architecture, **heads, num_hidden_layers=2)
     cache = pot(model, chunk_size, nuc_ratio=nuc_ratio)
     logits, kept = run(model, cache, turns(GENERATED))
     novelty = novelty_of(logits, torch.cat(turns(GENERATED), 1))

@@ -13,7 +13,7 @@ from tests.support.tiny_models import tiny_model
 
 STRIDE, BUDGET, SINKS = 23, 40, 4
 #: A turn is a prompt and as many generated tokens.
-TURNS = ((117, 150), (50, 50))
+TURNS = ((117, 80), (50, 40))
 SMALL = {"policy": "sirllm", "budget": BUDGET, "stride": STRIDE, "sink_tokens": SINKS}
 
 

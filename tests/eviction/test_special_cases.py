@@ -12,7 +12,7 @@ from tests.eviction.bounded_runs import BUDGET, bounded, passes, tokens
 from tests.support.tiny_models import tiny_model
 
 # Enough sinks that some would be evicted.
-PROMPT, GENERATED, SINKS, RECENT = 117, 120, 20, 9
+PROMPT, GENERATED, SINKS, RECENT = 117, 60, 20, 9
 PARTS = (tokens(PROMPT, batch=2), *tokens(20, 1, 2).split(1, dim=1), tokens(70, 2, 2), *tokens(9, 3, 2).split(1, dim=1))
 
 

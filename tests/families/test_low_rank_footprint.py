@@ -20,6 +20,7 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.planning.plan import Footprint
 from tests.support.caches import new_cache, prefill
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 _models: dict[str, torch.nn.Module] = {}
@@ -47,20 +48,22 @@ def planned_and_held(prompt, batch=1, **settings):
     return (memory.store, memory.low_rank), (cache.dram_bytes, cache.device_bytes)
 
 
-@pytest.mark.parametrize("prompt", [90, 803, 3000])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"outlier_chunks": 0, "sparse_budget": 64},
-        {"project_generated": True, "landmark_chunk_size": 16, "local_chunks": 9},
-        {"sparse_budget": "all", "rank": 128},
-        {"value_type": "Q8_0", "batch": 2},
-    ],
-    ids=str,
-)
-def test_the_plan_is_what_the_tensors_take(prompt, settings):
-    (store, device), (dram_bytes, device_bytes) = planned_and_held(prompt, **settings)
+SETTINGS = {
+    "defaults": {},
+    "few chosen": {"outlier_chunks": 0, "sparse_budget": 64},
+    "generated projected": {"project_generated": True, "landmark_chunk_size": 16, "local_chunks": 9},
+    "all chosen": {"sparse_budget": "all", "rank": 128},
+    "two rows, q8_0": {"value_type": "Q8_0", "batch": 2},
+}
+CASES = [(name, prompt) for name in SETTINGS for prompt in (90, 803, 3000)]
+# A short prompt, and one longer than what is chosen of it, come up with settings that differ most in what they keep.
+SELDOM = [(name, prompt) for name, prompt in CASES if prompt != 803 and name != "defaults"]
+SELDOM.remove(("generated projected", 3000))
+
+
+@pytest.mark.parametrize(("name", "prompt"), with_slow(CASES, slow=SELDOM))
+def test_the_plan_is_what_the_tensors_take(name, prompt):
+    (store, device), (dram_bytes, device_bytes) = planned_and_held(prompt, **SETTINGS[name])
     assert store == dram_bytes
     # The generated token is in a buffer that had room for it.
     assert device == pytest.approx(device_bytes, rel=0.01)
