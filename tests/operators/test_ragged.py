@@ -12,6 +12,7 @@ from tests.support.devices import model_on, on_both
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
 from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,6 +24,19 @@ HALF, REST = 9, 5
 
 SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "top_k_blocks": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+
+
+@pytest.fixture(scope="module")
+def shared_shallow():
+    return tiny_model("llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def shallow(shared_shallow):
+    """A shared tiny Llama of two layers, of which most recipes leave one dense, without rules after each test."""
+    yield shared_shallow
+    if getattr(shared_shallow, "hetero_kv_injection", None) is not None:
+        eject(shared_shallow)
 
 
 def operator_in(pattern, name, **kwargs):
@@ -62,8 +76,8 @@ _LIKE_OTHERS = (
 
 
 @pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])
-def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, model_of):
-    assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
+def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, shallow):
+    assert_rows_are_what_they_are_alone(model_on(device, shallow), small_recipe(recipe))
 
 
 # Recipes that differ from dense in long prompts alone: tests/families/test_sparse_prefill.py.
@@ -179,8 +193,8 @@ def test_the_emptied_cache_takes_new_rows(model_of):
 @pytest.mark.parametrize(
     ("recipe", "device"), on_both(["ktransformers", "shadowkv_plus", "tova"], quick=("tova",)), indirect=["device"]
 )
-def test_a_row_that_is_repeated_goes_several_ways(recipe, device, model_of):
-    model = model_on(device, model_of())
+def test_a_row_that_is_repeated_goes_several_ways(recipe, device, shallow):
+    model = model_on(device, shallow)
     batch = Batch(model, injected(model, small_recipe(recipe)), PROMPTS[:3])
     batch.answer(3)
     batch.select([2, 0, 2])
@@ -205,8 +219,8 @@ CROPPED = {
 
 
 @pytest.mark.parametrize(("family", "device"), on_both(CROPPED, quick=CROPPED), indirect=["device"])
-def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(family, device, model_of):
-    model = model_on(device, model_of())
+def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(family, device, shallow):
+    model = model_on(device, shallow)
     rules = with_settings(parse_rules({"rules": [*CROPPED[family], CHUNKED]}), ENGINE)
     batch = Batch(model, injected(model, rules), PROMPTS[:3])
     batch.say([prompt(6, 40), prompt(1, 41), prompt(3, 42)])
