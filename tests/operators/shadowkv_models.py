@@ -18,7 +18,7 @@ COVERING = {
     "sparse_budget": "all",
     "value_type": "FP32",
 }
-FULL_RANK = {"deepseek_v3": 96, "gpt_neox": 64}
+FULL_RANK = {"deepseek_v3": 96, "gpt_neox": 64, "internlm3": 64}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 _models = {}
 
@@ -37,10 +37,8 @@ def injected(model, *rules, max_seq_len=512, **settings):
 
 
 def model_of(architecture):
-    # 128 channels per head would be a full rank of 256.
-    small = {"head_dim": 16} if architecture == "internlm3" else {}
     if architecture not in _models:
-        _models[architecture] = tiny_model(architecture, **small)
+        _models[architecture] = tiny_model(architecture)
     return _models[architecture]
 
 

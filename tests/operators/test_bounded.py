@@ -28,7 +28,7 @@ def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, devic
 
 @pytest.mark.parametrize("architecture", with_slow(list(ARCHITECTURES), slow=ALIKE))
 def test_places_among_the_entries_are_positions_while_nothing_is_dropped_in_every_model(architecture):
-    model = tiny_model(architecture, **({"head_dim": 16} if architecture == "internlm3" else {}))
+    model = tiny_model(architecture)
     parts = conversation()
     with torch.no_grad():
         expected = model(torch.cat(parts, dim=1)).logits

@@ -8,6 +8,22 @@ import torch
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
 from tests.operators.bounded_models import POLICIES, Letters, bounded, conversation, logits, positions, tokens
+from tests.support.tiny_models import tiny_model
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def shared_llama():
+    return tiny_model("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def llama(shared_llama):
+    """A tiny Llama of two layers, without rules before and after each test."""
+    yield shared_llama
+    if getattr(shared_llama, "hetero_kv_injection", None) is not None:
+        eject(shared_llama)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -61,7 +77,7 @@ def test_forks_go_their_own_ways(llama, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("at", [1, 9])
+@pytest.mark.parametrize("at", [1, 3 * LAYERS])
 def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
     cache = bounded(llama, policy=policy, budget=24)
     logits(llama, cache, tokens(50), *tokens(5, 1).split(1, dim=1))
@@ -97,7 +113,7 @@ def test_a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undon
     cache.on_progress = None
     answer = tokens(6, 3).split(1, dim=1)
     assert logits(llama, cache, *answer).equal(logits(llama, fork, *answer))
-    assert cache.statistics["cached_entries"] == [20, 20, 20]
+    assert cache.statistics["cached_entries"] == [20] * LAYERS
 
 
 def test_a_reset_cache_is_empty(llama):
@@ -105,7 +121,7 @@ def test_a_reset_cache_is_empty(llama):
     expected = logits(llama, cache, *conversation())
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert cache.statistics["cached_entries"] == [0, 0, 0]
+    assert cache.statistics["cached_entries"] == [0] * LAYERS
     assert logits(llama, cache, *conversation()).equal(expected)
 
 

@@ -35,7 +35,7 @@ LAUNCHES = {
 }
 BOUNDED = tuple(LAUNCHES)
 # One policy without scores, one with scores, two that merge, and one with a catalyst.
-QUICK = "streaming_llm", "h2o", "cam", "d2o", "infinipot"
+QUICK_AT_EVERY_TOKEN, QUICK_IN_STRIDES = ("h2o", "cam", "d2o"), ("streaming_llm", "infinipot")
 
 
 def test_every_policy_is_counted_below():
@@ -45,12 +45,19 @@ def test_every_policy_is_counted_below():
 
 
 @pytest.mark.parametrize(
-    "recipes",
-    [QUICK, pytest.param(tuple(sorted({*BOUNDED} - {*QUICK})), marks=pytest.mark.slow)],
-    ids=["some", "the others"],
+    ("recipes", "tokens"),
+    [
+        (QUICK_AT_EVERY_TOKEN, 8),
+        # One stride.
+        (QUICK_IN_STRIDES, 16),
+        pytest.param(
+            tuple(sorted({*BOUNDED} - {*QUICK_AT_EVERY_TOKEN, *QUICK_IN_STRIDES})), 16, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["at every token", "in strides", "the others"],
 )
-def test_no_bounded_layer_waits_or_copies_and_all_launch_little(recipes):
-    found = counts_of(recipes)
+def test_no_bounded_layer_waits_or_copies_and_all_launch_little(recipes, tokens):
+    found = counts_of(recipes, tokens=tokens)
     del found["untouched"]
     for recipe, counts in found.items():
         assert (counts.waits, counts.pageable) == (0, 0), recipe
@@ -107,11 +114,11 @@ def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):
 @torch.no_grad()
 def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(policy):
     """Kept entries are updated in place: an earlier fork has its own copy."""
-    prompt, later = tokens(60), tokens(12, seed=3)
+    prompt, later = tokens(50), tokens(8, seed=3)
     answers = []
     with simulated_cuda():
         for device in ("cpu", "cuda"):
-            model = model_on(torch.device(device), tiny_model("llama"))
+            model = model_on(torch.device(device), tiny_model("llama", num_hidden_layers=2))
             cache = bounded(model, policy=policy, budget=24)
             model(prompt.to(device), past_key_values=cache)
             fork = cache.fork()

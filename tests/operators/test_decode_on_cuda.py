@@ -20,6 +20,14 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
+LAYERS = 2
+
+
+@pytest.fixture
+def llama_on_gpu(gpu):
+    """A tiny Llama of two layers in bfloat16 on the simulated GPU."""
+    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS).to(torch.bfloat16))
+
 
 @torch.no_grad()
 def decode(model, cache, *tokens):
@@ -45,7 +53,7 @@ def without_joint_launches(monkeypatch):
 
 
 def test_a_layer_waits_once_and_copies_twice():
-    found = counts_of(("ktransformers", "adaptive"), as_shipped=False)
+    found = counts_of(("ktransformers", "adaptive"), as_shipped=False, tokens=8, num_hidden_layers=LAYERS)
     for counts in (found["ktransformers"], found["adaptive"]):
         # Two in the place of all that the model's own attention and cache launch.
         assert counts.launches <= 0
@@ -53,14 +61,16 @@ def test_a_layer_waits_once_and_copies_twice():
 
 
 def test_a_layer_waits_and_copies_no_more_where_kernels_are_torchs(without_joint_launches):
-    found = counts_of(("ktransformers", "adaptive"), as_shipped=False)
+    found = counts_of(("ktransformers", "adaptive"), as_shipped=False, tokens=8, num_hidden_layers=LAYERS)
     for counts in (found["ktransformers"], found["adaptive"]):
         assert 5 < counts.launches <= 8
         assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
 def test_grouped_positions_are_turned_by_few_launches():
-    found = counts_of(("self_extend", "self_extend_quest", "infllm_stream"), as_shipped=False)
+    found = counts_of(
+        ("self_extend", "self_extend_quest", "infllm_stream"), as_shipped=False, tokens=8, num_hidden_layers=LAYERS
+    )
     assert max(found[name].launches for name in found if name != "untouched") <= 25
     for name in ("self_extend", "self_extend_quest"):
         assert (found[name].waits, found[name].pinned, found[name].pageable) == (1, 2, 0)
@@ -70,9 +80,9 @@ def test_grouped_positions_are_turned_by_few_launches():
 
 
 def test_a_layer_with_learned_sinks_waits_once_as_well():
-    whole = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    whole = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
     # Of all methods DYNAMIC alone wants to know how much attention the window and the sink have.
-    counts = counts_of(("ktransformers",), False, "gpt_oss", **whole)["ktransformers"]
+    counts = counts_of(("ktransformers",), False, "gpt_oss", tokens=8, **whole)["ktransformers"]
     assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
@@ -97,7 +107,7 @@ def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
 def pending_queries(device, *selections):
     """What DYNAMIC's layers save of queries that are not added up yet; rows are selected between."""
     tokens = torch.randint(2, 97, (2, 91), generator=torch.Generator().manual_seed(0))
-    model = model_on(torch.device(device), tiny_model("llama"))
+    model = model_on(torch.device(device), tiny_model("llama", num_hidden_layers=LAYERS))
     cache = injected(model, small_recipe("ktransformers"))
     for part in tokens[:, :89].split([84, *[1] * 5], dim=1):
         model(part.to(device), past_key_values=cache)
@@ -114,7 +124,7 @@ def pending_queries(device, *selections):
 @pytest.mark.parametrize("selections", [(), ([1, 0],), ([1, 1, 0], [2, 0, 1])], ids=["none", "as many", "more"])
 def test_deferred_statistics_of_a_gpu_equal_the_cpus(gpu, selections):
     on_cpu, on_gpu = pending_queries("cpu", *selections), pending_queries("cuda", *selections)
-    assert len(on_cpu) == 3
+    assert len(on_cpu) == LAYERS
     for layer in zip(on_cpu, on_gpu, strict=True):
         # Those of the block that is open: two from before rows were selected, two from behind.
         assert layer[0][1].shape[2] == 4
@@ -148,22 +158,22 @@ def test_a_token_is_two_launches_around_the_cpus_work(gpu, llama_on_gpu, recipe)
         if isinstance(each, Launch | Wait)
     ]
     # The token's own id came down before.
-    assert [each for each in order[order.index("take") :] if each] == ["take", "wait", "join"] * 3
+    assert [each for each in order[order.index("take") :] if each] == ["take", "wait", "join"] * LAYERS
     assert not any("flash" in launch.name or "_merge" in launch.name for launch in gpu.record.launches)
 
 
 @torch.no_grad()
 def test_two_launches_decode_as_torch_does(gpu, monkeypatch):
-    model = model_on(torch.device("cuda", 0), tiny_model("llama"))
-    tokens = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(3)).to("cuda")
+    model = model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS))
+    tokens = torch.randint(2, 97, (2, 44), generator=torch.Generator().manual_seed(3)).to("cuda")
     found = []
     for joint in (True, False):
         if not joint:
             monkeypatch.setattr(retrieval_layer, "takes_token", lambda q, k, v: False)
         for recipe in ("adaptive", "loki"):
-            cache = injected(model, small_recipe(recipe))
+            cache = injected(model, small_recipe(recipe, local_windows_len=8))
             # At first the window has everything; the ring wraps more than once.
-            parts = tokens.split([20, *[1] * 40], dim=1)
+            parts = tokens.split([12, *[1] * 32], dim=1)
             found.append(torch.cat([model(part, past_key_values=cache).logits[:, -1:] for part in parts], dim=1).cpu())
             eject(model)
     for mine, expected in zip(found[:2], found[2:], strict=True):
@@ -181,13 +191,13 @@ def test_the_window_is_launched_before_the_cpu_begins(gpu, llama_on_gpu, without
     ]
     # The last wait is the test's own, for nothing; of a ring that wraps there are two slices.
     layers = [part for part in "".join(name[0] for name in order).split("w") if part]
-    assert len(layers) == 3
+    assert len(layers) == LAYERS
     assert set(layers) <= {"f", "ff"}
 
 
 def windows_launched(gpu, recipe, monkeypatch):
     """How often a token's layers launch attention to their window before each `Staging.send`, and before `arrived`."""
-    model = model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+    model = model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS).to(torch.bfloat16))
     cache = prompted(model, recipe)
     launched = {"send": [], "arrived": []}
 
@@ -222,7 +232,7 @@ WINDOW_BEFORE_THE_CPU = ("adaptive", "adaptive_lean", "retroinfer", "sparq")
 )
 def test_the_cpu_has_its_queries_before_torch_launches_the_window(gpu, recipe, monkeypatch, without_joint_launches):
     before, beside = windows_launched(gpu, recipe, monkeypatch)
-    assert before == [0, 0, 0]
+    assert before == [0] * LAYERS
     assert min(beside) > 0
 
 
@@ -230,7 +240,7 @@ def test_the_cpu_has_its_queries_before_torch_launches_the_window(gpu, recipe, m
 def test_where_the_window_weighs_in_the_choice_the_cpu_waits_for_it(gpu, recipe, monkeypatch, without_joint_launches):
     before, beside = windows_launched(gpu, recipe, monkeypatch)
     assert min(before) > 0
-    assert beside == [0, 0, 0]
+    assert beside == [0] * LAYERS
 
 
 def test_every_recipe_with_a_window_on_the_gpu_is_one_or_the_other(gpu):
@@ -258,8 +268,8 @@ def test_a_step_leaves_as_much_memory_as_it_found(gpu, llama_on_gpu):
 
 def test_the_bytes_of_the_window_are_the_devices(gpu, llama_on_gpu):
     cache = prompted(llama_on_gpu, "ktransformers")
-    # Three layers, two heads, keys and values of 16 numbers in bfloat16: the sink's block, Local and a block.
-    assert cache.device_bytes == 3 * 2 * 2 * 16 * 2 * (8 + 16 + 8)
+    # Layers, two heads, keys and values of 16 numbers in bfloat16: the sink's block, Local and a block.
+    assert cache.device_bytes == LAYERS * 2 * 2 * 16 * 2 * (8 + 16 + 8)
 
 
 def test_beams_take_their_windows_with_them(gpu, llama_on_gpu, monkeypatch):
@@ -267,14 +277,14 @@ def test_beams_take_their_windows_with_them(gpu, llama_on_gpu, monkeypatch):
     load = DeviceWindow.load
     monkeypatch.setattr(DeviceWindow, "load", lambda self, *args: loaded.append(load(self, *args)))
     cache = prompted(llama_on_gpu, "ktransformers")
-    assert len(loaded) == 3
+    assert len(loaded) == LAYERS
     beams = torch.tensor([0, 0, 0], device="cuda")
     gpu.record.clear()
     cache.select(beams)
     cache.select([1, 0, 2])
     # The rows' numbers alone go to the host.
     assert [copy.nbytes for copy in gpu.record.copies] == [3 * 8]
-    assert len(loaded) == 3
+    assert len(loaded) == LAYERS
 
 
 def test_a_wait_that_is_left_out_is_seen(gpu, llama_on_gpu, monkeypatch):

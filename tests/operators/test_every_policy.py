@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.operators.bounded_models import POLICIES, bounded, conversation, logi
 from tests.support.tiny_models import tiny_model
 
 BUDGET = 24
-_MODEL = tiny_model("llama", num_attention_heads=6, hidden_size=96)
+_MODEL = tiny_model("llama", num_hidden_layers=2, num_attention_heads=6, hidden_size=96)
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +44,15 @@ def assert_same(mine, theirs, exactly):
             torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)
 
 
+@cache
+def said_once(policy):
+    """What `conversed` gives, of the first time that a test asks."""
+    return conversed(policy)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_conversation_again_is_the_same_to_the_bit(policy):
-    first = conversed(policy)
+    first = said_once(policy)
     torch.manual_seed(1234)
     assert_same(conversed(policy), first, exactly=True)
 
@@ -78,7 +86,7 @@ def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_dropped_entries_make_the_difference(policy):
-    found, _ = conversed(policy)
+    found, _ = said_once(policy)
     everything, _ = conversed(policy, budget=200)
     # A budget that covers is full attention (test_bounded.py); this one does not cover, and is not.
     assert not torch.allclose(found[:, -5:], everything[:, -5:], rtol=1e-2, atol=1e-2)
@@ -90,5 +98,5 @@ def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     logits(_MODEL, cache, tokens(30))
     for token in tokens(60, 1).split(1, dim=1):
         logits(_MODEL, cache, token)
-        assert sum(cache.statistics["cached_entries"]) <= 3 * BUDGET
+        assert sum(cache.statistics["cached_entries"]) <= 2 * BUDGET
         assert all(layer.num_entries <= layer.budget for layer in cache.strided_layers)

@@ -55,7 +55,7 @@ def random_tokens(count, seed):
 
 def turn(seed, question=6):
     """A question, and an answer token by token: together they are longer than Local."""
-    return [random_tokens(question, seed), *random_tokens(9, seed + 100).split(1, dim=1)]
+    return [random_tokens(question, seed), *random_tokens(5, seed + 100).split(1, dim=1)]
 
 
 def logits(model, cache, parts):
@@ -71,7 +71,7 @@ def injected(case, device=CPU):
 
 
 def prompted(model, **settings):
-    """A cache that holds a first turn, of 61 + 9 tokens."""
+    """A cache that holds a first turn, of 61 + 5 tokens."""
     cache = HeteroCache(model, **settings)
     logits(model, cache, turn(0, 61))
     return cache
@@ -119,11 +119,11 @@ def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(
         model = injected("mean", device)
         first = prompted(model)
         second = first.fork()
-        for token in random_tokens(9, 1).split(1, dim=1):
+        for token in random_tokens(5, 1).split(1, dim=1):
             logits(model, first, [token])
             logits(model, second, [token + 1])
         third = prompted(model)
-        for token in random_tokens(9, 1).split(1, dim=1):
+        for token in random_tokens(5, 1).split(1, dim=1):
             logits(model, third, [token + 1])
         assert torch.equal(logits(model, second, [random_tokens(1, 2)]), logits(model, third, [random_tokens(1, 2)]))
 
@@ -141,7 +141,7 @@ def test_a_failed_turn_of_one_fork_is_undone_without_a_trace_in_the_other():
     with pytest.raises(KeyError):
         failing_turn()
     assert torch.equal(logits(model, second, turn(12)), alone(model, 12))
-    assert first.get_seq_length() == 61 + 9
+    assert first.get_seq_length() == 61 + 5
     assert torch.equal(logits(model, first, turn(12)), alone(model, 12))
 
 
@@ -151,12 +151,12 @@ def test_a_shared_prefix_lies_in_memory_once(case):
     first = prompted(model)
     block = sum(layer.pool.bytes_per_block for layer in first.layers)
     before = first.dram_bytes
-    assert before == 18 * block
+    assert before == 17 * block
     second = first.fork()
     assert second.dram_bytes == before
     assert second.shared_bytes == before
     logits(model, second, turn(12))
-    # 15 tokens more, the first of them in a copy of the last block; what was in Local is copied for DYNAMIC only.
+    # 11 tokens more, the first of them in a copy of the last block; what was in Local is copied for DYNAMIC only.
     copied = {"mean": 1, "dynamic": 3}[case]
-    assert first.dram_bytes == before + (4 + copied) * block
+    assert first.dram_bytes == before + (3 + copied) * block
     assert second.shared_bytes == before - copied * block

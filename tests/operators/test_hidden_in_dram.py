@@ -15,7 +15,7 @@ from tests.support.tiny_models import tiny_model
 CHUNK = 64
 
 
-def ids(rows=1, tokens=300, seed=0):
+def ids(rows=1, tokens=180, seed=0):
     return torch.randint(2, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
@@ -52,7 +52,7 @@ def test_batches_and_logits_to_keep_work_with_hidden_states_in_dram():
     prompts = [ids(rows=3)]
     with simulated_cuda():
         model = model_on(torch.device("cuda"), tiny_model("llama"))
-        for call in ({}, {"logits_to_keep": 2}, {"logits_to_keep": torch.tensor([5, 299])}):
+        for call in ({}, {"logits_to_keep": 2}, {"logits_to_keep": torch.tensor([5, 179])}):
             decoded = {} if isinstance(call.get("logits_to_keep"), torch.Tensor) else call
             expected, actual = (answers(model, where, prompts, **decoded)[0] for where in ("gpu", "auto"))
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -64,7 +64,7 @@ def test_nothing_that_hidden_states_are_copied_through_is_pageable(monkeypatch):
     monkeypatch.setattr(page_locked, "_LARGEST_OF_TORCH", 50_000)
     with simulated_cuda() as gpu:
         model = model_on(torch.device("cuda"), tiny_model("llama"))
-        answers(model, "dram", [ids()], logits_to_keep=1)
+        answers(model, "dram", [ids(tokens=300)], logits_to_keep=1)
         copies = [copy for copy in gpu.record.copies if "chunk_stream" in copy.line]
         assert len(copies) > 40
         assert all(copy.is_pinned and not copy.is_blocking for copy in copies)
@@ -98,7 +98,7 @@ def test_a_long_prompt_takes_less_of_the_gpu_than_its_hidden_states():
     for where in ("gpu", "auto"):
         with simulated_cuda() as gpu:
             model = model_on(torch.device("cuda"), tiny_model("llama"))
-            cache = injected(model, small_recipe("dense", hidden_device=where, chunk_size=32))
+            cache = injected(model, small_recipe("dense", hidden_device=where, chunk_size=48))
             before = gpu.memory.live[0]
             with torch.no_grad():
                 model(ids(tokens=600).to("cuda"), past_key_values=cache, logits_to_keep=1)

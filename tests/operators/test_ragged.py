@@ -12,60 +12,72 @@ from tests.support.devices import model_on, on_both
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
 from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORTER = [each[:length] for each, length in zip(PROMPTS, (2, 40, 129, 61, 200), strict=True)]
-#: The row that leaves half-way, and what joins in its place.
-LEAVING = 2
+#: The row that leaves half-way, the others, no longer in their order, and what joins them.
+LEAVING, STAYING = 2, [3, 0, 1]
 JOINING = prompt(75, 20), prompt(12, 21)
-# More than a block, so that every row fills one.
-HALF = 9
+# More than a block, so that every row fills one; then fewer tokens, with which some do.
+HALF, REST = 9, 5
 
 SMALLER = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "top_k_blocks": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+
+
+@pytest.fixture(scope="module")
+def shared_shallow():
+    return tiny_model("llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def shallow(shared_shallow):
+    """A shared tiny Llama of two layers, of which most recipes leave one dense, without rules after each test."""
+    yield shared_shallow
+    if getattr(shared_shallow, "hetero_kv_injection", None) is not None:
+        eject(shared_shallow)
 
 
 def operator_in(pattern, name, **kwargs):
     return {"match": {"name": pattern}, "replace": {"class": name, "kwargs": kwargs}}
 
 
-def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
-    """Five prompts, an answer in whose middle one row leaves and another joins, a second turn, and its answer."""
-    lengths = [len(each) for each in prompts]
-    batch = Batch(model, injected(model, rules), prompts)
-    assert batch.cache.lengths == lengths
-    assert batch.cache.get_seq_length() == max(lengths)
+def assert_rows_are_what_they_are_alone(model, rules):
+    """Four prompts, an answer in whose middle one row leaves and another joins, a second turn, and its answer."""
+    batch = Batch(model, injected(model, rules), PROMPTS)
+    assert batch.cache.lengths == [*LENGTHS]
+    assert batch.cache.get_seq_length() == max(LENGTHS)
     batch.answer(HALF)
     left = batch.logits[LEAVING]
-    batch.select([4, 0, 1, 3])
+    batch.select(STAYING)
     batch.extend(Batch(model, new_cache(model), JOINING[:1]))
-    assert batch.cache.lengths == [*(lengths[row] + HALF for row in (4, 0, 1, 3)), len(JOINING[0])]
-    assert batch.cache.get_seq_length() == max(lengths) + HALF
-    batch.answer(HALF)
-    batch.say([*(TURNS[row] for row in (4, 0, 1, 3)), JOINING[1]])
+    assert batch.cache.lengths == [*(LENGTHS[row] + HALF for row in STAYING), len(JOINING[0])]
+    assert batch.cache.get_seq_length() == max(LENGTHS) + HALF
+    batch.answer(REST)
+    batch.say([*(TURNS[row] for row in STAYING), JOINING[1]])
     batch.answer(4)
 
-    for row, logits in zip((4, 0, 1, 3), batch.logits, strict=False):
-        script = prompts[row], HALF, HALF, TURNS[row], 4
-        assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"{lengths[row]} tokens")
-    assert_same_but_for_rounding(left, alone(model, new_cache(model), (prompts[LEAVING], HALF)), "the one that left")
-    joined = JOINING[0], HALF, JOINING[1], 4
+    for row, logits in zip(STAYING, batch.logits, strict=False):
+        script = PROMPTS[row], HALF, REST, TURNS[row], 4
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"{LENGTHS[row]} tokens")
+    assert_same_but_for_rounding(left, alone(model, new_cache(model), (PROMPTS[LEAVING], HALF)), "the one that left")
+    joined = JOINING[0], REST, JOINING[1], 4
     assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
 
 
 # Which differ from others in how a long prompt is attended to, in what scores a block or an entry, or in numbers, or
 # put together what two others have.
 _LIKE_OTHERS = (
-    "adaptive_lean", "bigbird", "flexprefill", "infllm", "kvretrieval", "minference", "pyramidkv", "quest", "random",
-    "roco", "self_extend_quest", "shadowkv_minference", "shadowkv_plus", "sirllm", "snapkv", "snapkv_evict", "sparq",
-    "streaming", "tova",
+    "adaptive_lean", "bigbird", "cam", "dense", "flexprefill", "infllm", "kvretrieval", "loki", "magicpig",
+    "minference", "pyramidkv", "quest", "random", "roco", "self_extend_quest", "shadowkv_minference", "shadowkv_plus",
+    "sirllm", "snapkv", "snapkv_evict", "sparq", "streaming", "tova",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])
-def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, model_of):
-    assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
+def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, shallow):
+    assert_rows_are_what_they_are_alone(model_on(device, shallow), small_recipe(recipe))
 
 
 # Recipes that differ from dense in long prompts alone: tests/families/test_sparse_prefill.py.
@@ -105,7 +117,7 @@ def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recip
     ),
 )
 def test_rows_of_every_kind_of_model_equal_each_row_alone(architecture, recipe, model_of):
-    assert_rows_are_what_they_are_alone(model_of(architecture), small_recipe(recipe), SHORTER)
+    assert_rows_are_what_they_are_alone(model_of(architecture), small_recipe(recipe))
 
 
 MIXED = {
@@ -144,7 +156,7 @@ MIXED = {
 @pytest.mark.parametrize("rules", MIXED.values(), ids=MIXED)
 def test_rows_equal_each_row_alone_under_mixed_methods(rules, model_of):
     rules = with_settings(parse_rules({"rules": [*rules, CHUNKED]}), {**ENGINE, **SMALLER})
-    assert_rows_are_what_they_are_alone(model_of(), rules, SHORTER)
+    assert_rows_are_what_they_are_alone(model_of(), rules)
 
 
 def test_longer_rows_may_join_shorter_ones(model_of):
@@ -181,8 +193,8 @@ def test_the_emptied_cache_takes_new_rows(model_of):
 @pytest.mark.parametrize(
     ("recipe", "device"), on_both(["ktransformers", "shadowkv_plus", "tova"], quick=("tova",)), indirect=["device"]
 )
-def test_a_row_that_is_repeated_goes_several_ways(recipe, device, model_of):
-    model = model_on(device, model_of())
+def test_a_row_that_is_repeated_goes_several_ways(recipe, device, shallow):
+    model = model_on(device, shallow)
     batch = Batch(model, injected(model, small_recipe(recipe)), PROMPTS[:3])
     batch.answer(3)
     batch.select([2, 0, 2])
@@ -207,8 +219,8 @@ CROPPED = {
 
 
 @pytest.mark.parametrize(("family", "device"), on_both(CROPPED, quick=CROPPED), indirect=["device"])
-def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(family, device, model_of):
-    model = model_on(device, model_of())
+def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(family, device, shallow):
+    model = model_on(device, shallow)
     rules = with_settings(parse_rules({"rules": [*CROPPED[family], CHUNKED]}), ENGINE)
     batch = Batch(model, injected(model, rules), PROMPTS[:3])
     batch.say([prompt(6, 40), prompt(1, 41), prompt(3, 42)])
@@ -262,7 +274,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=("preselection", "quest")))
 def test_generate_answers_a_padded_batch_as_it_answers_each_alone_in_two_turns(family, model_of):
     architecture, recipe = FAMILIES[family]
     model = model_of(architecture)

@@ -12,9 +12,9 @@ from hetero_kv.families.shadowkv import attention as shadowkv_attention
 from hetero_kv.families.shadowkv import device_decode, resident_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.gpu_ops import resident_slots
-from tests.operators.shadowkv_models import injected, logits, model_of, random_tokens
+from tests.operators.shadowkv_models import injected, logits, random_tokens
 from tests.support.devices import model_on
-from tests.support.launch_counts import PROMPT, TOKENS, counts_of
+from tests.support.launch_counts import counts_of
 from tests.support.simulated_cuda import SimulatedCudaError
 from tests.support.tiny_models import tiny_model
 
@@ -23,12 +23,17 @@ pytest.importorskip("triton")
 
 #: Of 25 chunks four are chosen, in addition to three outliers and the newest.
 SPARSE = {"rank": 24, "sparse_budget": 16, "value_type": "FP16"}
+LAYERS = 2
+
+
+def llama(**shape):
+    return tiny_model("llama", num_hidden_layers=LAYERS, **shape)
 
 
 def answer(model, **settings):
     """Logits of two turns and a fork with fewer rows, and what the cache has counted."""
     cache = injected(model, **{**SPARSE, **settings})
-    tokens = random_tokens(130, batch=2).split([100, *[1] * 10, 10, *[1] * 10], dim=1)
+    tokens = random_tokens(122, batch=2).split([100, *[1] * 6, 10, *[1] * 6], dim=1)
     first = logits(model, cache, *tokens)
     fork = cache.fork()
     fork.select([1])
@@ -40,14 +45,14 @@ def answer(model, **settings):
 
 def test_no_layer_waits_and_nothing_is_copied():
     # Keys in their computed precision cannot overflow.
-    counts = counts_of(("shadowkv",), as_shipped=False)["shadowkv"]
+    counts = counts_of(("shadowkv",), as_shipped=False, tokens=8, num_hidden_layers=LAYERS)["shadowkv"]
     assert (counts.waits, counts.pinned, counts.pageable) == (0, 0, 0)
     assert counts.launches <= 18
 
 
 def test_generated_tokens_are_projected_without_a_wait_in_a_layer():
     # A chunk of every four tokens leaves Recent.
-    stored = counts_of(("shadowkv_plus",))["shadowkv_plus"]
+    stored = counts_of(("shadowkv_plus",), tokens=8)["shadowkv_plus"]
     assert stored.launches <= 25
     # One wait behind all three layers: for the largest values, and for a chunk's in a copy of each layer; the block
     # table, which is longer then, goes up once.
@@ -57,9 +62,9 @@ def test_generated_tokens_are_projected_without_a_wait_in_a_layer():
 def test_values_of_a_chunk_that_is_projected_are_in_dram_when_a_later_token_asks_for_them(gpu):
     found = []
     for device in ("cpu", "cuda"):
-        model = model_on(torch.device(device), model_of("llama"))
+        model = model_on(torch.device(device), llama())
         cache = injected(model, **{**SPARSE, "sparse_budget": 400, "value_type": "FP32"}, project_generated=True)
-        parts = random_tokens(140, batch=2).split([100, *[1] * 40], dim=1)
+        parts = random_tokens(124, batch=2).split([100, *[1] * 24], dim=1)
         found.append((logits(model, cache, *parts), [layer.chunks for layer in cache.layers]))
         eject(model)
     (expected, chunks), (actual, mine) = found
@@ -69,27 +74,28 @@ def test_values_of_a_chunk_that_is_projected_are_in_dram_when_a_later_token_asks
 
 
 def test_beams_select_their_rows_by_one_index_without_a_wait(gpu):
-    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    model = model_on(torch.device("cuda", 0), llama())
     cache = injected(model, **SPARSE)
     logits(model, cache, *random_tokens(104, batch=2).split([100, *[1] * 4], dim=1))
     # What earlier tests have let go of unlocks its memory now, and not meanwhile.
     gc.collect()
     gpu.record.clear()
     cache.select([1, 1])
-    assert [(copy.is_pinned, copy.is_blocking) for copy in gpu.record.copies] == [(True, False)] * 3
+    assert [(copy.is_pinned, copy.is_blocking) for copy in gpu.record.copies] == [(True, False)] * LAYERS
     assert not gpu.record.waits
     eject(model)
 
 
 def test_values_are_looked_at_once_for_a_token():
-    counts = counts_of(("shadowkv",))["shadowkv"]
-    # Of three layers.
-    assert (counts.waits * 3, counts.pinned * 3, counts.pageable) == pytest.approx((1, 1, 0))
+    counts = counts_of(("shadowkv",), tokens=8, num_hidden_layers=LAYERS)["shadowkv"]
+    assert (counts.waits * LAYERS, counts.pinned * LAYERS, counts.pageable) == pytest.approx((1, 1, 0))
 
 
 @pytest.mark.parametrize("stored", ["FP16", pytest.param("Q8_0", marks=pytest.mark.slow)])
 def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkeypatch, stored):
-    model = model_on(torch.device("cuda", 0), tiny_model("llama", head_dim=32))
+    # Groups of 32 need heads of 32 channels.
+    model = llama(**({"head_dim": 32} if stored == "Q8_0" else {}))
+    model = model_on(torch.device("cuda", 0), model)
     without_waits = answer(model, value_type=stored)
     monkeypatch.setattr(device_decode, "supports", lambda layer, keys: False)
     by_host = answer(model, value_type=stored)
@@ -101,7 +107,7 @@ def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkey
 
 
 def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
-    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    model = model_on(torch.device("cuda", 0), llama())
     cache = injected(model, **SPARSE)
     parts = random_tokens(106).split([100, *[1] * 6], dim=1)
     logits(model, cache, *parts[:-1])
@@ -119,7 +125,7 @@ def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
 
 @pytest.mark.parametrize("by_host", [False, True])
 def test_memory_in_use_is_freed_after_its_last_read(gpu, monkeypatch, by_host):
-    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    model = model_on(torch.device("cuda", 0), llama())
     if by_host:
         monkeypatch.setattr(device_decode, "supports", lambda layer, keys: False)
     cache = injected(model, **SPARSE)
@@ -152,7 +158,7 @@ def fail():
 def seeded(model):
     """A prompt and tokens, then a wait."""
     cache = injected(model, **SPARSE)
-    found = logits(model, cache, *random_tokens(PROMPT + TOKENS).split([PROMPT, *[1] * TOKENS], dim=1))
+    found = logits(model, cache, *random_tokens(80).split([72, *[1] * 8], dim=1))
     torch.cuda.synchronize()
     eject(model)
     return found
@@ -187,7 +193,7 @@ def short(mapped, size):
     ],
 )
 def test_mistakes_are_seen(gpu, monkeypatch, owner, name, mistake, message):
-    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    model = model_on(torch.device("cuda", 0), llama())
     assert seeded(model).isfinite().all()
     monkeypatch.setattr(owner, name, mistake)
     with pytest.raises(SimulatedCudaError, match=message):
@@ -197,7 +203,7 @@ def test_mistakes_are_seen(gpu, monkeypatch, owner, name, mistake, message):
 
 
 def test_another_table_is_seen(gpu, monkeypatch):
-    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    model = model_on(torch.device("cuda", 0), llama())
     expected = seeded(model)
     monkeypatch.setattr(device_decode, "fetch", fetch_of_another_block)
     assert not torch.allclose(seeded(model), expected, rtol=1e-2)

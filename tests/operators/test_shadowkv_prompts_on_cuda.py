@@ -9,15 +9,17 @@ from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.gpu_prefill import pieces, writing
 from hetero_kv.families.shadowkv import context_layer, key_factors
 from hetero_kv.families.shadowkv import layer as low_rank_layer
-from tests.operators.shadowkv_models import injected, logits, model_of, random_tokens, relative_error
+from tests.operators.shadowkv_models import injected, logits, random_tokens, relative_error
 from tests.support.devices import model_on
 from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 
-#: Layers, kv heads and head dim of the tiny Llama.
-LAYERS, HEADS, DIM = 3, 2, 16
+#: Layers, kv heads and head dim of the tiny Llama here.
+LAYERS, HEADS, DIM = 2, 2, 16
+#: Tokens of a past that is much longer than a piece.
+PAST = 600
 SPARSE = {"rank": 8, "sparse_budget": 16, "value_type": "FP16"}
 
 
@@ -29,13 +31,17 @@ def in_small_pieces(monkeypatch):
         monkeypatch.setattr(owner, name, 16)
 
 
+def llama(**shape):
+    return tiny_model("llama", num_hidden_layers=LAYERS, **shape)
+
+
 def on_gpu(model):
     return model_on(torch.device("cuda", 0), model)
 
 
 @pytest.mark.parametrize("refactor_above", [0.0, 1.0])
 def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
-    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    model = on_gpu(llama().to(torch.bfloat16))
     cache = injected(model, **SPARSE, refactor_above=refactor_above, project_generated=True)
     tokens = random_tokens(190, batch=2).to("cuda")
     # A model whose rotation is not known yet; tokens that join the Context as they leave Recent; and a later turn.
@@ -51,7 +57,7 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
 @pytest.mark.parametrize("value_type", ["FP16", pytest.param("FP32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("refactor_above", [0.0, pytest.param(0.99, marks=pytest.mark.slow), 1.0])
 def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
-    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    model = on_gpu(llama().to(torch.bfloat16))
     settings = {**SPARSE, "value_type": value_type, "refactor_above": refactor_above}
     cache = injected(model, **settings)
     *before, turn = random_tokens(190, batch=2).to("cuda").split([100, *[1] * 20, 70], dim=1)
@@ -73,6 +79,7 @@ def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_
 
 @pytest.mark.usefixtures("gpu")
 def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted_as_on_a_cpu():
+    # In one of its three layers a turn brings none.
     plain = tiny_model("llama")
     parts = random_tokens(150).split([100, *[1] * 8, 8, *[1] * 8, 8, *[1] * 18], dim=1)
     found, records = [], []
@@ -95,7 +102,7 @@ def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted
 
 
 def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_turn(gpu, monkeypatch):
-    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    model = on_gpu(llama().to(torch.bfloat16))
     counted = []
     for most in (4096, 5):
         monkeypatch.setattr(low_rank_layer, "MAX_UNREAD", most)
@@ -117,7 +124,8 @@ def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_t
     ),
 )
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, value_type, tolerance):
-    plain = tiny_model("llama", head_dim=32)
+    # Groups of 32 need heads of 32 channels.
+    plain = llama(**({"head_dim": 32} if value_type == "Q8_0" else {}))
     parts = random_tokens(181, batch=2).split([100, *[1] * 5, 43, *[1] * 3, 27, *[1] * 3], dim=1)
     settings = {"rank": 12, "sparse_budget": 24, "value_type": value_type, "refactor_above": refactor_above}
     found = []
@@ -133,13 +141,13 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, val
 @pytest.mark.usefixtures("in_small_pieces")
 @pytest.mark.parametrize("refactor_above", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
-    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    model = on_gpu(llama().to(torch.bfloat16))
     cache = injected(model, **SPARSE, max_seq_len=1024, refactor_above=refactor_above)
-    logits(model, cache, random_tokens(900))
+    logits(model, cache, random_tokens(PAST))
     live, kept = torch.cuda.memory_allocated(), cache.device_bytes
     torch.cuda.reset_peak_memory_stats()
     logits(model, cache, random_tokens(24, seed=1))
-    of_one_layer = 2 * HEADS * DIM * 2 * 900
+    of_one_layer = 2 * HEADS * DIM * 2 * PAST
     # Growing or rebuilt arrays exist twice in one layer at a time, Recent until the turn has passed: a forward
     # that fails goes back.
     assert torch.cuda.max_memory_allocated() - live < kept / LAYERS + of_one_layer / 2
@@ -149,13 +157,13 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
 @pytest.mark.usefixtures("gpu", "in_small_pieces")
 def test_factors_that_a_turn_has_replaced_come_back_as_often_as_it_is_undone(monkeypatch):
     """They leave the GPU as others take their place, and are there again when a forward fails or a turn is undone."""
-    model = on_gpu(tiny_model("llama"))
+    model = on_gpu(llama())
     # Of so small a rank that which keys a basis was found for is seen.
     settings = {"rank": 4, "sparse_budget": 24, "refactor_above": 0.0}
-    first, second, third, last = random_tokens(160).split([100, 27, 32, 1], dim=1)
+    first, second, third, last = random_tokens(128).split([68, 27, 32, 1], dim=1)
     expected = []
     for turn in ((last,), (second, last)):
-        expected.append(logits(model, injected(model, **settings), first, *turn)[:, 100:])
+        expected.append(logits(model, injected(model, **settings), first, *turn)[:, 68:])
         eject(model)
     cache = injected(model, **settings)
     logits(model, cache, first)
@@ -180,7 +188,7 @@ def test_factors_that_a_turn_has_replaced_come_back_as_often_as_it_is_undone(mon
 
 
 def test_a_chunk_is_launched_before_the_values_before_have_left(gpu):
-    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    model = on_gpu(llama().to(torch.bfloat16))
     cache = injected(model, **SPARSE)
     logits(model, cache, random_tokens(3))
     cache.reset()
@@ -193,7 +201,7 @@ def test_a_chunk_is_launched_before_the_values_before_have_left(gpu):
 
 
 def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu):
-    model = on_gpu(model_of("llama"))
+    model = on_gpu(llama())
     cache = injected(model, **SPARSE)
     first, second = random_tokens(140).split([100, 40], dim=1)
     expected = logits(model, cache.fork(), first, second)
@@ -214,7 +222,7 @@ def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu)
 
 @pytest.mark.usefixtures("in_small_pieces")
 def test_a_fork_s_turn_is_its_own(gpu):
-    model = on_gpu(model_of("llama"))
+    model = on_gpu(llama())
     cache = injected(model, **SPARSE, refactor_above=0.0)
     logits(model, cache, random_tokens(100))
     fork, crop = cache.fork(), cache.fork()

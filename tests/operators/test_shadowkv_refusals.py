@@ -64,7 +64,7 @@ def test_settings_that_cannot_be_are_refused(llama, settings, message):
 
 @pytest.mark.parametrize(("recipe", "plus"), [("shadowkv", False), ("shadowkv_plus", True)])
 def test_the_recipes_have_the_papers_settings(recipe, plus):
-    model = tiny_model("llama", num_key_value_heads=4, head_dim=64)
+    model = tiny_model("llama", max_position_embeddings=1024)
     inject(model, recipe, command_line={"max_seq_len": 900})
     settings = [operator.settings for operator in model.hetero_kv_injection.attention_operators()]
     paper = {"rank": "auto", "landmark_chunk_size": 8, "outlier_chunks": 48, "local_chunks": 4, "sparse_budget": 0.0156}

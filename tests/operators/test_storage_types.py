@@ -17,7 +17,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
-from tests.support.slow_variants import combined
+from tests.support.slow_variants import combined, with_slow
 from tests.support.tiny_models import tiny_model
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
@@ -114,7 +114,14 @@ def test_every_recipe_is_exact(llama, expected, recipe, kv_type):
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
 
 
-@pytest.mark.parametrize(("recipe", "kv_type"), combined(["quest", "adaptive"], ["Q8_0", "Q4_0"]))
+# The other recipe's kernels for such blocks: test_estimates.py.
+@pytest.mark.parametrize(
+    ("recipe", "kv_type"),
+    with_slow(
+        list(itertools.product(["quest", "adaptive"], ["Q8_0", "Q4_0"])),
+        slow=[("quest", "Q8_0"), ("adaptive", "Q8_0"), ("adaptive", "Q4_0")],
+    ),
+)
 def test_blocks_of_16_tokens_the_least_that_few_bits_take_are_exact(llama, expected, recipe, kv_type):
     blocks = {**SMALL, "block_size": 16, "sink_tokens": 16, "top_k_blocks": 500}
     inject(llama, recipe, command_line={**blocks, "kv_type": kv_type, "key_offset": "none"})

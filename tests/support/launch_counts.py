@@ -26,6 +26,8 @@ from tests.support.tiny_models import tiny_model
 RECIPES = ("ktransformers", "quest", "adaptive", "shadowkv", "streaming_llm", "h2o", "tova")
 PROMPT, TOKENS = 120, 16
 _FIRST = 4
+#: Counts of the untouched models so far.
+_untouched: dict[str, Counts] = {}
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Counts:
     pageable: float
 
     @classmethod
-    def of(cls, record: Record, layers: int) -> Counts:
-        """Of what has been recorded while `TOKENS` tokens were decoded."""
+    def of(cls, record: Record, layers: int, tokens: int) -> Counts:
+        """Of what has been recorded while so many tokens were decoded."""
         pageable = len(record.pageable)
         counted = len(record.launches), len(record.waits), len(record.copies) - pageable, pageable
-        return cls(*(count / layers / TOKENS for count in counted))
+        return cls(*(count / layers / tokens for count in counted))
 
     def beyond(self, other: Counts) -> Counts:
         """What is more than another's."""
@@ -65,10 +67,11 @@ def stored_as_shipped(rules: RuleSet) -> RuleSet:
 
 
 @torch.no_grad()
-def decoded(model: Any, cache: Any, record: Record) -> Counts:
-    """Counts of the tokens decoded behind a prompt."""
-    tokens = torch.randint(2, 97, (1, PROMPT + TOKENS + _FIRST), generator=torch.Generator().manual_seed(0)).to("cuda")
-    parts = tokens.split([PROMPT, *[1] * (TOKENS + _FIRST)], dim=1)
+def decoded(model: Any, cache: Any, record: Record, tokens: int) -> Counts:
+    """Counts of as many tokens decoded behind a prompt."""
+    lengths = [PROMPT, *[1] * (tokens + _FIRST)]
+    ids = torch.randint(2, 97, (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to("cuda")
+    parts = ids.split(lengths, dim=1)
     # The first tokens have the calls bound and captured, and what is tried once is tried.
     for part in parts[: 1 + _FIRST]:
         model(part, past_key_values=cache)
@@ -77,7 +80,7 @@ def decoded(model: Any, cache: Any, record: Record) -> Counts:
     record.clear()
     for part in parts[1 + _FIRST :]:
         model(part, past_key_values=cache)
-    return Counts.of(record, model.config.num_hidden_layers)
+    return Counts.of(record, model.config.num_hidden_layers, tokens)
 
 
 def counts_of(
@@ -85,6 +88,7 @@ def counts_of(
     as_shipped: bool = True,
     architecture: str = "llama",
     cuda_graphs: str = "off",
+    tokens: int = TOKENS,
     **shape: Any,
 ) -> dict[str, Counts]:
     """Of the untouched model, under "untouched", and of what each recipe asks beyond that.
@@ -92,6 +96,7 @@ def counts_of(
     With `cuda_graphs` most of what the untouched model asks is in graphs, so that launches beyond are fewer than none.
 
     as_shipped: store keys and values in FP16, not in the computed precision, whose kernels other tests compile.
+    tokens: how many are decoded, a multiple of what happens every so many tokens: blocks are closed, strides pass.
     architecture, shape: of the tiny model.
     """
     # What is there already stays: collections below, one for each recipe, need not look at it.
@@ -99,11 +104,14 @@ def counts_of(
     gc.freeze()
     with simulated_cuda() as gpu:
         model = tiny_model(architecture, **shape).to(torch.bfloat16).to("cuda")
-        found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}
+        key = f"{architecture} {shape} {tokens}"
+        if key not in _untouched:
+            _untouched[key] = decoded(model, DynamicCache(config=model.config), gpu.record, tokens)
+        found = {"untouched": _untouched[key]}
         for recipe in recipes:
             rules = small_recipe(recipe, cuda_graphs=cuda_graphs)
             rules = stored_as_shipped(rules) if as_shipped else rules
-            found[recipe] = decoded(model, injected(model, rules), gpu.record).beyond(found["untouched"])
+            found[recipe] = decoded(model, injected(model, rules), gpu.record, tokens).beyond(found["untouched"])
             eject(model)
         # What is page-locked is released while there is a device.
         gc.collect()

@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt_oss": {**_HEAD_DIM, **_SLIDING, **_MOE, **_EAGER},
     "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": False},
     # Heads that are wider than the hidden states have room for.
-    "internlm3": {"head_dim": 32},
+    "internlm3": {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4},
     "nemotron": {"partial_rotary_factor": 0.5},
     "deepseek_v3": {
         **_MOE,
