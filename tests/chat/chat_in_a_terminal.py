@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.chat.chat_server import CHECKOUT, ChatServer, ForkedChat
+from tests.chat.own_terminal import take_terminal
+
 PROMPT = ">>> "
 CTRL_C, CTRL_D = "\x03", "\x04"
 PATIENCE_S = 120
@@ -28,35 +28,35 @@ SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 class ChatInATerminal:
     """`local_chat.py` in a pseudo-terminal; its output is read without colours and cursor movements.
 
+    Args:
+        folder: the model's.
+        arguments: more of the command line.
+        server: starts the chat by a fork; without it a new interpreter runs it.
+
     Attributes:
         drawn: what was shown last, with them.
     """
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder: Path, *arguments: object, server: ChatServer | None = None) -> None:
         self.master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (ROWS, COLUMNS))
-        words = [
-            sys.executable,
-            "local_chat.py",
-            "--model",
-            folder,
-            "--mode",
-            "normal",
-            "--dtype",
-            "float32",
-            *arguments,
-        ]
-        # A new session makes this the controlling terminal, so that Ctrl-C reaches the process.
-        self.process = subprocess.Popen(
-            list(map(str, words)),
-            cwd=CHECKOUT,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=os.environ | {"TERM": "xterm-256color"},
-            preexec_fn=_take_terminal,
-        )
+        words = [str(word) for word in ("--model", folder, "--mode", "normal", "--dtype", "float32", *arguments)]
+        environment = os.environ | {"TERM": "xterm-256color"}
+        self.process: subprocess.Popen[bytes] | ForkedChat
+        if server is not None:
+            self.process = server.start(words, environment, slave)
+        else:
+            # A new session makes this the controlling terminal.
+            self.process = subprocess.Popen(
+                [sys.executable, "local_chat.py", *words],
+                cwd=CHECKOUT,
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                start_new_session=True,
+                env=environment,
+                preexec_fn=take_terminal,
+            )
         os.close(slave)
         self.raw = self.unread = self.drawn = ""
 
@@ -87,7 +87,7 @@ class ChatInATerminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE_S)
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -95,9 +95,3 @@ class ChatInATerminal:
         if self.master is not None:
             os.close(self.master)
         self.master = None
-
-
-def _take_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

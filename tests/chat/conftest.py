@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from tests.chat.chat_server import ChatServer
 from tests.chat.tiny_conversations import new_model
 
 SPECIAL = ("<unknown>", "<begin>", "<end>")
@@ -99,6 +100,14 @@ def thinking_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.lm_head.weight.data[vocabulary[following], vocabulary[word]] = 1
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_server() -> Iterator[ChatServer]:
+    """Starts chats without their imports; some tests start theirs without it, as users do."""
+    server = ChatServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

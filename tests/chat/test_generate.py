@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
@@ -11,14 +15,37 @@ from hetero_kv.engine.errors import CacheFullError
 pytestmark = pytest.mark.model
 
 TEXT = "The library opens at nine. " * 12 + "The librarian is called Oswald. " + "Dogs have to wait outside. " * 12
+#: As many of the model's layers as tests need that look at a conversation and not at what it says.
+FEW_LAYERS = 3
 SETTINGS = {"block_size": 16, "local_windows_len": 32, "sink_tokens": 16, "top_k_blocks": 8, "kv_type": "FP32"}
 
 
+@pytest.fixture(scope="module")
+def shallow(smollm2):
+    """The model's embeddings, its first layers, and its head: the same weights."""
+    model = deepcopy(smollm2.model, {id(weights): weights for weights in smollm2.model.parameters()})
+    del model.model.layers[FEW_LAYERS:]
+    model.config.num_hidden_layers = FEW_LAYERS
+    return replace(smollm2, model=model)
+
+
+@contextmanager
+def under_rules(loaded):
+    inject(loaded.model, "ktransformers", command_line={**SETTINGS, "chunk_size": 100, "max_seq_len": 600})
+    yield loaded
+    eject(loaded.model)
+
+
 @pytest.fixture
-def injected(smollm2):
-    inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "chunk_size": 100, "max_seq_len": 600})
-    yield smollm2
-    eject(smollm2.model)
+def injected(shallow):
+    with under_rules(shallow) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def injected_whole(smollm2):
+    with under_rules(smollm2) as loaded:
+        yield loaded
 
 
 def conversation(loaded, **settings):
@@ -44,31 +71,33 @@ def test_a_second_question_prefills_only_its_own_tokens(injected):
     assert talk.cache.get_seq_length() == talk.context_tokens - 1
 
 
-def test_a_conversations_tokens_are_those_of_the_chat_template(injected):
-    talk = conversation(injected)
-    answers = [talk.ask(question, max_new_tokens=200).text for question in ("Say hello.", "Say goodbye.")]
+def test_a_conversations_tokens_are_those_of_the_chat_template(injected_whole):
+    talk = conversation(injected_whole)
+    # Short answers that end by themselves.
+    questions = "What is 1 + 1?", "And 2 + 2?"
+    answers = [talk.ask(question, max_new_tokens=200).text for question in questions]
     messages = [
-        {"role": "user", "content": "Say hello."},
+        {"role": "user", "content": questions[0]},
         {"role": "assistant", "content": answers[0]},
-        {"role": "user", "content": "Say goodbye."},
+        {"role": "user", "content": questions[1]},
         {"role": "assistant", "content": answers[1]},
     ]
-    whole = injected.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert injected.tokenizer.decode(talk._state.tokens) == whole.removesuffix("\n")
+    whole = injected_whole.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert injected_whole.tokenizer.decode(talk._state.tokens) == whole.removesuffix("\n")
 
 
-def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):
+def test_the_covered_attention_mass_is_reported_when_it_is_measured(shallow):
     def recall(**settings):
-        inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "max_seq_len": 600, **settings})
+        inject(shallow.model, "ktransformers", command_line={**SETTINGS, "max_seq_len": 600, **settings})
         try:
-            return conversation(smollm2).ask(TEXT + "When?", max_new_tokens=4).statistics.of_layers.get("block_recall")
+            return conversation(shallow).ask(TEXT + "When?", max_new_tokens=4).statistics.of_layers.get("block_recall")
         finally:
-            eject(smollm2.model)
+            eject(shallow.model)
 
     assert recall() is None
     little = recall(measure_recall=True, top_k_blocks=1)
     everything = recall(measure_recall=True, top_k_blocks="all")
-    assert len(little) == smollm2.model.config.num_hidden_layers
+    assert len(little) == shallow.model.config.num_hidden_layers
     assert all(0 < share < 1 for share in little)
     assert everything == pytest.approx([1] * len(little), abs=1e-5)
 
@@ -103,9 +132,9 @@ def test_a_stop_during_prefill_leaves_the_conversation_as_it_was(injected):
     talk = conversation(injected)
     talk.ask("My name is Ada.", max_new_tokens=4)
     before, chunks = talk.context_tokens, []
-    stopped = talk.ask(TEXT, on_progress=lambda *report: chunks.append(report), should_stop=lambda: len(chunks) > 40)
+    stopped = talk.ask(TEXT, on_progress=lambda *report: chunks.append(report), should_stop=lambda: len(chunks) > 4)
     assert (stopped.finish_reason, stopped.text) == ("stopped", "")
-    assert len(chunks) == 41
+    assert len(chunks) == 5
     assert talk.context_tokens == before
     assert {layer.get_seq_length() for layer in talk.cache.layers} == {before - 1}
     assert talk.ask("What is my name?", max_new_tokens=12).finish_reason in ("end", "max_new_tokens")
@@ -163,8 +192,8 @@ def test_forked_conversations_answer_as_if_each_were_alone(injected):
     assert fork.ask("Thank you.", max_new_tokens=4).statistics.prompt_tokens < 40
 
 
-def test_an_untouched_models_conversation_can_be_forked_too(smollm2):
-    talk = conversation(smollm2)
+def test_an_untouched_models_conversation_can_be_forked_too(shallow):
+    talk = conversation(shallow)
     talk.ask("My name is Ada.", max_new_tokens=4)
     fork = talk.fork()
     fork.ask("Hello!", max_new_tokens=4)
@@ -194,15 +223,15 @@ def test_an_empty_question_is_an_error(injected):
         conversation(injected).ask("  \n")
 
 
-def test_generate_works_with_transformers_own_streamer_and_stop_strings(injected):
+def test_generate_works_with_transformers_own_streamer_and_stop_strings(injected_whole):
     from transformers import TextIteratorStreamer
 
-    tokenizer = injected.tokenizer
+    tokenizer = injected_whole.tokenizer
     prompt = tokenizer("One, two, three, four,", return_tensors="pt")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    output = injected.model.generate(
+    output = injected_whole.model.generate(
         **prompt,
-        past_key_values=HeteroCache(injected.model),
+        past_key_values=HeteroCache(injected_whole.model),
         max_new_tokens=20,
         do_sample=False,
         stop_strings=[" seven"],

@@ -21,6 +21,7 @@ from hetero_kv.chat.terminal import Terminal
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models import load_model
 from tests.chat.chat_in_a_terminal import CTRL_C, CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
+from tests.chat.chat_server import ChatServer
 from tests.chat.sample_documents import pdf
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def _running(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatInATerminal]:
+def _running(
+    tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory, chat_server: ChatServer
+) -> Iterator[ChatInATerminal]:
     settings = tmp_path_factory.mktemp("home") / "settings.yaml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETERO_KV_CONFIG", str(settings))
-        terminal = ChatInATerminal(tiny_model_folder, "--max_new_tokens", 50_000)
+        terminal = ChatInATerminal(tiny_model_folder, "--max_new_tokens", 50_000, server=chat_server)
     terminal.until(PROMPT)
     yield terminal
     terminal.close()
@@ -217,9 +220,13 @@ def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):
     assert "context" in chat.say("/stats")
 
 
-def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Path, tmp_path: Path):
+def test_the_document_goes_before_the_first_question_alone(
+    tiny_model_folder: Path, tmp_path: Path, chat_server: ChatServer
+):
     (tmp_path / "document.txt").write_text("one two three\n")
-    chat = ChatInATerminal(tiny_model_folder, "--prompt_file", tmp_path / "document.txt", "--max_new_tokens", 3)
+    chat = ChatInATerminal(
+        tiny_model_folder, "--prompt_file", tmp_path / "document.txt", "--max_new_tokens", 3, server=chat_server
+    )
     try:
         banner = chat.until(PROMPT)
         assert "capacity 65,536 tokens" in banner
@@ -238,11 +245,13 @@ def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Pa
         chat.close()
 
 
-def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_model_folder: Path, tmp_path: Path):
+def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(
+    tiny_model_folder: Path, tmp_path: Path, chat_server: ChatServer
+):
     (tmp_path / "document.txt").write_text("one " * 30)
     chat = ChatInATerminal(
         tiny_model_folder, "--mode", "long_context", "--config", "ktransformers", "--max_seq_len", 20,
-        "--prompt_file", tmp_path / "document.txt",
+        "--prompt_file", tmp_path / "document.txt", server=chat_server,
     )  # fmt: skip
     try:
         assert "capacity 20 tokens · the store takes 136.5 kB per 1,000 tokens" in " ".join(chat.until(PROMPT).split())

@@ -16,15 +16,18 @@ import pytest
 from hetero_kv.chat.interrupt import Terminated, exit_status_of, not_terminated, terminated_in_order
 from hetero_kv.contexts.store import ContextStore
 from tests.chat.chat_in_a_terminal import CTRL_C, PATIENCE_S, PROMPT, ChatInATerminal
+from tests.chat.chat_server import ChatServer
 
 
 @pytest.fixture
-def chat(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatInATerminal]:
+def chat(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_server: ChatServer
+) -> Iterator[ChatInATerminal]:
     """A chat that saves its context at the end; answers end only when they are stopped."""
     monkeypatch.setenv("HETERO_KV_CONFIG", str(tmp_path / "settings.yaml"))
     settings = "--mode", "long_context", "--config", "quest", "--block_size", 4, "--max_seq_len", 60_000
     at_the_end = "--save_context", "notes", "--context_folder", tmp_path / "contexts"
-    running = ChatInATerminal(tiny_model_folder, *settings, "--max_new_tokens", 50_000, *at_the_end)
+    running = ChatInATerminal(tiny_model_folder, *settings, "--max_new_tokens", 50_000, *at_the_end, server=chat_server)
     running.until(PROMPT)
     running.type("one two\n")
     running.until("word")

@@ -7,7 +7,7 @@ import torch
 from tests.support.small_families import random_tokens
 
 #: Tokens that are compared behind a load.
-NEXT = 20
+NEXT = 14
 
 
 def said(model, cache, *parts):

@@ -50,8 +50,17 @@ STORED = {
     "half precision": ({"kv_type": "FP16", "representative_type": "DYNAMIC"}, 16),
     "groups, values' means": ({**ESTIMATES, "group_blocks": 3, "group_factor": 1, "top_k_blocks": 4}, 16),
     "coarse copies of keys": (
-        {**ESTIMATES, **BLOCKS_OF_32, "kv_type": "FP16", "rerank": "all", "target_mass": 0.9, "top_k_blocks": 1},
-        32,
+        {
+            **ESTIMATES,
+            **BLOCKS_OF_32,
+            "block_size": 16,
+            "sink_tokens": 16,
+            "kv_type": "FP16",
+            "rerank": "all",
+            "target_mass": 0.9,
+            "top_k_blocks": 1,
+        },
+        16,
     ),
     "blocks of 16, keys in 4, values in 8 bits": (
         {**BLOCKS_OF_32, "block_size": 16, "sink_tokens": 16, "key_type": "Q4_0", "value_type": "Q8_0"},

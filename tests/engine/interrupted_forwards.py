@@ -20,11 +20,12 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import transformers
 
 import hetero_kv
@@ -117,3 +118,10 @@ def _undoing_lines(file: str) -> frozenset[int]:
         elif isinstance(node, ast.ExceptHandler):
             blocks += node.body
     return frozenset(line for block in blocks for line in range(block.lineno, block.end_lineno + 1))
+
+
+@torch.no_grad()
+def unobserved(model: Any, cache: Any, parts: Iterable[torch.Tensor]) -> None:
+    """Run a conversation as it is: a profiler would follow Numba through the kernels that it compiles."""
+    for part in parts:
+        model(part, past_key_values=cache)

@@ -12,7 +12,7 @@ import torch
 
 from hetero_kv.errors import HeteroKVError
 from tests.engine.faults import RAISED, Faults, require_no_leak, sampled
-from tests.engine.interrupted_forwards import Moments
+from tests.engine.interrupted_forwards import Moments, unobserved
 from tests.support.slow_variants import with_slow
 from tests.support.small_families import FAMILIES, REORDERED, SELDOM, STORED_ALIKE, random_tokens
 from tests.support.small_recipes import injected, new_cache
@@ -67,9 +67,8 @@ def require_nothing_left_of_failures(family, chosen):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)
     # The first conversation fills what is looked up once per process or model.
-    injected_cache, errors, tries = injected(model, rules), itertools.cycle(RAISED), 0
-    for part in CONVERSATION:
-        answered(model, injected_cache, part, Faults())
+    unobserved(model, injected(model, rules), CONVERSATION)
+    errors, tries = itertools.cycle(RAISED), 0
     whole, cache = new_cache(model), new_cache(model)
     for index, part in enumerate(CONVERSATION):
         faults = Faults()
@@ -144,8 +143,7 @@ def require_done_or_not_done(family, chosen):
     architecture, rules = FAMILIES[family]
     model, tries = tiny_model(architecture), 0
     cache = injected(model, rules, forks=3)
-    for part in CONVERSATION:
-        answered(model, cache, part, Faults())
+    unobserved(model, cache, CONVERSATION)
     next_answer(model, cache)
     # What a failed call leaves in reference cycles goes at once: the rest, the model too, is not looked at.
     gc.collect()

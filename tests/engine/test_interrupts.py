@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.engine.interrupted_forwards import Moments
+from tests.engine.interrupted_forwards import Moments, unobserved
 from tests.support.slow_variants import with_slow
 from tests.support.small_families import FAMILIES, REORDERED, SELDOM, random_tokens
 from tests.support.small_recipes import injected, new_cache
@@ -36,10 +36,10 @@ def answered(model, cache, part, moments):
     return moments.run(lambda: model(part, past_key_values=cache).logits)
 
 
-def whole(model, cache):
-    """The logits of every part of the conversation, and how many moments its forward has."""
-    counted = [Moments() for _ in CONVERSATION]
-    logits = [answered(model, cache, part, moments) for part, moments in zip(CONVERSATION, counted, strict=True)]
+def whole(model, cache, parts=CONVERSATION):
+    """The logits of every part of a conversation, and how many moments its forward has."""
+    counted = [Moments() for _ in parts]
+    logits = [answered(model, cache, part, moments) for part, moments in zip(parts, counted, strict=True)]
     return [(found, moments.passed) for found, moments in zip(logits, counted, strict=True)]
 
 
@@ -50,7 +50,7 @@ def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)
     # The first conversation fills what is looked up once per process or model.
-    whole(model, injected(model, rules))
+    unobserved(model, injected(model, rules), CONVERSATION)
     expected = whole(model, new_cache(model))
     chance = random.Random(family)
     # Half of them in the prompts, which are most of a forward's code.
@@ -83,14 +83,15 @@ def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
 def test_an_interrupt_in_the_last_moment_of_a_forward_undoes_all_of_it(family):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)
-    whole(model, injected(model, rules))
-    expected = whole(model, new_cache(model))
+    parts = CONVERSATION[:2]
+    unobserved(model, injected(model, rules), parts)
+    expected = whole(model, new_cache(model), parts)
     cache = new_cache(model)
-    for index in (0, 1):
+    for index, part in enumerate(parts):
         length, (logits, passed) = cache.get_seq_length(), expected[index]
         last = Moments(passed - 1)
         with pytest.raises(KeyboardInterrupt):
-            answered(model, cache, CONVERSATION[index], last)
+            answered(model, cache, part, last)
         assert cache.get_seq_length() == length, f"part {index}, interrupted at {last.where}"
-        error = float((answered(model, cache, CONVERSATION[index], Moments()) - logits).abs().max())
+        error = float((answered(model, cache, part, Moments()) - logits).abs().max())
         assert error <= (1e-5 if family in REORDERED else 0.0), f"part {index}, interrupted at {last.where}"

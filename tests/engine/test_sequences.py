@@ -229,7 +229,7 @@ class LivesOfSequences(RuleBasedStateMachine):
 
 
 TestLivesOfSequences = LivesOfSequences.TestCase
-TestLivesOfSequences.settings = settings(max_examples=45, stateful_step_count=30, deadline=None, derandomize=True)
+TestLivesOfSequences.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def prompted(*counts):

@@ -79,7 +79,7 @@ def test_the_baseline_answers_what_transformers_alone_generates(loaded, tmp_path
 
 @pytest.mark.model
 def test_the_baseline_of_a_real_model_scores_what_transformers_alone_scores(smollm2, tmp_path):
-    options = RunOptions(lengths=(300,), depths=(50,))
+    options = RunOptions(lengths=(120,), depths=(50,))
     model = ConfiguredModel(smollm2, config_specs(["dense"]), settings={"kv_type": "FP32"})
     done = run(["needle"], model, tmp_path, options)
     task, scores = registry.get("needle"), []

@@ -88,7 +88,7 @@ def main(recipe: str, dtype: str) -> None:
     made = counted()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to(getattr(torch, dtype))

@@ -46,7 +46,7 @@ def tiny_qwen2() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(TOKENS),
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -64,7 +64,7 @@ def write_gguf(path, model, change=lambda writer: None, without=(), kind=None):
     `kind` is what matrices are quantized to."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(512)
-    writer.add_embedding_length(32)
+    writer.add_embedding_length(64)
     writer.add_block_count(2)
     writer.add_feed_forward_length(64)
     writer.add_head_count(4)
