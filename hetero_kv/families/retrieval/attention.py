@@ -17,7 +17,8 @@ from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
-from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_choice import Derived
@@ -93,25 +94,35 @@ class RetrievalAttention(WindowedDecode):
             self._remember(layer, step, call, seen, lse.reshape(rows, heads))
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
-        if len(cache.steps) != 1 or self.accumulates or self.engine.measure_recall:
-            return None
-        step = cache.steps[0]
-        layer = step.group.layers[self.layer_idx]
+    def prepare_step(
+        self, layer: RetrievalLayer, step: Step, dtype: Any, softcap: float | None
+    ) -> RetrievalStep | EstimatingStep | None:
         native = layer.token_step
-        if native is None or not native.stores or not native.fits(dtype, softcap is not None):
+        if (
+            native is None
+            or not native.stores
+            or not native.fits(dtype, softcap is not None)
+            or layer.window is not None
+            or self.accumulates
+            or self.engine.measure_recall
+        ):
             return None
-        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
-        if layer.window is not None or blocks.newly_finalized[0] != blocks.newly_finalized[1]:
-            return None
-        return native, layer, step, blocks
+        return native
 
-    def attend_arrays(self, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float) -> None:
-        native, layer, step, blocks = prepared
+    def attend_step(
+        self, layer: RetrievalLayer, step: Step, prepared: RetrievalStep | EstimatingStep, arrays: DecodeBuffers,
+        scale: float, softcap: float,
+    ) -> None:  # fmt: skip
+        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+        position: int | None = step.past
+        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+            layer.store_token(step, *arrays.new)
+            self._finalize_blocks(layer, step)
+            position = None
         q, k, v = arrays.q, arrays.k, arrays.v
-        lse = np.empty((len(q), k.shape[1], native.group), np.float32)
+        lse = np.empty((len(q), k.shape[1], prepared.group), np.float32)
         estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, step.past, scale, softcap, arrays.attended, lse
+            prepared, layer, step, blocks, q, k, v, position, scale, softcap, arrays.attended, lse
         )  # fmt: skip
         if estimated is not None:
             (attended, total), taken = estimated
