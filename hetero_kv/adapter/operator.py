@@ -161,18 +161,24 @@ class AttentionOperator(Operator):
 
     def attend_arrays(self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float) -> None:
         """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
-        for step, of_step in prepared:
-            own = arrays if len(prepared) == 1 else arrays.of_rows(step.rows)
-            self.attend_step(step.group.layers[self.layer_idx], step, of_step, own, scale, softcap)
+        if self.takes_together(prepared):
+            self.attend_steps(prepared, arrays, scale, softcap)
+            return
+        for each in prepared:
+            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap)
 
     def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:
         """The part of `prepare_arrays` of one step."""
         return None
 
-    def attend_step(
-        self, layer: Any, step: Step, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
+        """Whether one call of `attend_steps` takes all steps of a forward."""
+        return len(prepared) == 1
+
+    def attend_steps(
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
     ) -> None:
-        """`decode_step` of the rows of one step over their `arrays`; prepared: from `prepare_step`."""
+        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`."""
         raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager
