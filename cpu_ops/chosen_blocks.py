@@ -115,22 +115,42 @@ def forbid_others(reduced, allowed):
 
 
 @njit(cache=True, nogil=True)
-def attended_ids(table, positions, first, end):
-    """Returns the ids of the blocks before `first`, of those at `positions` in [first, end), and of all from `end` on.
+def attended_ids(table, positions, firsts, ends):
+    """Returns each row's blocks outside its Context and those at `positions` in it, in order, and their numbers.
 
-    table: [rows, blocks] int32 ids. positions: [rows, lists, count] int32.
+    table: [rows, blocks] int32 ids, padded with -1. positions: [rows, lists, count] int32, in the Context; negative
+    ones are padding. firsts, ends: [rows] int64, the Context's blocks [first, end).
 
-    Returns [rows, lists, first + count + blocks - end] int32.
+    Returns ids [rows, lists, n] int32 and counts [rows, lists] int32, the entries in use.
     """
-    rows, blocks = table.shape
-    lists, count = positions.shape[1:]
-    ids = np.empty((rows, lists, first + count + blocks - end), np.int32)
+    rows, lists, count = positions.shape
+    used = blocks_in_use(table)
+    around = np.int64(0)
+    for row in range(rows):
+        around = max(around, firsts[row] + used[row, 0] - ends[row])
+    ids, counts = np.empty((rows, lists, around + count), np.int32), np.zeros((rows, lists), np.int32)
     for row in range(rows):
         for each in range(lists):
-            for block in range(first):
-                ids[row, each, block] = table[row, block]
-            for place in range(count):
-                ids[row, each, first + place] = table[row, first + positions[row, each, place]]
-            for block in range(end, blocks):
-                ids[row, each, first + count + block - end] = table[row, block]
-    return ids
+            place = 0
+            for block in range(firsts[row]):
+                ids[row, each, place] = table[row, block]
+                place += 1
+            for at in range(count):
+                if positions[row, each, at] >= 0:
+                    ids[row, each, place] = table[row, firsts[row] + positions[row, each, at]]
+                    place += 1
+            for block in range(ends[row], used[row, 0]):
+                ids[row, each, place] = table[row, block]
+                place += 1
+            counts[row, each] = place
+    return ids, counts
+
+
+@device_function
+def blocks_in_use(table):
+    """Returns the number of each row's blocks in table [rows, blocks], which is padded with -1: [rows, 1] int32."""
+    used = np.full((len(table), 1), table.shape[1], np.int32)
+    for row in range(len(table)):
+        while used[row, 0] > 0 and table[row, used[row, 0] - 1] == -1:
+            used[row, 0] -= 1
+    return used

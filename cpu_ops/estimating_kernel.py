@@ -21,6 +21,7 @@ from hetero_kv.cpu_ops.block_groups import (
     places_of,
     positions_at,
 )
+from hetero_kv.cpu_ops.chosen_blocks import attended_ids, blocks_in_use
 from hetero_kv.cpu_ops.chosen_tokens import keep_chosen, pool_blocks
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.estimated_masses import take_out
@@ -29,10 +30,12 @@ from hetero_kv.cpu_ops.list_attention import OFFSETS
 from hetero_kv.cpu_ops.parallel_region import run_region
 from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
 from hetero_kv.cpu_ops.step_parts import (
+    are_ranges,
     as_rows_of_heads,
-    attended_lists,
     by_head,
+    contexts,
     copy_into,
+    has_token,
     head_row,
     head_rows,
     merge_into,
@@ -70,15 +73,15 @@ def kernel_for(dtype: str) -> Any:
     integers, lse3, real = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C"), types.float64
     signature = real(
         qkv, qkv, qkv, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
-        types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers,
+        types.Array(types.int64, 2, "C"), int2, types.int64, int3, int3, types.boolean, integers,
         real, real, real, integers, integers, integers, lse3, qkv, lse3, types.Array(types.float32, 4, "C"), integers,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
-        group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
-        scale, softcap, addresses, shape, itemsizes, outside_lse, out, lse, masses, taken,
+        group_vectors, group_values, ranges, table, which, positions, allowed, shared, flags, target, scale, softcap,
+        addresses, shape, itemsizes, outside_lse, out, lse, masses, taken,
     ):  # fmt: skip
         (
             reduce,
@@ -109,13 +112,14 @@ def kernel_for(dtype: str) -> Any:
             or outside_lse.shape != lse.shape
             or masses.shape != (2, rows, kv_heads, group)
             or table.shape[0] != rows
-            or (position >= 0 and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
+            or ranges.shape != (3, rows)
+            or (has_token(ranges) and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
             or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
         ):
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
-        if position >= 0:
-            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, position
+        if has_token(ranges):
+            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, ranges[0]
             stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
@@ -124,11 +128,16 @@ def kernel_for(dtype: str) -> Any:
         queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         if which == EVERYTHING:
-            attended_ids = table.copy().reshape(rows, 1, table.shape[1])
-            counts = np.full((rows, 1), table.shape[1], np.int32)
+            ids_attended, counts = table.copy().reshape(rows, 1, table.shape[1]), blocks_in_use(table)
         else:
-            context, blocks, lists = table[:, first:end].copy(), end - first, positions.shape[1]
+            firsts, ends = ranges[1], ranges[2]
+            if not are_ranges(firsts, ends, blocks_in_use(table)):
+                return BAD_CONTEXT
+            context, widths = contexts(table, firsts, ends)
+            blocks, lists = context.shape[1], positions.shape[1]
             for row in range(rows):
+                if widths[row] != blocks:
+                    return BAD_SHAPES
                 for entry in range(blocks):
                     if context[row, entry] < 0 or context[row, entry] >= len(keys):
                         return BAD_CONTEXT
@@ -210,21 +219,19 @@ def kernel_for(dtype: str) -> Any:
                 take_out(group_masses, opened)
             unchoosable_lse = masses_of(group_masses) if has_mean else np.full_like(lse, -np.inf)
             taken[4] = number_of(opened)
-        window_first, window_end = first, end
         separate = by_token or (which == CHOSEN and target > 0)
         out_window, lse_window = attended[:0], outside_lse
         if separate:
             # What is always attended counts for the target, so it is computed first.
-            attended_ids, counts = attended_lists(table, context, np.empty((rows, 1, 0), np.int32), first, end)
+            ids_attended, counts = attended_ids(table, np.empty((rows, 1, 0), np.int32), firsts, ends)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attend_args = (
-                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, attended_ids, counts,
+                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, ids_attended, counts,
                 lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
             if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS
             outside_lse = sums_of_powers(lse_window, outside_lse)
-            window_first, window_end = 0, table.shape[1]
         if which == CHOSEN:
             most = positions.shape[2]
             looks, scores = has_mean and rerank > 1, block_masses if looks_at_all else likely
@@ -289,10 +296,14 @@ def kernel_for(dtype: str) -> Any:
             if rehearses:
                 return stored
             if which != EVERYTHING:
-                attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
+                # What is outside the Context is not attended twice.
+                if separate:
+                    ids_attended, counts = attended_ids(context, positions, np.zeros_like(ends), ends - firsts)
+                else:
+                    ids_attended, counts = attended_ids(table, positions, firsts, ends)
                 taken[0] = taken[5] = taken[6] = number_of(positions)
             attend_args = (
-                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, attended_ids, counts,
+                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, ids_attended, counts,
                 lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
             if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:

@@ -178,14 +178,15 @@ class EstimatingStep:
         return self._bound == (dtype, softcapped)
 
     def __call__(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
-        which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
+        positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
     ) -> float:  # fmt: skip
-        """Store one token of every row, unless `position` is negative, and attend.
+        """Store one token of every row, unless its position is negative, and attend.
 
-        As `RetrievalStep.__call__`, with these differences. positions: padded with -1, also as an input; for single
-        tokens they are the candidates' positions, and must have capacity for them. outside_lse: [rows, kv_heads, group]
+        As `RetrievalStep.__call__`, with these differences. ranges: unless everything is attended, all rows have the
+        same Context. positions: for single tokens they are the candidates' positions, and must have capacity for them.
+        outside_lse: [rows, kv_heads, group]
         float32, the log-sum-exp of what is attended elsewhere, which counts for the target and for the choice of single
         tokens; -inf for nothing. lse: that of `out`, including residual attention if it is estimated. masses: [2, rows,
         kv_heads, group] float32, written: the log-sum-exp of what was attended here, and the same with the estimated
@@ -193,13 +194,13 @@ class EstimatingStep:
         the blocks are passed in although keys would choose them (`rerank` 0), because their masses would be too small.
         """
         return self._call(
-            self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,
-            outside_lse, out, lse, masses,
+            self._flags, q, k, v, ranges, table, which, positions, allowed, shared, scale, softcap, outside_lse, out,
+            lse, masses,
         )  # fmt: skip
 
     def rehearsed(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
-        which: int, positions: np.ndarray, *others: Any,
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
+        positions: np.ndarray, *others: Any,
     ) -> np.ndarray:  # fmt: skip
         """Returns the positions of the Context's blocks that a call with these arguments attends, wholly or in part.
 
@@ -207,17 +208,17 @@ class EstimatingStep:
         to what is outside the Context if that affects the choice, and writes no argument.
         """
         chosen = positions.copy()
-        self._call(self._rehearsing, q, k, v, position, table, first, end, which, chosen, *others)
+        self._call(self._rehearsing, q, k, v, ranges, table, which, chosen, *others)
         return chosen
 
     def _call(
-        self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray,
-        first: int, end: int, which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float,
-        softcap: float, outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+        self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray,
+        which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
+        outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
     ) -> float:  # fmt: skip
         status = self._kernel(
-            q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,
-            shared, flags, self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, outside_lse,
+            q, k, v, *self._pool, self._lengths, *self._groups, ranges, table, which, positions, allowed, shared, flags,
+            self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, outside_lse,
             out, lse, masses, self.taken,
         )  # fmt: skip
         if status < 0:

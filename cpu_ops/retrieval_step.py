@@ -8,11 +8,21 @@ from numba import from_dtype, njit, types
 
 from hetero_kv.cpu_ops import attention, block_choice, list_attention, scores, token_store
 from hetero_kv.cpu_ops.block_groups import entry_ids
-from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
+from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks, blocks_in_use, in_context
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel
 from hetero_kv.cpu_ops.parallel_region import all_threads, run_region
-from hetero_kv.cpu_ops.step_parts import as_rows_of_heads, by_head, copy_into, head_rows, write_numbers
+from hetero_kv.cpu_ops.step_parts import (
+    are_ranges,
+    as_rows_of_heads,
+    by_head,
+    contexts,
+    copy_into,
+    forget_behind,
+    has_token,
+    head_rows,
+    write_numbers,
+)
 from hetero_kv.cpu_ops.storage import numbers_of, storage_of
 from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 
@@ -29,6 +39,11 @@ REFUSALS = {
     BAD_SHAPES: "q, k, v, table, positions, allowed, out and lse must have the rows, heads and dimensions that it was "
     "bound to, and no more positions be chosen than are allowed",
 }
+
+
+def row_ranges(rows: int, position: int, first: int, end: int) -> np.ndarray:
+    """The `ranges` of `RetrievalStep` for rows of equal length: [3, rows] int64."""
+    return np.repeat(np.array([[position], [first], [end]]), rows, axis=1)
 
 
 class RetrievalStep:
@@ -86,28 +101,29 @@ class RetrievalStep:
         return self._bound == (dtype, softcapped)
 
     def __call__(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
-        which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, largest: bool, scale: float,
-        softcap: float, out: np.ndarray, lse: np.ndarray,
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
+        positions: np.ndarray, allowed: np.ndarray, shared: bool, largest: bool, scale: float, softcap: float,
+        out: np.ndarray, lse: np.ndarray,
     ) -> float:  # fmt: skip
-        """Store one token of every row, unless `position` is negative, and attend.
+        """Store one token of every row, unless its position is negative, and attend.
 
         q: [rows, heads, 1, k_dim], k: [rows, kv_heads, 1, k_dim], v: [rows, kv_heads, 1, v_dim] and out [rows, heads,
-        1, v_dim], of the bound dtype. position: of the token in its sequence. table: [rows, blocks] int32, ids of each
-        row's blocks in order; [first, end) of them are the Context. which: EVERYTHING, AS_GIVEN or CHOSEN. positions:
-        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written for CHOSEN. allowed: [rows, 1 or
-        kv_heads, n] int32, the positions to score and choose from, ascending, n >= count; n = 0 allows all. shared:
-        whether all kv heads share one list of positions. largest: whether a kv head's score is its group's largest
-        instead of the mean. scale, softcap: as in `attention.attend_blocks`. lse: [rows, kv_heads, group] float32,
-        written. The caller must own `threads.one_kernel_at_a_time`.
+        1, v_dim], of the bound dtype. ranges: [3, rows] int64, of each row the position of the token in its sequence,
+        and the first and the end of the blocks of its Context. table: [rows, blocks] int32, ids of each row's blocks in
+        order, padded with -1. which: EVERYTHING, AS_GIVEN or CHOSEN. positions: [rows, 1 or kv_heads, count] int32, in
+        the Context, ascending, padded with -1; written for CHOSEN. allowed: [rows, 1 or kv_heads, n] int32, the
+        positions to score and choose from, ascending, n >= count; n = 0 allows all. shared: whether all kv heads share
+        one list of positions. largest: whether a kv head's score is its group's largest instead of the mean. scale,
+        softcap: as in `attention.attend_blocks`. lse: [rows, kv_heads, group] float32, written. The caller must own
+        `threads.one_kernel_at_a_time`.
 
         Returns the largest magnitude that was stored (0 if nothing was), or infinity or NaN if one was stored. Raises
         IndexError for positions, ids and lengths outside the pool, ValueError for other shapes and TypeError for other
         types.
         """
         status = self._kernel(
-            q, k, v, *self._pool, position, table, first, end, which, positions, allowed, shared, largest,
-            scale, softcap, self._threads, self._addresses, self._shape, self._itemsizes, out, lse,
+            q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, largest, scale, softcap,
+            self._threads, self._addresses, self._shape, self._itemsizes, out, lse,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
@@ -123,16 +139,16 @@ def _kernel(dtype: str) -> Any:
     pool, integers = types.Array(types.uint8, 4, "C"), types.Array(types.int64, 1, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.float64(
-        qkv, qkv, qkv, pool, pool, list_attention.OFFSETS, pool, int1, types.int64, int2,
-        types.int64, types.int64, types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
+        qkv, qkv, qkv, pool, pool, list_attention.OFFSETS, pool, int1, types.Array(types.int64, 2, "C"), int2,
+        types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
         types.int64, integers, integers, integers, qkv,
         types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
-        q, k, v, keys, values, key_offsets, representatives, lengths, position, table, first, end, which, positions,
-        allowed, shared, largest, scale, softcap, threads, addresses, shape, itemsizes, out, lse,
+        q, k, v, keys, values, key_offsets, representatives, lengths, ranges, table, which, positions, allowed, shared,
+        largest, scale, softcap, threads, addresses, shape, itemsizes, out, lse,
     ):  # fmt: skip
         keys, values = items_of(keys, itemsizes[0]), items_of(values, itemsizes[1])
         representatives = items_of(representatives, itemsizes[2])
@@ -144,37 +160,41 @@ def _kernel(dtype: str) -> Any:
             or out.shape != (rows, heads, 1, v_dim)
             or lse.shape != (rows, kv_heads, group)
             or table.shape[0] != rows
-            or (position >= 0 and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
+            or ranges.shape != (3, rows)
+            or (has_token(ranges) and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
             or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
             or (which == CHOSEN and allowed.shape[2] > 0 and allowed.shape[:2] != positions.shape[:2])
             or (which == CHOSEN and allowed.shape[2] > 0 and allowed.shape[2] < positions.shape[2])
         ):
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
-        if position >= 0:
-            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, position
+        if has_token(ranges):
+            store_args = as_rows_of_heads(k), as_rows_of_heads(v), keys, values, table, ranges[0]
             stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
         queries = as_rows_of_heads(q).reshape(rows, kv_heads, group, k_dim)
         if which == EVERYTHING:
-            ids = table.copy().reshape(rows, 1, table.shape[1])
+            ids, in_use = table.copy().reshape(rows, 1, table.shape[1]), blocks_in_use(table)
         else:
+            firsts, ends = ranges[1], ranges[2]
+            if not are_ranges(firsts, ends, blocks_in_use(table)):
+                return BAD_CONTEXT
             if which == CHOSEN:
-                context, candidates = table[:, first:end].copy(), allowed.shape[2]
-                for each in allowed.flat:
-                    if each < 0 or each >= end - first:
-                        return BAD_CONTEXT
-                among = candidates if candidates > 0 else end - first
+                (context, counts), candidates = contexts(table, firsts, ends), allowed.shape[2]
+                for row in range(rows):
+                    for each in allowed[row].flat:
+                        if each < 0 or each >= counts[row]:
+                            return BAD_CONTEXT
+                among = candidates if candidates > 0 else context.shape[1]
                 block_scores = np.empty((rows, kv_heads, group, among), np.float32)
-                counts = np.full(rows, end - first, np.int32)
                 scoring = addresses[0], addresses[3], queries, representatives, context, counts, threads, block_scores
                 if candidates > 0:
                     # Candidates may differ between kv heads, so that arrays have one row per block and kv head.
-                    ids, counts = entry_ids(context, allowed, kv_heads), np.full(rows * kv_heads, candidates, np.int32)
+                    entries, every = entry_ids(context, allowed, kv_heads), np.full(rows * kv_heads, among, np.int32)
                     by_row = queries.reshape(rows * kv_heads, 1, group, k_dim)
                     scoring = (
-                        addresses[0], addresses[3], by_row, by_head(representatives), ids, counts, threads,
+                        addresses[0], addresses[3], by_row, by_head(representatives), entries, every, threads,
                         head_rows(block_scores),
                     )  # fmt: skip
                 if call_kernel("score", UNTYPED, addresses[2], scoring) < 0:
@@ -190,8 +210,8 @@ def _kernel(dtype: str) -> Any:
                     run_region("choose", "", addresses[0], addresses[6], threads, choose_args)
                     if candidates > 0:
                         in_context(positions, allowed)
-            ids = attended_ids(table, positions, first, end)
-        in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
+                forget_behind(positions, counts)
+            ids, in_use = attended_ids(table, positions, firsts, ends)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attend_args = (

@@ -69,26 +69,45 @@ def scale_and_cap(scores, scale, softcap):
 
 
 @device_function
-def attended_lists(table, context, positions, first, end):
-    """Returns ids of the blocks of `table` outside [first, end), then of `context` at positions, and their numbers.
+def has_token(ranges):
+    """Returns whether any row of `ranges` (as in `RetrievalStep`) has a token to store."""
+    found = False
+    for row in range(ranges.shape[1]):
+        found |= ranges[0, row] >= 0
+    return found
 
-    positions: [rows, lists, n] int32, negative for padding. Returns ids [rows, lists, table size - (end - first) + n]
-    int32 and counts [rows, lists] int32, the entries in use.
-    """
-    rows, lists, count = positions.shape
-    around = first + table.shape[1] - end
-    ids, counts = np.empty((rows, lists, around + count), np.int32), np.full((rows, lists), around, np.int32)
-    for row in range(rows):
-        for each in range(lists):
-            for block in range(first):
-                ids[row, each, block] = table[row, block]
-            for block in range(end, table.shape[1]):
-                ids[row, each, first + block - end] = table[row, block]
-            for place in range(count):
-                if positions[row, each, place] >= 0:
-                    ids[row, each, counts[row, each]] = context[row, positions[row, each, place]]
-                    counts[row, each] += 1
+
+@device_function
+def are_ranges(firsts, ends, used):
+    """Returns whether each row's Context [first, end) lies among its blocks; used: their numbers [rows, 1]."""
+    wrong = False
+    for row in range(len(firsts)):
+        wrong |= firsts[row] < 0 or ends[row] < firsts[row] or ends[row] > used[row, 0]
+    return not wrong
+
+
+@device_function
+def contexts(table, firsts, ends):
+    """Returns the ids of each row's Context, [rows, n] int32 padded with -1, and their numbers [rows] int32."""
+    counts, widest = np.empty(len(table), np.int32), 0
+    for row in range(len(table)):
+        counts[row] = ends[row] - firsts[row]
+        widest = max(widest, counts[row])
+    ids = np.full((len(table), widest), -1, np.int32)
+    for row in range(len(table)):
+        for entry in range(counts[row]):
+            ids[row, entry] = table[row, firsts[row] + entry]
     return ids, counts
+
+
+@device_function
+def forget_behind(positions, counts):
+    """Replace positions [rows, lists, n] that are not below their row's count by -1."""
+    for row in range(positions.shape[0]):
+        for each in range(positions.shape[1]):
+            for place in range(positions.shape[2]):
+                if positions[row, each, place] >= counts[row]:
+                    positions[row, each, place] = -1
 
 
 @device_function

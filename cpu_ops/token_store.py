@@ -157,8 +157,9 @@ def store_token(
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
     )
-    largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, position)
-    if largest < 0:
+    positions = np.full(len(table), position)
+    largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
+    if largest < 0 or position < 0:
         raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
     return largest
 
@@ -181,13 +182,14 @@ def _plan(
 
 @called_as("store")
 def signature(numbers: str) -> Any:
-    """The kernels' signature: (new_keys, new_values, keys, values, table, position).
+    """The kernels' signature: (new_keys, new_values, keys, values, table, positions).
 
-    Returns the result of `store_token`, or -1 for a position or block out of range. numbers: the dtypes as which
-    kernels view the pool (`storage.numbers_of`).
+    positions: [rows] int64, of each row's token in its sequence; a negative one stores nothing. Returns the result of
+    `store_token`, or -1 for a position or block out of range. numbers: the dtypes as which kernels view the pool
+    (`storage.numbers_of`).
     """
-    real3 = types.Array(types.float32, 3, "C")
-    return types.float32(real3, real3, *pool_arrays(numbers), types.Array(types.int32, 2, "C"), types.int64)
+    real3, int2 = types.Array(types.float32, 3, "C"), types.Array(types.int32, 2, "C")
+    return types.float32(real3, real3, *pool_arrays(numbers), int2, types.Array(types.int64, 1, "C"))
 
 
 @cache
@@ -197,18 +199,18 @@ def kernel_for(storage: str, value_storage: str) -> Any:
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True)
-    def store(new_keys, new_values, keys, values, table, position):
+    def store(new_keys, new_values, keys, values, table, positions):
         rows, kv_heads, k_dim = new_keys.shape
         v_dim = new_values.shape[2]
         largest = np.float32(0 * code_version)
-        index, offset = position // keys.shape[2], position % keys.shape[2]
-        if index < 0 or index >= table.shape[1]:
-            return np.float32(-1)
         for row in range(rows):
-            if table[row, index] < 0 or table[row, index] >= keys.shape[0]:
+            index = positions[row] // keys.shape[2]
+            if index >= table.shape[1] or (index >= 0 and not 0 <= table[row, index] < keys.shape[0]):
                 return np.float32(-1)
         for row in range(rows):
-            block = table[row, index]
+            if positions[row] < 0:
+                continue
+            block, offset = table[row, positions[row] // keys.shape[2]], positions[row] % keys.shape[2]
             for head in range(kv_heads):
                 for d in range(k_dim):
                     value = new_keys[row, head, d]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,21 +17,33 @@ class DecodeBuffers:
     """Queries, keys, values and attended values of one token per row, float32 or the bits of bfloat16.
 
     Args:
-        rows: number of tokens.
-        heads: number of heads of queries, keys and values.
-        dim: of each head.
-        dtype: of the model.
+        tensors: queries, keys, values and attended values, [rows, heads, 1, dim] each.
 
     Attributes:
-        q, k, v: [rows, heads, 1, dim] each.
-        attended: [rows, heads, 1, dim], as q.
-        attended_rows: the same memory, [rows, heads * dim].
+        q, k, v, attended: the arrays of their memory.
+        attended_rows: `attended` as [rows, heads * dim].
+        new: the tensors of keys and values.
     """
 
-    def __init__(self, rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> None:
-        shapes = [(rows, number, 1, dim) for number in (*heads, heads[0])]
-        self.q, self.k, self.v, self.attended = (bits(torch.empty(shape, dtype=dtype)) for shape in shapes)
-        self.attended_rows = self.attended.reshape(rows, -1)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.q, self.k, self.v, self.attended = map(bits, tensors)
+        self.attended_rows = self.attended.reshape(len(self.attended), -1)
+        self.new = tensors[1], tensors[2]
+        self._parts: dict[tuple[int, int], DecodeBuffers] = {}
+
+    @classmethod
+    def empty(cls, rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> DecodeBuffers:
+        """Buffers for `rows` tokens of a model of `dtype`; heads: numbers of heads of queries, keys and values."""
+        return cls([torch.empty((rows, number, 1, dim), dtype=dtype) for number in (*heads, heads[0])])
+
+    def of_rows(self, rows: slice) -> DecodeBuffers:
+        """Some neighbouring rows of the same memory."""
+        part = self._parts.get((rows.start, rows.stop))
+        if part is None:
+            part = DecodeBuffers([tensor[rows] for tensor in self._tensors])
+            self._parts[rows.start, rows.stop] = part
+        return part
 
 
 class _OfThread(threading.local):
@@ -54,7 +67,7 @@ def decode_buffers(rows: int, heads: tuple[int, int, int], dim: int, dtype: torc
     """This thread's arrays of these shapes (`DecodeBuffers`); the next layer overwrites their contents."""
     shape = (rows, heads, dim, dtype)
     if OF_THREAD.arrays is None or OF_THREAD.shape != shape:
-        OF_THREAD.shape, OF_THREAD.arrays = shape, DecodeBuffers(rows, heads, dim, dtype)
+        OF_THREAD.shape, OF_THREAD.arrays = shape, DecodeBuffers.empty(rows, heads, dim, dtype)
     return OF_THREAD.arrays
 
 

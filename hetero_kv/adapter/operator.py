@@ -145,16 +145,40 @@ class AttentionOperator(Operator):
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
 
-    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
+    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> list[Any] | None:
         """The data that `attend_arrays` needs for the present token; None where `attend` must compute it.
 
         Args:
             dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
         """
+        prepared = []
+        for step in cache.steps:
+            of_step = self.prepare_step(step.group.layers[self.layer_idx], step, dtype, softcap)
+            if of_step is None:
+                return None
+            prepared.append((step, of_step))
+        return prepared
+
+    def attend_arrays(self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float) -> None:
+        """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
+        if self.takes_together(prepared):
+            self.attend_steps(prepared, arrays, scale, softcap)
+            return
+        for each in prepared:
+            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap)
+
+    def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:
+        """The part of `prepare_arrays` of one step."""
         return None
 
-    def attend_arrays(self, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float) -> None:
-        """`decode_step` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
+        """Whether one call of `attend_steps` takes all steps of a forward."""
+        return len(prepared) == 1
+
+    def attend_steps(
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
+    ) -> None:
+        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`."""
         raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager

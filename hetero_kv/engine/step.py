@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -79,6 +79,8 @@ class Step:
         self.host_copies: list[HostCopy] = []
         #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.
         self.made: dict[int, StepBlocks] = {}
+        #: What a family computes once for all layers, by its own keys.
+        self.computed: dict[Any, Any] = {}
         self._tables: dict[int, torch.Tensor] = {}
 
     def blocks(self, layout: Layout) -> StepBlocks:

@@ -195,7 +195,7 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
 
     def stepped(step, *args):
         result = call(step, *args)
-        chosen.append(args[8].tolist())
+        chosen.append(args[6].tolist())
         return result
 
     monkeypatch.setattr(RetrievalStep, "__call__", stepped)
@@ -225,7 +225,7 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(
 
     def noted(step, *args):
         largest = call(step, *args)
-        table, first, end, _, positions = args[4:9]
+        (_, first, end), (table, _, positions) = args[3][:, 0], args[4:7]
         chosen = (first + positions[positions >= 0]).tolist()
         attended.append({*range(first), *chosen, *range(end, table.shape[1])})
         return largest
@@ -268,12 +268,12 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
         (layer,) = (layer for layer in loaded.layers if layer.token_step is step)
         known = blocks_in(read_ranges, layer.pool.keys)
         assert known == blocks_in(read_ranges, layer.pool.values)
-        table, first, end = args[4:7]
+        (_, first, end), table = args[3][:, 0], args[4]
         context = set(table[0, first:end].tolist())
         unknown = list(context - known)
         layer.pool.keys[unknown], layer.pool.values[unknown] = torch.nan, torch.nan
         largest = call(step, *args)
-        counts.append((len(context & known), step.taken[5], len(np.unique(args[8][args[8] >= 0]))))
+        counts.append((len(context & known), step.taken[5], len(np.unique(args[6][args[6] >= 0]))))
         return largest
 
     monkeypatch.setattr(EstimatingStep, "__call__", with_what_was_asked_for)

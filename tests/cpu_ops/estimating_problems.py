@@ -7,7 +7,7 @@ import torch
 
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST_SOFTMAX, MEAN, SOFTMAX
 from hetero_kv.cpu_ops.estimating_step import EstimatingStep
-from hetero_kv.cpu_ops.retrieval_step import CHOSEN, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.retrieval_step import CHOSEN, NOTHING_FORBIDDEN, row_ranges
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12
@@ -66,8 +66,8 @@ class Problem:
         lists = 1 if shared else KV_HEADS
         self.positions = np.empty((ROWS, lists, most), np.int32) if positions is None else positions
         return step(
-            self.q, self.k, self.v, POSITION, self.table, FIRST, END, which, self.positions, allowed, shared, SCALE,
-            softcap, np.full_like(self.lse, beside), self.out, self.lse, self.masses,
+            self.q, self.k, self.v, row_ranges(ROWS, POSITION, FIRST, END), self.table, which, self.positions, allowed,
+            shared, SCALE, softcap, np.full_like(self.lse, beside), self.out, self.lse, self.masses,
         )  # fmt: skip
 
 

@@ -46,8 +46,9 @@ def test_attended_ids_are_the_initial_chosen_and_local_blocks(first, context, af
     positions = np.stack(
         [np.sort(np.random.default_rng(seed).permutation(context)[: context // 2]) for seed in range(2 * lists)]
     ).astype(np.int32)
-    ids = attended_ids(table, positions.reshape(2, lists, -1), first, end)
+    firsts, ends = np.full(2, first), np.full(2, end)
+    ids, counts = attended_ids(table, positions.reshape(2, lists, -1), firsts, ends)
     for row in range(2):
         for each in range(lists):
             chosen = table[row, first:end][positions[row * lists + each]]
-            assert ids[row, each].tolist() == [*table[row, :first], *chosen, *table[row, end:]]
+            assert ids[row, each, : counts[row, each]].tolist() == [*table[row, :first], *chosen, *table[row, end:]]

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from hetero_kv.cpu_ops.estimating_step import BlockChoice
-from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
+    BLOCKS,
     CONTEXT,
     DIM,
+    END,
     FIRST,
     GROUP,
     KV_HEADS,
     POOL,
+    POSITION,
     ROWS,
     SCALE,
     Problem,
@@ -137,6 +140,23 @@ def test_candidate_blocks_may_be_few_or_none():
             blocks = [0, *(1 + p for p in candidates[row, head] if p >= 0), 10, 11]
             expected = exact[row][head][:, blocks].flatten(1).logsumexp(-1)
             np.testing.assert_allclose(problem.masses[0, row, head], expected, rtol=1e-5)
+
+
+def test_rows_of_several_lengths_attend_to_all_their_blocks_and_do_not_choose():
+    together, whole = Problem(3), Problem(3)
+    whole.run(whole.step(BlockChoice()), which=EVERYTHING)
+    # The second row is as it was, and the first has fewer blocks, and all its tokens already.
+    together.table[0, BLOCKS - 2 :] = -1
+    ranges, step = np.array([[-1, POSITION], [FIRST, FIRST], [4, END]]), together.step(BlockChoice())
+    inputs = together.q, together.k, together.v, ranges, together.table
+    others = NOTHING_FORBIDDEN, False, SCALE, 0.0, np.full_like(together.lse, -np.inf)
+    results = together.out, together.lse, together.masses
+    step(*inputs, EVERYTHING, NOTHING_FORBIDDEN, *others, *results)
+    np.testing.assert_allclose(together.out[1], whole.out[1], rtol=1e-5, atol=1e-6)
+    expected = scores_of(together, 0, 0.0)[0][:, :, : BLOCKS - 2].flatten(2).logsumexp(-1)
+    np.testing.assert_allclose(together.lse[0], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="that it was bound to"):
+        step(*inputs, CHOSEN, np.zeros((ROWS, 1, 2), np.int32), *others, *results)
 
 
 def test_blocks_outside_the_pool_and_other_shapes_are_refused():

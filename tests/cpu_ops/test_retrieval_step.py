@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from hetero_kv.cpu_ops.retrieval_step import (
+    AS_GIVEN,
+    CHOSEN,
+    EVERYTHING,
+    NOTHING_FORBIDDEN,
+    RetrievalStep,
+    row_ranges,
+)
 from hetero_kv.cpu_ops.scores import block_scores
 from hetero_kv.cpu_ops.token_store import store_token
 
@@ -53,7 +60,16 @@ class Problem:
         table = self.table if table is None else table
         flags = allowed, positions.shape[1] == 1, largest
         return self.step(
-            *self.inputs, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
+            *self.inputs,
+            row_ranges(ROWS, position, FIRST, END),
+            table,
+            which,
+            positions,
+            *flags,
+            0.25,
+            0.0,
+            self.out,
+            self.lse,
         )
 
     def expected(self, ids, threads=None):
@@ -76,6 +92,81 @@ class Problem:
         return scores
 
 
+def attended(table, positions, first=FIRST, end=END):
+    """Ids of the attended blocks of rows of equal length."""
+    ids, counts = attended_ids(table, positions, *row_ranges(ROWS, -1, first, end)[1:])
+    assert (counts == ids.shape[2]).all()
+    return ids
+
+
+def one_by_one(problem, ranges, which, count, lists):
+    """Each row's positions, out and lse from a call of its own, without the padding of its table."""
+    for row in range(ROWS):
+        blocks = int((problem.table[row] >= 0).sum())
+        own = slice(row, row + 1)
+        inputs = [part[own] for part in problem.inputs]
+        positions, out, lse = np.full((1, lists, count), -1, np.int32), problem.out[own].copy(), problem.lse[own].copy()
+        problem.step(
+            *inputs, ranges[:, own].copy(), problem.table[own, :blocks].copy(), which, positions, NOTHING_FORBIDDEN,
+            lists == 1, False, 0.25, 0.0, out, lse,
+        )  # fmt: skip
+        yield positions[0], out[0], lse[0]
+
+
+@pytest.mark.parametrize("lists", [1, KV_HEADS])
+@pytest.mark.parametrize("which", [EVERYTHING, AS_GIVEN, CHOSEN])
+def test_rows_of_several_lengths_are_what_each_is_alone(which, lists):
+    together, apart = Problem(), Problem()
+    # The first row has fewer blocks, and all its tokens already.
+    ranges = np.array([[-1, POSITION], [FIRST, FIRST], [END - 3, END]])
+    for problem in (together, apart):
+        problem.table[0, BLOCKS - 2 :] = -1
+    positions = np.zeros((ROWS, lists, 4), np.int32)
+    positions[:] = [0, 1, 3, -1]
+    expected = list(one_by_one(apart, ranges, which, 4, lists)) if which != AS_GIVEN else None
+    flags = NOTHING_FORBIDDEN, lists == 1, False
+    together.step(
+        *together.inputs, ranges, together.table, which, positions, *flags, 0.25, 0.0, together.out, together.lse
+    )  # fmt: skip
+    if expected is None:
+        ids, counts = attended_ids(together.table, positions, ranges[1], ranges[2])
+        q = together.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
+        out, lse = attend_blocks(q, together.keys, together.values, ids, counts, together.lengths, 0.25)
+        np.testing.assert_allclose(together.out, out.reshape(together.out.shape), rtol=1e-5, atol=1e-6)
+        return
+    np.testing.assert_array_equal(together.keys, apart.keys)
+    for row, (chosen, out, lse) in enumerate(expected):
+        if which == CHOSEN:
+            assert positions[row].tolist() == chosen.tolist()
+        np.testing.assert_allclose(together.out[row], out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(together.lse[row], lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lists", [1, KV_HEADS])
+def test_a_row_with_no_context_attends_to_all_its_blocks_while_another_chooses(lists):
+    problem = Problem()
+    ranges = np.array([[-1, -1], [END, FIRST], [END, END]])
+    positions = np.empty((ROWS, lists, 4), np.int32)
+    flags = NOTHING_FORBIDDEN, lists == 1, False
+    problem.step(*problem.inputs, ranges, problem.table, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse)
+    assert (positions[0] == -1).all()
+    whole = problem.expected(problem.table[:, None].copy())[0]
+    np.testing.assert_allclose(problem.out[0], whole[0], rtol=1e-5, atol=1e-6)
+    assert positions[1].tolist() == best_blocks(problem.scores(), 4, NOTHING_FORBIDDEN, lists == 1, False)[1].tolist()
+
+
+@pytest.mark.parametrize("range_of_row", [(-1, END), (FIRST, BLOCKS + 1), (END, FIRST)])
+@pytest.mark.parametrize("which", [AS_GIVEN, CHOSEN])
+def test_a_context_outside_the_blocks_of_its_row_is_refused(which, range_of_row):
+    problem, ranges = Problem(), row_ranges(ROWS, -1, FIRST, END)
+    ranges[1:, 1] = range_of_row
+    positions, flags = np.zeros((ROWS, 1, 1), np.int32), (NOTHING_FORBIDDEN, True, False)
+    with pytest.raises(IndexError, match="in the context"):
+        problem.step(
+            *problem.inputs, ranges, problem.table, which, positions, *flags, 0.25, 0.0, problem.out, problem.lse
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("lists", [1, KV_HEADS])
 @pytest.mark.parametrize("allowed", [None, [0, 2, 3, 5, 6]])
 def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
@@ -89,7 +180,7 @@ def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
     chosen = best_blocks(problem.scores(among), 4, NOTHING_FORBIDDEN, lists == 1, False)
     assert positions.tolist() == chosen.tolist()
     assert allowed is None or set(positions.ravel().tolist()) <= set(allowed)
-    out, lse = problem.expected(attended_ids(problem.table, chosen, FIRST, END))
+    out, lse = problem.expected(attended(problem.table, chosen))
     np.testing.assert_array_equal(problem.out, out)
     np.testing.assert_array_equal(problem.lse, lse)
 
@@ -108,7 +199,8 @@ def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candida
     positions = np.empty((ROWS, lists, 300), np.int32)
     flags = allowed, lists == 1, largest
     problem.step(
-        *problem.inputs, -1, table, first, end, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse
+        *problem.inputs, row_ranges(ROWS, -1, first, end), table, CHOSEN, positions, *flags, 0.25, 0.0, problem.out,
+        problem.lse,
     )  # fmt: skip
     q = problem.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
     context = np.ascontiguousarray(table[:, first:end])
@@ -119,7 +211,7 @@ def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candida
             kept[row, head, :, allowed[row, min(head, lists - 1)]] = True
         scores[~kept] = -np.inf
     assert positions.tolist() == best_blocks(scores, 300, NOTHING_FORBIDDEN, lists == 1, largest).tolist()
-    out, lse = problem.expected(attended_ids(table, positions, first, end), threads=2)
+    out, lse = problem.expected(attended(table, positions, first, end), threads=2)
     np.testing.assert_array_equal(problem.out, out)
     np.testing.assert_array_equal(problem.lse, lse)
 
@@ -144,7 +236,7 @@ def test_a_choice_among_candidates_is_that_among_all_with_the_others_forbidden(
     lots = [np.sort(rng.permutation(context)[:candidates]) for _ in range(ROWS * lists)]
     allowed = np.stack(lots).astype(np.int32).reshape(ROWS, lists, candidates)
     chosen = best_blocks(problem.scores(allowed), count, NOTHING_FORBIDDEN, lists == 1, largest)
-    out, lse = problem.expected(attended_ids(problem.table, chosen, FIRST, END))
+    out, lse = problem.expected(attended(problem.table, chosen))
     table, positions = problem.table.copy(), np.empty((ROWS, lists, count), np.int32)
     for row in range(ROWS):
         table[row, FIRST + np.setdiff1d(np.arange(context), allowed[row])] = POOL + 7
@@ -180,7 +272,7 @@ def test_a_token_that_is_there_already_is_not_stored_again():
     before = problem.keys.copy()
     assert problem.run(AS_GIVEN, np.zeros((ROWS, 1, 1), np.int32), position=-1) == 0
     np.testing.assert_array_equal(problem.keys, before)
-    ids = attended_ids(problem.table, np.zeros((ROWS, 1, 1), np.int32), FIRST, END)
+    ids = attended(problem.table, np.zeros((ROWS, 1, 1), np.int32))
     np.testing.assert_array_equal(problem.out, problem.expected(ids)[0])
 
 
@@ -196,6 +288,10 @@ def test_places_outside_the_pool_are_refused():
     for table, position in ((problem.table, BLOCKS * BLOCK), (problem.table + POOL, POSITION)):
         with pytest.raises(IndexError, match="position must lie in the blocks of table"):
             problem.run(EVERYTHING, position=position, table=table)
+    padded = problem.table.copy()
+    padded[0, -1] = -1
+    with pytest.raises(IndexError, match="position must lie in the blocks of table"):
+        problem.run(EVERYTHING, table=padded)
     with pytest.raises(IndexError, match="blocks of table must lie in the pool"):
         problem.run(CHOSEN, np.empty((ROWS, 1, 2), np.int32), position=-1, table=problem.table + POOL)
     with pytest.raises(IndexError, match="lists of blocks, or their lengths"):
@@ -210,16 +306,16 @@ def test_arrays_that_do_not_fit_the_pool_are_refused():
             np.float32, 2,
         )  # fmt: skip
     with pytest.raises(TypeError):
-        problem.step(*problem.inputs[::-1], 0, None, 0, 0, 0, None, None, True, True, 1.0, 0.0, None, None)
+        problem.step(*problem.inputs[::-1], None, None, 0, None, None, True, True, 1.0, 0.0, None, None)
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "table", "positions", "out", "lse"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "table", "ranges", "positions", "out", "lse"])
 def test_arrays_of_a_call_that_are_not_those_it_is_bound_to_are_refused(which):
     problem = Problem()
     q, k, v = problem.inputs
     call = {
         "q": q, "k": k, "v": v, "table": problem.table, "positions": np.zeros((ROWS, 1, 1), np.int32),
-        "out": problem.out, "lse": problem.lse,
+        "out": problem.out, "lse": problem.lse, "ranges": row_ranges(ROWS, POSITION, FIRST, END),
     }  # fmt: skip
     short = {name: array[:-1] if name == "table" else array[..., :-1].copy() for name, array in call.items()}
     short["positions"] = np.zeros((ROWS, KV_HEADS + 1, 1), np.int32)
@@ -227,7 +323,7 @@ def test_arrays_of_a_call_that_are_not_those_it_is_bound_to_are_refused(which):
     before = problem.keys.copy()
     with pytest.raises(ValueError, match="that it was bound to"):
         problem.step(
-            call["q"], call["k"], call["v"], POSITION, call["table"], FIRST, END, AS_GIVEN, call["positions"],
+            call["q"], call["k"], call["v"], call["ranges"], call["table"], AS_GIVEN, call["positions"],
             NOTHING_FORBIDDEN, True, False, 0.25, 0.0, call["out"], call["lse"],
         )  # fmt: skip
     np.testing.assert_array_equal(problem.keys, before)

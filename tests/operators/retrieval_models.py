@@ -37,18 +37,19 @@ def recorded(monkeypatch):
     attend = RetrievalAttention._attend_natively
 
     def noting(call):
-        def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
-            largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
+        def noted(native, q, k, v, ranges, table, which, positions, *rest):
+            largest = call(native, q, k, v, ranges, table, which, positions, *rest)
             if which != EVERYTHING:
                 positions_seen.append(positions.copy())
             return largest
 
         return noted
 
-    def kept(self, native, layer, step, blocks, q, *rest):
+    def kept(self, native, groups, q, *rest):
         positions_seen.clear()
-        masses = attend(self, native, layer, step, blocks, q, *rest)
+        masses = attend(self, native, groups, q, *rest)
         if positions_seen:
+            layer, step = groups[0][:2]
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
             decoded = step.past - step.group.prompt_length
             record.append((self.layer_idx, decoded, positions_seen[0], by_kv_head.copy(), layer))

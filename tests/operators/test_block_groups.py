@@ -43,13 +43,14 @@ def checked(monkeypatch):
     """Holds what stands for each group of every decoded token's Context to its keys and values; counts the tokens."""
     seen, layers, call, attend = [], [], EstimatingStep.__call__, RetrievalAttention._attend_natively
 
-    def noted(self, native, layer, *rest):
-        layers[:] = [layer, self]
-        return attend(self, native, layer, *rest)
+    def noted(self, native, groups, *rest):
+        layers[:] = [groups[0].layer, self]
+        return attend(self, native, groups, *rest)
 
-    def recorded(native, q, k, v, position, table, first, end, which, *rest):
-        largest = call(native, q, k, v, position, table, first, end, which, *rest)
+    def recorded(native, q, k, v, ranges, table, which, *rest):
+        largest = call(native, q, k, v, ranges, table, which, *rest)
         if which != EVERYTHING:
+            _, first, end = ranges[:, 0]
             pool, operator = layers[0].pool, layers[1]
             size = operator.settings.group_blocks
             whole = (end - first) // size

@@ -59,16 +59,16 @@ def checked(monkeypatch):
     """Holds every decoded token's attention in every layer to a reference; counts those that estimated something."""
     seen, layers, call, attend = [], [], EstimatingStep.__call__, RetrievalAttention._attend_natively
 
-    def noted(self, native, layer, *rest):
-        layers[:] = [layer]
-        return attend(self, native, layer, *rest)
+    def noted(self, native, groups, *rest):
+        layers[:] = [groups[0].layer]
+        return attend(self, native, groups, *rest)
 
-    def recorded(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest):
-        largest = call(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest)
+    def recorded(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest):
+        largest = call(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest)
         scale, softcap, _, out, lse, _ = rest
         if which != EVERYTHING:
             pool, lengths = layers[0].pool, layers[0].group.store.allocators[layers[0].layout].lengths
-            assert_reference(pool, lengths, q, table, first, end, positions, scale, softcap, out, lse)
+            assert_reference(pool, lengths, q, table, *ranges[1:, 0], positions, scale, softcap, out, lse)
             seen.append((positions >= 0).sum(axis=2))
         return largest
 

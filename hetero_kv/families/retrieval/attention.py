@@ -17,10 +17,12 @@ from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
-from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
-from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.block_choice import Derived
+from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -78,48 +80,76 @@ class RetrievalAttention(WindowedDecode):
         lse = np.empty((rows, heads // native.group, native.group), np.float32)
         q = kernel_array(call.q, dtype)
         k, v = (q, q) if is_stored else (kernel_array(call.k, dtype), kernel_array(call.v, dtype))
-        position = None if is_stored else step.past
         array = kernel_array(out, dtype)
-        estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, position, call.scale, call.softcap or 0.0, array, lse
-        )  # fmt: skip
+        group = GroupRows(layer, step, blocks, is_stored)
+        estimated = self._attend_natively(native, [group], q, k, v, call.scale, call.softcap or 0.0, array, lse)
         if call.sink is not None or self.engine.measure_recall:
-            out, lse = self._completed(layer, blocks, call, out, lse, estimated)
+            out, lse = self._completed(group, call, out, lse, estimated)
         elif estimated is not None:
-            (attended, total), taken = estimated
-            self._count(layer, attended, total, taken)
+            self._count([group], *estimated)
         if self.accumulates:
             seen = call.q.squeeze(2).to(torch.float32).contiguous().numpy()
             self._remember(layer, step, call, seen, lse.reshape(rows, heads))
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
-        if len(cache.steps) != 1 or self.accumulates or self.engine.measure_recall:
-            return None
-        step = cache.steps[0]
-        layer = step.group.layers[self.layer_idx]
+    def prepare_step(
+        self, layer: RetrievalLayer, step: Step, dtype: Any, softcap: float | None
+    ) -> RetrievalStep | EstimatingStep | None:
         native = layer.token_step
-        if native is None or not native.stores or not native.fits(dtype, softcap is not None):
+        if (
+            native is None
+            or not native.stores
+            or not native.fits(dtype, softcap is not None)
+            or layer.window is not None
+            or self.accumulates
+            or self.engine.measure_recall
+        ):
             return None
-        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
-        if layer.window is not None or blocks.newly_finalized[0] != blocks.newly_finalized[1]:
-            return None
-        return native, layer, step, blocks
+        return native
 
-    def attend_arrays(self, prepared: Any, arrays: DecodeBuffers, scale: float, softcap: float) -> None:
-        native, layer, step, blocks = prepared
-        q, k, v = arrays.q, arrays.k, arrays.v
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
+        if len(prepared) == 1:
+            return True
+        layers = [step.group.layers[self.layer_idx] for step, _ in prepared]
+        pool, lengths = layers[0].pool, [step.length for step, _ in prepared]
+        # With one schedule, a selection is stored in each group; blocks in files are requested for each.
+        return (
+            pool is not None
+            and not pool.reads_ahead()
+            and all(layer.pool is pool for layer in layers)
+            and (
+                not any(self._chooses(layers[0].layout.context_blocks(length)) for length in lengths)
+                or (
+                    self.choice is None
+                    and self.settings.layer_step == self.settings.token_step == 1
+                    and all(layer.state.candidates is None for layer in layers)
+                )
+            )
+        )
+
+    def attend_steps(
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
+    ) -> None:
+        groups, start = [], prepared[0][0].rows.start
+        for step, _ in prepared:
+            layer = step.group.layers[self.layer_idx]
+            blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+            # Without a budget nothing is derived from a block.
+            closes = self.budget is not None and blocks.newly_finalized[0] != blocks.newly_finalized[1]
+            if closes:
+                own = slice(step.rows.start - start, step.rows.stop - start)
+                layer.store_token(step, *(tensor[own] for tensor in arrays.new))
+                self._finalize_blocks(layer, step)
+            groups.append(GroupRows(layer, step, blocks, closes))
+        native, q, k, v = prepared[0][1], arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-        estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, step.past, scale, softcap, arrays.attended, lse
-        )  # fmt: skip
+        estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
         if estimated is not None:
-            (attended, total), taken = estimated
-            self._count(layer, attended, total, taken)
+            self._count(groups, *estimated)
 
     def _completed(
-        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
-        estimated: tuple[np.ndarray, SelectionStatistics] | None,
+        self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
+        estimated: tuple[np.ndarray, list[SelectionStatistics]] | None,
     ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
         """Apply the learned sink to out [batch, heads, 1, v_dim] and lse, and record the coverage.
 
@@ -128,10 +158,10 @@ class RetrievalAttention(WindowedDecode):
         whole = torch.from_numpy(lse).view(out.shape[:3])
         attended = lse
         if estimated is not None:
-            (attended, total), taken = estimated
-            self._count(layer, attended, total, taken)
+            attended = estimated[0][0]
+            self._count([group], *estimated)
         if self.engine.measure_recall:
-            self._measure_recall(layer, blocks, call, torch.from_numpy(attended))
+            self._measure_recall(group.layer, group.blocks, call, torch.from_numpy(attended))
         if call.sink is not None:
             out, whole = apply_sink(out, whole, call.sink)
         return out, whole.numpy()

@@ -15,6 +15,7 @@ from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHI
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
+from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
@@ -57,32 +58,46 @@ class RetrievalDecode(RetrievalPrefill):
             layer.token_step, layer.reading = native, ReadSizes.of(layer.pool, layer.window)
         return native
 
+    def _chooses(self, context: int) -> bool:
+        """Whether a token chooses among a Context of so many blocks, instead of attending to all of it."""
+        return self.covering is not None and self.covering < context
+
     def _attend_natively(
-        self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
-        q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
-        out: np.ndarray, lse: np.ndarray, outside_lse: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, SelectionStatistics] | None:  # fmt: skip
-        """Store the token, unless `position` is None; then choose its blocks and attend to them.
+        self, native: RetrievalStep | EstimatingStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
+        v: np.ndarray, scale: float, softcap: float, out: np.ndarray, lse: np.ndarray,
+        outside_lse: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, list[SelectionStatistics]] | None:  # fmt: skip
+        """Store the tokens of the groups' rows, unless they are; then choose their blocks and attend to them.
 
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
-        `EstimatingStep` and the selection's statistics; None if nothing is estimated.
+        `EstimatingStep` and each group's selection statistics; None if nothing is estimated.
         """
-        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.finalized), blocks.finalized
-        if layer.window is not None:
-            # The window's device attends to the attention sink and the recent window.
-            table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
+        contexts = [group.context_blocks for group in groups]
+        chosen = [self._chooses(context) for context in contexts]
+        chooses = any(chosen)
+        table, ranges = DecodedRows.of(groups, tuple(chooses and not each for each in chosen))
+        layer, kv_heads = groups[0].layer, lse.shape[1]
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
-        if self.covering is not None and self.covering < end - first:
-            which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
-        at, is_scored, largest = -1 if position is None else position, which == CHOSEN, self._takes_largest
+        if chooses:
+            # Several groups choose together only where all of them choose as one does.
+            index = contexts.index(max(contexts))
+            which, positions, allowed = self._choice(
+                groups[index].layer, groups[index].step, len(table), kv_heads, contexts[index]
+            )
+        is_scored, largest = which == CHOSEN, self._takes_largest
         fetching = None
         if layer.pool is not None and layer.pool.reads_ahead():
+            first, end = ranges[1:, 0].tolist()
             fetching = BlockReadAhead(layer.pool, table, first, end, which, positions, allowed)
             if isinstance(native, RetrievalStep):
                 score = self.representative_type.score
                 which = fetching.by_scores(q, self.shared, largest, score, self.threads)
-        inputs = q, k, v, at, table, first, end, which, positions, allowed, self.shared
-        estimated, taken = None, SelectionStatistics(end - first if which == EVERYTHING else positions.shape[2])
+        inputs = q, k, v, ranges, table, which, positions, allowed, self.shared
+        estimated = None
+        taken = [
+            SelectionStatistics(min(positions.shape[2], context) if each else context)
+            for context, each in zip(contexts, chosen, strict=True)
+        ]
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if outside_lse is None:
@@ -94,10 +109,10 @@ class RetrievalDecode(RetrievalPrefill):
                 stored = native(*inputs, *results)
                 # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()
-            if which != EVERYTHING:
+            if chooses:
                 lists = len(table) * positions.shape[1]
                 attended, *others = [number / lists for number in counted]
-                taken = SelectionStatistics(
+                taken[0] = SelectionStatistics(
                     attended / layer.layout.block_size if native.by_token else attended, *others
                 )
             estimated = masses, taken
@@ -105,9 +120,13 @@ class RetrievalDecode(RetrievalPrefill):
             with one_kernel_at_a_time:
                 stored = native(*inputs, largest, scale, softcap, out, lse)
             if is_scored:
-                taken = taken._replace(scored=allowed.shape[2] or end - first)
-        assert layer.reading is not None
-        layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
+                taken = [
+                    each._replace(scored=allowed.shape[2] or context) if chose else each
+                    for each, chose, context in zip(taken, chosen, contexts, strict=True)
+                ]
+        for group, context, each in zip(groups, contexts, taken, strict=True):
+            assert group.layer.reading is not None
+            group.layer.read = group.layer.read.plus(group.layer.reading.of_step(group.step.length, context, each))
         if stored:
             layer.require_storable(stored)
         return estimated
@@ -132,16 +151,20 @@ class RetrievalDecode(RetrievalPrefill):
         covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
-    def _count(
-        self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: SelectionStatistics
-    ) -> None:
-        """Record a step's block count and the estimated share of the attention mass it covered, from log-sum-exps."""
-        state = layer.state
-        covered = covered_share(attended, total)
-        # NaN means that nothing was estimated.
-        share = state.share.plus(covered) if covered == covered else state.share
-        blocks = state.blocks.plus(taken.attended) if self.targets else state.blocks
-        layer.state = replace(state, share=share, blocks=blocks)
+    def _count(self, groups: list[GroupRows], masses: np.ndarray, taken: list[SelectionStatistics]) -> None:
+        """Record a step's block counts and the estimated shares of the attention mass that it covered.
+
+        masses: as those of `EstimatingStep`, of the rows of all groups.
+        """
+        start = groups[0].step.rows.start
+        for group, of_group in zip(groups, taken, strict=True):
+            state, rows = group.layer.state, group.step.rows
+            own = masses if len(groups) == 1 else masses[:, rows.start - start : rows.stop - start]
+            covered = covered_share(own[0], own[1])
+            # NaN means that nothing was estimated.
+            share = state.share.plus(covered) if covered == covered else state.share
+            blocks = state.blocks.plus(of_group.attended) if self.targets else state.blocks
+            group.layer.state = replace(state, share=share, blocks=blocks)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int

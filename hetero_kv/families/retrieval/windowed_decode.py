@@ -8,6 +8,7 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.decode import RetrievalDecode
+from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops.merge import apply_sink
 
@@ -36,17 +37,17 @@ class WindowedDecode(RetrievalDecode):
         staging = layer.staging
         assert staging is not None
         out, lse = staging.back
+        group = GroupRows(layer, step, blocks, is_stored=True)
         estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, None, call.scale, call.softcap or 0.0, out, lse,
-            window_lse if weighs else None,
-        )  # fmt: skip
+            native, [group], q, k, v, call.scale, call.softcap or 0.0, out, lse, window_lse if weighs else None
+        )
         merged, merged_lse = window_step.merged()
         attended = merged_lse
         if estimated is not None:
             assert window_lse is not None
-            with_window, total = np.logaddexp(estimated[0], window_lse)
-            self._count(layer, with_window, total, estimated[1])
-            attended = torch.from_numpy(with_window)
+            masses = np.logaddexp(estimated[0], window_lse)
+            self._count([group], masses, estimated[1])
+            attended = torch.from_numpy(masses[0])
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
