@@ -76,7 +76,7 @@ def test_more_parameters_than_weights_are_refused_before_they_are_allocated(chan
     directory = changed(without=("layer_types",), num_hidden_layers=700)
     monkeypatch.setattr(torch, "empty_like", None)
     with pytest.raises(
-        ModelError, match=r"config\.json' describes a model with 6,\d\d\d,\d\d\d parameters, and the weights"
+        ModelError, match=r"config\.json' describes a model with 17,4\d\d,\d\d\d parameters, and the weights"
     ):
         load_model(directory, dtype="float32", device="cpu")
 
