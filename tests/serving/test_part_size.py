@@ -1,0 +1,43 @@
+"""Parts of prompts are as large as the time that others wait allows, and of a size that the kernels are made for."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_kv.serving.part_size import LARGE, LEAST, SMALL, PartSize
+
+
+def measured(token_s, step_s=0.0):
+    """Parts for gaps of 0.25 s, behind many measurements."""
+    size = PartSize(0.25, 2048)
+    for _ in range(50):
+        size.passed(64, 64 * token_s)
+        size.decoded(step_s)
+    return size
+
+
+def test_a_prompt_that_nobody_waits_for_passes_in_long_parts():
+    size = measured(0.01)
+    assert [size.of(remaining, rows=0) for remaining in (5000, 2048, 7)] == [2048, 2048, 7]
+
+
+@pytest.mark.parametrize(
+    ("token_s", "step_s", "expected"),
+    [
+        (0.25 / 3000, 0.0, 2048),
+        (0.25 / 1000, 0.0, 1000),
+        (0.25 / (LARGE - 50), 0.0, SMALL),
+        (0.25 / 100, 0.0, SMALL),
+        (0.25 / 100, 0.1, LEAST),
+        (0.25 / 5, 0.0, LEAST),
+        (0.001, 0.5, LEAST),
+    ],
+)
+def test_a_part_fits_into_the_gap(token_s, step_s, expected):
+    size = measured(token_s, step_s).of(5000, rows=2)
+    assert size == pytest.approx(expected, abs=2)
+
+
+def test_the_first_part_is_small_because_nothing_is_known():
+    assert PartSize(0.25, 2048).of(5000, rows=1) == LEAST
+    assert measured(0.01).of(3, rows=1) == 3
