@@ -132,11 +132,15 @@ class Scheduler:
         missing = 0
         for layout in cache.groups[0].layouts:
             size = layout.block_size
-            # A partly filled last block that another sequence has too is copied.
-            needed = -(-request.most_stored // size) - cached // size + 1
+            # A partly filled block of the beginning is copied.
+            needed = -(-request.most_stored // size) - cached // size
             for other in self.running:
                 assert other.cache is not None
-                needed += -(-other.most_stored // size) - -(-other.stored // size) + 1
+                (sequence,) = other.cache.sequences
+                table = sequence.tables[layout]
+                needed += -(-other.most_stored // size) - table.num_blocks
+                if table.length % size and table.allocator.references(int(table.ids[-1])) > 1:
+                    needed += 1
             missing = max(missing, needed - self._store.free_blocks(layout))
         return missing
 
