@@ -206,7 +206,10 @@ class Injection:
             plan = Plan.of(self, reserved=reserved_by_others(None))
             capacity = resolve_max_seq_len(length, plan)
             if tokens is None:
-                tokens = max(capacity, min(plan.largest(), sequences * capacity))
+                # A sequence has whole blocks.
+                layouts = (getattr(layer, "layout", None) for layer in self.cache_layers())
+                size = max((layout.block_size for layout in layouts if layout is not None), default=1)
+                tokens = max(capacity, min(plan.largest(), sequences * -(-capacity // size) * size))
             else:
                 resolve_max_seq_len(tokens, plan)
             return Store(capacity, planned=plan.resident_dram(tokens), tokens=tokens)
