@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -95,6 +96,8 @@ class Engine:
         if starts_thread:
             self._thread = threading.Thread(target=self._run, name="hetero-kv engine", daemon=True)
             self._thread.start()
+            # A thread that computes while the interpreter ends would find half of it gone.
+            atexit.register(self.close)
 
     # -- requests
 
@@ -218,6 +221,7 @@ class Engine:
 
     def close(self) -> None:
         """End all requests as cancelled, and the engine's thread; free all blocks. Further calls do nothing."""
+        atexit.unregister(self.close)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

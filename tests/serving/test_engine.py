@@ -233,6 +233,17 @@ def test_a_thread_answers_threads_and_event_loops():
         engine.generate(PROMPTS[0])
 
 
+def test_an_engine_that_nobody_closes_ends_before_the_interpreter(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    engine = engine_of("quest", starts_thread=True)
+    stream = engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=150, ignore_eos=True))
+    (close,) = at_exit
+    close()
+    assert not engine._thread.is_alive()
+    assert stream.result().finish_reason == "stopped"
+
+
 def test_a_prompt_is_cancelled_between_two_chunks():
     with engine_of("dense", part=400) as engine:
         seen = []
