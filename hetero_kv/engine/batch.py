@@ -47,6 +47,11 @@ class Batch:
         self._maker, self._max_seq_len, self._forks, self._resident = maker, max_seq_len, forks, resident
         # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
+        if store is not None and (store.maker is not maker or max_seq_len is not None or forks):
+            raise HeteroKVError(
+                "the store was made for other rules or another model, or max_seq_len or forks was given beside it; "
+                "take one of model.hetero_kv_injection.common_store(max_seq_len), which fixes both"
+            )
         self._begin_in(maker.planned_store(max_seq_len, 1, forks, resident, None) if store is None else store)
 
     def _begin_again(self) -> None:

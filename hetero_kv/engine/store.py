@@ -34,20 +34,22 @@ class Store:
         planned: DRAM of the full store, bytes; 0 without a plan.
         is_auto: whether the capacity is as much as fits (`max_seq_len: auto`), and is decided with the first tokens.
         tokens: tokens of all sequences together; None for the store of one cache and its forks.
+        maker: the rules whose caches share the store; None for that of one cache.
 
     Attributes:
-        capacity, forks, planned, is_auto, tokens: the arguments.
+        capacity, forks, planned, is_auto, tokens, maker: the arguments.
         rows: number of sequences with blocks; 0 until `provide`.
         allocators: by layout.
         mapped: by layer index, the layer's mappings of its pool's memory for other devices.
     """
 
     def __init__(
-        self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False, tokens: int | None = None
-    ) -> None:
+        self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False, tokens: int | None = None,
+        maker: Any = None,
+    ) -> None:  # fmt: skip
         self.capacity = capacity
         self.forks = forks
-        self.planned, self.is_auto, self.tokens = planned, is_auto, tokens
+        self.planned, self.is_auto, self.tokens, self.maker = planned, is_auto, tokens, maker
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}

@@ -212,7 +212,7 @@ class Injection:
                 tokens = max(capacity, min(plan.largest(), sequences * -(-capacity // size) * size))
             else:
                 resolve_max_seq_len(tokens, plan)
-            return Store(capacity, planned=plan.resident_dram(tokens), tokens=tokens)
+            return Store(capacity, planned=plan.resident_dram(tokens), tokens=tokens, maker=self)
 
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int

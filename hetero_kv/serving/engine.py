@@ -32,6 +32,9 @@ class Engine:
     All requests share one store of keys and values. A prompt that begins as an earlier one does computes the rest
     alone. Requests that are answered at the same time share every reading of the weights.
 
+    Under sparse prefill and fixed memory prompts pass whole, whatever `longest_gap_s` and `part` are, because parts
+    would change what they attend to. No sequence is kept where a later prompt is not computed exactly.
+
     Args:
         model: with rules injected: the result of `hetero_kv.load_model(name, config=...)`.
         max_seq_len: capacity of a request, prompt and answer, tokens; None takes the rules' setting.
@@ -63,11 +66,16 @@ class Engine:
             raise HeteroKVError(
                 f"Engine: {model.name} has no rules injected; load it by hetero_kv.load_model(name, config='adaptive')"
             )
-        for name, value in (("max_batch", max_batch), ("part", part)):
-            if value < 1:
-                raise HeteroKVError(f"Engine: {name} is {value}; it must be at least 1")
+        least = {"max_batch": (max_batch, 1), "part": (part, 1), "kept_prefixes": (kept_prefixes, 0)}
+        given = (("max_seq_len", max_seq_len), ("kv_tokens", kv_tokens))
+        least |= {name: (value, 1) for name, value in given if value is not None}
+        for name, (value, smallest) in least.items():
+            if value < smallest:
+                raise HeteroKVError(f"Engine: {name} is {value}; it must be at least {smallest}")
+        if not longest_gap_s > 0:
+            raise HeteroKVError(f"Engine: longest_gap_s is {longest_gap_s}; it must be more than 0")
         self.tokenizer = model.tokenizer
-        self._turns = None if model.tokenizer is None else TurnTokens(model.tokenizer)
+        self._turns = TurnTokens(model.tokenizer)
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
         operators = list(injection.attention_operators())
         layers = injection.cache_layers()
@@ -158,8 +166,6 @@ class Engine:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            if self._turns is None:
-                raise HeteroKVError("the prompt is a text, and the model has no tokenizer; give token ids")
             tokens = self._turns.raw(prompt)
         else:
             tokens = [int(token) for token in prompt]

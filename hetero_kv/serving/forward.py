@@ -27,16 +27,18 @@ class ModelForward:
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if has_choice else {}
 
     def prefill(
-        self, cache: HeteroCache, prompt: Sequence[int], start: int, stop: int, question: int | None
+        self, cache: HeteroCache, prompt: Sequence[int], start: int, stop: int, cached: int, question: int | None
     ) -> torch.Tensor:
         """Pass tokens [start, stop) of a prompt, behind those that `cache` has. Returns the last one's logits [vocab].
 
-        Work on the prompt as a whole is done with its last part.
+        Observing the prompt begins with its first part, and what follows from it as a whole comes with its last one.
 
         Args:
+            cached: how many of its first tokens came from another request; they are no part of this one's prompt.
             question: how many of the prompt's last tokens are its question (`HeteroCache.asking`).
         """
-        part = nullcontext() if stop - start == len(prompt) else cache.prompt_part(start, stop, len(prompt))
+        own = start - cached, stop - cached, len(prompt) - cached
+        part = nullcontext() if own[0] == 0 and own[1] == own[2] > 1 else cache.prompt_part(*own)
         with cache.asking(question), part:
             return self._logits(cache, torch.tensor([prompt[start:stop]]))[0]
 

@@ -44,7 +44,8 @@ class ResidentPrefixes:
 
     def keep(self, cache: HeteroCache, tokens: Sequence[int]) -> None:
         """Keep the cache of an ended request, which stores `tokens`."""
-        if not self.are_shared or self._most == 0 or not tokens or not _is_shareable(cache):
+        is_kept = self.are_shared and self._most and tokens and _is_shareable(cache)
+        if not is_kept or not _is_current(cache, cache.injection.state()):
             cache.reset()
             return
         self._kept.append((cache, np.array(tokens)))
@@ -66,12 +67,13 @@ class ResidentPrefixes:
         Args:
             live: caches of requests that are being answered, and the tokens that they store.
         """
-        wanted = np.array(prompt)
+        new = np.array(prompt)
         candidates = [*self._kept, *((cache, np.array(tokens)) for cache, tokens in live if _is_shareable(cache))]
         best: tuple[HeteroCache, int] | None = None
+        now = candidates[0][0].injection.state() if self.are_shared and candidates else None
         for cache, tokens in candidates if self.are_shared else []:
-            common = _usable(cache, tokens, min(_common(tokens, wanted), len(wanted) - 1))
-            if common and (best is None or common > best[1]):
+            common = _usable(cache, tokens, min(_common(tokens, new), len(new) - 1))
+            if common and (best is None or common > best[1]) and _is_current(cache, now):
                 best = cache, common
         if best is None:
             return None
@@ -85,6 +87,11 @@ class ResidentPrefixes:
 
 def _is_shareable(cache: HeteroCache) -> bool:
     return not any(layout.finalizes_per_sequence for group in cache.groups for layout in group.layouts)
+
+
+def _is_current(cache: HeteroCache, now: Any) -> bool:
+    """Whether the prompts in a cache were computed under the model's present weights, adapters and hooks, `now`."""
+    return all(now.is_like(each) for each in cache.computed_under)
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:

@@ -63,7 +63,7 @@ class Sampler:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether every token is the likeliest one by the model's own logits, and nothing else is wanted of them."""
+        """Whether every token is the likeliest one by the model's own logits, which nothing else reads."""
         params = self.params
         untouched = params.mask is None and params.logprobs is None and not params.logit_bias and not self._penalizes
         return params.is_greedy and untouched and params.repetition_penalty == 1
@@ -170,12 +170,13 @@ def _likeliest(logits: torch.Tensor) -> int:
     )
 
 
-def choose_all(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice | LogitsError]:
-    """The next token of each request, by logits [requests, vocab]; an error in place of a token that has none."""
-    chosen: list[Choice | LogitsError] = []
+def choose_all(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice | Exception]:
+    """The next token of each request by logits [requests, vocab]; where its sampler fails, the error."""
+    chosen: list[Choice | Exception] = []
     for sampler, row in zip(samplers, logits, strict=True):
         try:
             chosen.append(sampler.choose(row))
-        except LogitsError as error:
+        except Exception as error:
+            # A mask is code of others; its error is that of its request.
             chosen.append(error)
     return chosen

@@ -87,10 +87,10 @@ class SamplingParams:
         within = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS
         self._require("logprobs", within, f"from 0 to {MOST_LOGPROBS}, or None")
 
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
+    def _require(self, name: str, holds: bool, requirement: str) -> None:
         # NaN fails every comparison.
         if not holds:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {requirement}")
 
     @property
     def is_greedy(self) -> bool:

@@ -15,7 +15,7 @@ from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.sampler import LogitsError, choose_all
+from hetero_kv.serving.sampler import choose_all
 from hetero_kv.serving.stream import FinishReason
 
 _logger = logging.getLogger(__name__)
@@ -163,7 +163,8 @@ class Scheduler:
 
         cache.on_progress = check
         try:
-            logits = self._forward.prefill(cache, prompt, start, start + size, request.question)
+            cached = request.cached_tokens
+            logits = self._forward.prefill(cache, prompt, start, start + size, cached, request.question)
         except CancelledInPrefillError:
             self._retire(request, "stopped")
             return
@@ -179,8 +180,8 @@ class Scheduler:
             self._take([request], logits[None])
 
     def _decode(self) -> None:
-        """Decode one token of every running request but one that has just got its first."""
-        rows = [request for request in self.running if request.stored == len(request.tokens) - 1]
+        """Decode one token of every running request."""
+        rows = list(self.running)
         if not rows:
             return
         began = time.perf_counter()
@@ -213,7 +214,7 @@ class Scheduler:
     def _take(self, rows: Sequence[Request], logits: torch.Tensor) -> None:
         """Choose the rows' tokens by logits [rows, vocab], and pass them on."""
         for request, choice in zip(rows, choose_all([row.sampler for row in rows], logits), strict=True):
-            if isinstance(choice, LogitsError):
+            if isinstance(choice, Exception):
                 self._fail(request, choice)
                 continue
             try:

@@ -61,8 +61,8 @@ class TextStream:
             place, self.found = min(places, key=lambda each: each[0])
             piece, self._pending = text[:place], ""
         else:
-            held = 0 if is_last else self._possible_beginning(text)
-            piece, self._pending = text[: len(text) - held], text[len(text) - held :]
+            certain = len(text) if is_last else len(text) - self._possible_beginning(text)
+            piece, self._pending = text[:certain], text[certain:]
         self.text += piece
         return piece
 

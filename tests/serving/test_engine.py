@@ -89,6 +89,62 @@ def test_a_prompt_computes_only_what_no_earlier_one_began_with():
         assert third.tokens == alone(engine, branch)
 
 
+@pytest.mark.parametrize(
+    "recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "infllm_stream", "self_extend"]
+)
+def test_behind_a_shared_beginning_a_prompt_is_answered_as_alone(recipe):
+    prompt_only = SamplingParams(max_new_tokens=1)
+    with engine_of(recipe) as engine:
+        engine.generate(PROMPTS[2], prompt_only).result()
+        following, branch = [*PROMPTS[2], *PROMPTS[1]], [*PROMPTS[2][:101], *PROMPTS[7]]
+        found = [engine.generate(tokens, GREEDY).result() for tokens in (following, branch)]
+        assert [each.tokens for each in found] == [alone(engine, tokens) for tokens in (following, branch)]
+
+
+def test_a_beginning_that_other_weights_computed_is_not_shared():
+    with engine_of("dense") as engine:
+        engine.generate(PROMPTS[2], GREEDY).result()
+        with torch.no_grad():
+            engine._scheduler._forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        again = engine.generate([*PROMPTS[2], 7], GREEDY).result()
+        assert again.cached_tokens == 0
+        assert again.tokens == alone(engine, [*PROMPTS[2], 7])
+
+
+def test_a_mask_that_fails_fails_its_request_alone():
+    class Broken:
+        def apply(self, logits):
+            raise ZeroDivisionError("a fault of a grammar")
+
+        def accept(self, token):
+            pass
+
+    with engine_of("dense") as engine:
+        good = engine.generate(PROMPTS[0], GREEDY)
+        bad = engine.generate(PROMPTS[1], SamplingParams(mask=Broken()))
+        with pytest.raises(ZeroDivisionError, match="a fault of a grammar"):
+            bad.result()
+        assert good.result().tokens == alone(engine, PROMPTS[0])
+
+
+def test_a_store_of_other_rules_or_beside_a_length_is_refused():
+    with engine_of("dense") as engine, engine_of("quest") as other:
+        model, store = engine._scheduler._forward.model, engine._store
+        assert HeteroCache(model, store=store).max_seq_len == 400
+        for arguments in ({"store": other._store}, {"store": store, "max_seq_len": 8}, {"store": store, "forks": 1}):
+            with pytest.raises(HeteroKVError, match="the store was made for other rules"):
+                HeteroCache(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_batch", 0), ("part", 0), ("kept_prefixes", -1), ("max_seq_len", 0), ("kv_tokens", 0), ("longest_gap_s", 0)],
+)
+def test_a_setting_of_the_engine_outside_its_range_is_refused_by_name(name, value):
+    with pytest.raises(HeteroKVError, match=f"Engine: {name} is {value}"):
+        engine_of("dense", **{name: value})
+
+
 def test_a_prompt_shares_the_beginning_of_one_that_is_being_answered():
     with engine_of("dense") as engine:
         first = engine.generate(PROMPTS[3], GREEDY)

@@ -52,7 +52,7 @@ class Fault(Exception):
 
 
 @dataclass(eq=False)
-class Asked:
+class Submitted:
     """A request: its prompt, its stream, and whether it was cancelled or its forward failed."""
 
     tokens: list[int]
@@ -71,7 +71,7 @@ def answer_alone(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class LivesOfRequests(RuleBasedStateMachine):
-    """An engine with little memory, and the requests that it was asked."""
+    """An engine with little memory, and the requests that it got."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,32 +80,32 @@ class LivesOfRequests(RuleBasedStateMachine):
             LoadedModel(MODEL, Numbers(), "tiny", 512), max_seq_len=CAPACITY, max_batch=3, kv_tokens=KV_TOKENS,
             kept_prefixes=2, part=16, starts_thread=False,
         )  # fmt: skip
-        self.asked: list[Asked] = []
+        self.submitted: list[Submitted] = []
         self.failed: list[Stream] = []
         self.forward = self.engine._scheduler._forward
 
     @rule(seed=st.integers(0, 3), length=st.integers(1, 40), count=st.integers(1, LONGEST), again=st.integers(0, 5))
-    def ask(self, seed: int, length: int, count: int, again: int) -> None:
+    def submit(self, seed: int, length: int, count: int, again: int) -> None:
         drawn = torch.randint(2, 97, (40,), generator=torch.Generator().manual_seed(seed)).tolist()[:length]
-        if again and self.asked:
+        if again and self.submitted:
             # Behind the beginning of another request, or its answer.
-            other = self.asked[again % len(self.asked)]
+            other = self.submitted[again % len(self.submitted)]
             known = [*other.tokens, *(piece.token for piece in other.stream._pieces)]
             drawn = [*known[: len(known) * again // 5], *drawn][:40]
         params = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        self.asked.append(Asked(drawn, count, self.engine.generate(drawn, params)))
+        self.submitted.append(Submitted(drawn, count, self.engine.generate(drawn, params)))
 
     @rule(steps=st.integers(1, 6))
     def compute(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.submitted)
     @rule(which=st.integers(0, 9))
     def cancel(self, which: int) -> None:
-        asked = self.asked[which % len(self.asked)]
-        asked.is_cancelled = True
-        asked.stream.cancel()
+        request = self.submitted[which % len(self.submitted)]
+        request.is_cancelled = True
+        request.stream.cancel()
 
     @rule(kind=st.sampled_from(["prefill", "decode"]))
     def fail(self, kind: str) -> None:
@@ -120,24 +120,24 @@ class LivesOfRequests(RuleBasedStateMachine):
             return logits(forward, cache, token_ids)
 
         forward._logits = failing
-        before = {id(each.stream) for each in self.asked if each.stream._error is not None}
+        before = {id(each.stream) for each in self.submitted if each.stream._error is not None}
         try:
             engine.step()
         finally:
             del forward._logits
-        self.failed += [each.stream for each in self.asked if each.stream._error and id(each.stream) not in before]
+        self.failed += [each.stream for each in self.submitted if each.stream._error and id(each.stream) not in before]
 
     @invariant()
     def no_answer_is_another(self) -> None:
-        for asked in self.asked:
-            if asked.stream._error is not None:
-                assert isinstance(asked.stream._error, Fault)
-                assert asked.stream in self.failed
-            tokens = tuple(piece.token for piece in asked.stream._pieces)
-            assert tokens == answer_alone(tuple(asked.tokens))[: len(tokens)]
-            completion = asked.stream._completion
-            if completion is not None and not asked.is_cancelled:
-                assert len(tokens) == asked.count
+        for request in self.submitted:
+            if request.stream._error is not None:
+                assert isinstance(request.stream._error, Fault)
+                assert request.stream in self.failed
+            tokens = tuple(piece.token for piece in request.stream._pieces)
+            assert tokens == answer_alone(tuple(request.tokens))[: len(tokens)]
+            completion = request.stream._completion
+            if completion is not None and not request.is_cancelled:
+                assert len(tokens) == request.count
 
     @invariant()
     def every_block_has_its_owners(self) -> None:
@@ -154,7 +154,7 @@ class LivesOfRequests(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.engine.step():
             pass
-        assert all(asked.stream.is_done for asked in self.asked)
+        assert all(request.stream.is_done for request in self.submitted)
         self.no_answer_is_another()
         self.engine.close()
 
