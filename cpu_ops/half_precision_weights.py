@@ -80,15 +80,20 @@ def _number_tile(typingctx, number, rows, chains, weights, x, out, out_stride, c
 
 
 @cache
-def number_dots(number: str, rows: int, chains: int) -> Any:
-    """Returns a compiled function, as described in `cpu_ops.weight_dots.dots_address`, for weights of type `number`."""
+def number_dots(number: str, rows: int, chains: int, together: int) -> Any:
+    """Returns a compiled function, as described in `cpu_ops.weight_dots.dots_address`, for weights of type `number`.
+
+    together: rows of activations whose sums fit into registers; it divides `rows`.
+    """
     code_version = CODE_VERSION
 
     @cfunc(DOTS_SIGNATURE, cache=True, nopython=True)
     def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile):
         tile_bytes = columns * (2 * TILE) + 0 * code_version
         for tile in range(first_tile, end_tile):
-            _number_tile(number, rows, chains, weights + tile * tile_bytes, x, out + tile * 64, out_stride, columns)
+            for row in range(0, rows, together):
+                at, to = x + row * columns * 4, out + row * out_stride + tile * 64
+                _number_tile(number, together, chains, weights + tile * tile_bytes, at, to, out_stride, columns)
 
     return dots
 

@@ -127,7 +127,7 @@ def code_scores(
                         index = builder.add(builder.mul(loop.index, integer(2)), integer(g * 2 * count + half))
                         four = builder.load(builder.gep(numbers, [index]))
                         for part, sums in zip(parts, products, strict=True):
-                            product = add_dot(builder, instruction, builder.load(sums[g]), part, four, False)
+                            product = add_dot(builder, instruction, builder.load(sums[g]), part, four)
                             builder.store(product, sums[g])
             for block, (pointer, sums) in enumerate(zip(pointers, products, strict=True)):
                 scale_at = size // TOKENS * count * _BYTES.count + tokens_at * TOKENS * _SCALE_BYTES

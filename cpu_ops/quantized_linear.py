@@ -169,16 +169,19 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
     rows, columns = codes.shape
     first, end = tiles * part // parts, tiles * (part + 1) // parts
     stride = out.shape[1] * 4
-    if 1 < rows < per_pass and first < end:
+    # So few rows that row by row is less work than filling a pass.
+    by_row = 2 * rows <= per_pass
+    if rows < per_pass and not by_row and first < end:
         _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
         return
     # If rows take several passes, process as many tiles at a time as stay in a core's cache between passes.
-    together = end - first if rows <= per_pass else max(1, _CACHED // (TILE * columns))
+    passes_once = rows == 1 or rows == per_pass
+    together = end - first if passes_once else max(1, _CACHED // (TILE * columns))
     chunk = first
     while chunk < end:
         chunk_end, row = min(chunk + together, end), 0
         while row < rows:
-            count = per_pass if rows - row > 1 else 1
+            count = 1 if by_row or rows - row == 1 else per_pass
             # The last pass overlaps the one before, and computes the shared rows again with equal bits.
             row = min(row, rows - count)
             call_dots(

@@ -77,36 +77,33 @@ def _shifted(builder: ir.IRBuilder, plane: ir.Value, right: int, mask: int) -> i
     return builder.and_(plane, ir.Constant(_CODES, [mask] * _CODES.count))
 
 
-def unpacked_codes(
-    builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, how: str, offset: int = 0
-) -> list[ir.Value]:
-    """Returns the eight vectors of codes of the group at `group`, or of the format's table at these codes.
+def unpacked_vector(
+    builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, vector: int, how: str, offset: int = 0
+) -> ir.Value:
+    """Returns vector `vector` of eight of the codes of the group at `group`, or of the format's table at these codes.
 
     how: the dot product in use (`cpu_ops.weight_dots.dot_instruction`). offset: added to signed codes, 0 or 128.
     """
     at = layout.scale_bytes
     step = VECTORS * layout.low_bits // 8
-    low = [load(builder, group, _CODES, at + 64 * i) for i in range(step)]
-    codes = []
-    for vector in range(VECTORS):
-        if layout.low_bits == 8:
-            codes.append(low[vector])
-            continue
-        shift = layout.low_bits * (vector // step)
-        codes.append(_shifted(builder, low[vector % step], shift, 2**layout.low_bits - 1))
+    codes = load(builder, group, _CODES, at + 64 * (vector % step))
+    if layout.low_bits < 8:
+        codes = _shifted(builder, codes, layout.low_bits * (vector // step), 2**layout.low_bits - 1)
     if layout.high_bits:
         step = layout.high_bits
-        high = [load(builder, group, _CODES, at + layout.low_bytes + 64 * i) for i in range(step)]
+        high = load(builder, group, _CODES, at + layout.low_bytes + 64 * (vector % step))
         mask = (2**layout.high_bits - 1) << layout.low_bits
-        for vector in range(VECTORS):
-            shift = layout.high_bits * (vector // step) - layout.low_bits
-            codes[vector] = builder.or_(codes[vector], _shifted(builder, high[vector % step], shift, mask))
+        codes = builder.or_(codes, _shifted(builder, high, layout.high_bits * (vector // step) - layout.low_bits, mask))
     if layout.table:
-        return [_looked_up(builder, each, [value + offset & 255 for value in layout.table], how) for each in codes]
+        return _looked_up(builder, codes, [value + offset & 255 for value in layout.table], how)
     if offset and layout.signed:
-        flip = ir.Constant(_CODES, [offset] * _CODES.count)
-        codes = [builder.xor(each, flip) for each in codes]
+        codes = builder.xor(codes, ir.Constant(_CODES, [offset] * _CODES.count))
     return codes
+
+
+def unpacked_codes(builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, how: str) -> list[ir.Value]:
+    """Returns the eight vectors of codes of a group; see `unpacked_vector`."""
+    return [unpacked_vector(builder, layout, group, vector, how) for vector in range(VECTORS)]
 
 
 def _looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: str) -> ir.Value:

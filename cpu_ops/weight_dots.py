@@ -15,6 +15,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from hetero_kv.cpu_ops.avx2_dots import dots_of_fours, group_dots
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import has, isa
 from hetero_kv.cpu_ops.half_precision_weights import number_dots
@@ -27,7 +28,7 @@ from hetero_kv.cpu_ops.weight_codes import (
     pieces_of,
     prefetch_bytes,
     splat,
-    unpacked_codes,
+    unpacked_vector,
 )
 from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
@@ -48,14 +49,14 @@ def dot_instruction() -> str:
 
 def rows_per_pass() -> int:
     """Returns how many rows of activations share one pass over a tile's codes: as many as fit into registers."""
-    return {"avx512": 4, "neon": 2}.get(isa(), 2)
+    return 4 if isa() in ("avx512", "avx2") else 2
 
 
 def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return call_intrinsic(builder, f"llvm.fma.v{TILE}f32", _FLOATS, a, b, c)
 
 
-def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value, signed: bool) -> ir.Value:
+def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:
     """Returns sums + the dot products of each row's four codes and the four activations in the int32 `four`."""
     if how == "vnni512":
         name = "llvm.x86.avx512.vpdpbusd.512"
@@ -75,23 +76,8 @@ def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, fo
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
             parts.append(call_intrinsic(builder, name, narrow, part_sums, part, builder.bitcast(x, bytes_of)))
         else:
-            parts.append(builder.add(part_sums, _avx2_dot(builder, part, builder.bitcast(x, bytes_of), signed)))
+            parts.append(builder.add(part_sums, dots_of_fours(builder, part, builder.bitcast(x, bytes_of))))
     return joined(builder, parts)
-
-
-def _avx2_dot(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, signed: bool) -> ir.Value:
-    """Returns the dot products of 32 codes and 32 activations, by fours.
-
-    The sum of two products must fit into 16 bits: unsigned codes have at most 6 bits, and the sign of signed codes is
-    moved to the activation.
-    """
-    if signed:
-        x = call_intrinsic(builder, "llvm.x86.avx2.psign.b", codes.type, x, codes)
-        negated = builder.sub(ir.Constant(codes.type, [0] * codes.type.count), codes)
-        codes = builder.select(builder.icmp_signed("<", codes, ir.Constant(codes.type, None)), negated, codes)
-    shorts, ints = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
-    pairs = call_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, x)
-    return call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", ints, pairs, ir.Constant(shorts, [1] * 16))
 
 
 def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:
@@ -129,8 +115,7 @@ def emit_tile(
     int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
     pointer = _I8.as_pointer()
     # Signed codes are offset by 128 if the instruction requires unsigned ones.
-    signed = layout.signed
-    offset = 128 if signed and how not in ("avx2", "dotprod") else 0
+    offset = 128 if layout.signed and how not in ("avx2", "dotprod") else 0
     zero = offset or layout.zero
     sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(rows)]
     groups_in_row = builder.udiv(columns, int_(GROUP))
@@ -152,30 +137,45 @@ def emit_tile(
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
             prefetch_bytes(builder, group, layout.group_bytes)
             scales, minimums = group_scales(builder, layout, block, group)
-            codes = unpacked_codes(builder, layout, group, how, offset)
-            for row in range(rows):
-                values = at(x, index, GROUP, row, GROUP)
-                scale = load(builder, at(x_scales, index, 4, row, 4), _FLOAT)
-                both = at(x_sums, index, 8, row, 8)
-                halves = [load(builder, both, _I32, 0), load(builder, both, _I32, 4)]
-                totals = halves if layout.scales == 2 else [builder.add(*halves)]
-                acc = builder.load(sums[row])
-                per_part = VECTORS // layout.scales
-                for part in range(layout.scales):
-                    start = builder.mul(totals[part], ir.Constant(_I32, -zero)) if zero else ir.Constant(_I32, 0)
-                    dots = splat(builder, start)
-                    for vector in range(part * per_part, (part + 1) * per_part):
-                        four = load(builder, values, _I32, 4 * vector)
-                        dots = add_dot(builder, how, dots, codes[vector], four, signed)
-                    factor = builder.fmul(scales[part], splat(builder, scale))
-                    acc = _fma(builder, builder.sitofp(dots, _FLOATS), factor, acc)
+            values = [at(x, index, GROUP, row, GROUP) for row in range(rows)]
+            factors = [load(builder, at(x_scales, index, 4, row, 4), _FLOAT) for row in range(rows)]
+            totals = [_totals(builder, layout, at(x_sums, index, 8, row, 8)) for row in range(rows)]
+            per_part = VECTORS // layout.scales
+            for part in range(layout.scales):
+                vectors = range(part * per_part, (part + 1) * per_part)
+                starts = [splat(builder, builder.mul(each[part], ir.Constant(_I32, -zero))) for each in totals]
+                if how == "avx2":
+                    dots = group_dots(builder, layout, group, vectors, values)
+                    dots = [builder.add(*each) for each in zip(dots, starts, strict=True)]
+                else:
+                    codes = [unpacked_vector(builder, layout, group, vector, how, offset) for vector in vectors]
+                    dots = [_row_dots(builder, how, *each, codes, vectors) for each in zip(starts, values, strict=True)]
+                for row in range(rows):
+                    acc = builder.load(sums[row])
+                    factor = builder.fmul(scales[part], splat(builder, factors[row]))
+                    acc = _fma(builder, builder.sitofp(dots[row], _FLOATS), factor, acc)
                     if minimums:
-                        total = builder.fmul(builder.sitofp(totals[part], _FLOAT), scale)
+                        total = builder.fmul(builder.sitofp(totals[row][part], _FLOAT), factors[row])
                         acc = _fma(builder, minimums[part], splat(builder, total), acc)
-                builder.store(acc, sums[row])
+                    builder.store(acc, sums[row])
     for row in range(rows):
         place = builder.inttoptr(builder.add(out, builder.mul(out_stride, int_(row))), pointer)
         builder.store(builder.load(sums[row]), builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+
+
+def _totals(builder: ir.IRBuilder, layout: WeightFormat, pointer: ir.Value) -> list[ir.Value]:
+    """Returns the sum of activations of each part of a group with its own scale; `pointer`: the sums of sixteen."""
+    halves = [load(builder, pointer, _I32, 0), load(builder, pointer, _I32, 4)]
+    return halves if layout.scales == 2 else [builder.add(*halves)]
+
+
+def _row_dots(
+    builder: ir.IRBuilder, how: str, start: ir.Value, values: ir.Value, codes: list[ir.Value], vectors: range
+) -> ir.Value:
+    """Returns start + the dot products of code vectors `vectors` with a row of activations at address `values`."""
+    for each, vector in zip(codes, vectors, strict=True):
+        start = add_dot(builder, how, start, each, load(builder, values, _I32, 4 * vector))
+    return start
 
 
 def dots_address(name: str, rows: int) -> int:
@@ -187,7 +187,8 @@ def dots_address(name: str, rows: int) -> int:
     out. For formats of 16-bit numbers, x is [rows, columns] float32, and x_scales and x_sums are not read.
     """
     if number := FORMATS[name].number:
-        return number_dots(number, rows, 4 if isa() == "avx512" else 2).address
+        is_wide = isa() == "avx512"
+        return number_dots(number, rows, 4 if is_wide else 2, rows if is_wide else min(rows, 2)).address
     return _dots(name, rows, dot_instruction()).address
 
 
