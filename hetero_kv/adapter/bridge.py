@@ -56,6 +56,11 @@ class AttentionCall:
         parts = self.q[rows], self.k[rows], self.v[rows]
         return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
+    def as_prompt(self) -> AttentionCall:
+        """The call for a prompt of one row, whose tokens are the rows of this one."""
+        parts = (each.transpose(0, 2) for each in (self.q, self.k, self.v))
+        return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
+
 
 class AttentionHandler(Protocol):
     """Computes the attention of a wrapped module."""

@@ -86,8 +86,8 @@ class ChunkedDecoderLayer(Operator):
                 attention.layer_input = hidden_states
             native = self._fused_decode()
             if native is not None and not args and native.fits(hidden_states, kwargs):
-                return native(hidden_states, cache, kwargs)
-            return self.wrapped(hidden_states, *args, **kwargs)
+                return self._kept(cache, native(hidden_states, cache, kwargs))
+            return self._kept(cache, self.wrapped(hidden_states, *args, **kwargs))
 
         if hidden_states.dim() != 3:
             raise UnsupportedModelError(
@@ -131,6 +131,14 @@ class ChunkedDecoderLayer(Operator):
         output = chunked_pass.output()
         chunking.mark_reusable(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
+
+    def _kept(self, cache: HeteroCache, output: Any) -> Any:
+        """A layer's output; the last layer's without the rows of a `ForwardBatch` that need no logits."""
+        batch = cache.forward_batch
+        if batch is None or self.layer_idx != len(cache.layers) - 1:
+            return output
+        rows = list(batch.kept_rows)
+        return (output[0][rows], *output[1:]) if isinstance(output, tuple) else output[rows]
 
     def _fused_decode(self) -> FusedDecodeLayer | None:
         """The fused decode layer; None if the layer, in its present state, has no equivalent one."""

@@ -32,6 +32,15 @@ class DecodeBuffers:
         self.new = tensors[1], tensors[2]
         self._parts: dict[tuple[int, int], DecodeBuffers] = {}
 
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors of queries, keys and values."""
+        return self._tensors[0], *self.new
+
+    def put(self, attended: torch.Tensor) -> None:
+        """Write the attended values, a tensor."""
+        self._tensors[3].copy_(attended)
+
     @classmethod
     def empty(cls, rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> DecodeBuffers:
         """Buffers for `rows` tokens of a model of `dtype`; heads: numbers of heads of queries, keys and values."""

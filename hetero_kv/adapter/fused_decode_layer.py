@@ -40,13 +40,14 @@ from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
-from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantized_weight import QuantizedWeight
+from hetero_kv.weights.quantized_weight import QuantizedWeight, most_rows_of_codes
 
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that
 #: dtype, and int8 activations that round differently in consequence.
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
 _TRIED_ROWS = 2
+# NumPy builds the name of a type anew each time.
+_NAMES = {np.dtype(name): name for name in ("float32", "uint16")}
 
 
 class FusedDecodeLayer:
@@ -67,6 +68,8 @@ class FusedDecodeLayer:
         q_heads, k_heads, v_heads = (projection.out_features // self.dim for projection in projections[:3])
         self.heads = q_heads, k_heads, v_heads
         self._matrices = [matrix.quantized for matrix in (*projections, *(getattr(mlp, name) for name in MLP))]
+        dtype = layer.input_layernorm.weight.dtype
+        self._most_rows = min(most_rows_of_codes(matrix.name, dtype) for matrix in self._matrices)
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
         biases = [projection.bias for projection in projections[:3]]
@@ -108,7 +111,7 @@ class FusedDecodeLayer:
             hidden_states.dim() == 3
             and hidden_states.device.type == "cpu"
             and hidden_states.shape[1] == 1
-            and len(hidden_states) <= FEW_ROWS
+            and len(hidden_states) <= self._most_rows
             and isinstance(embeddings, tuple)
             and embeddings[0].shape[-1] == self.dim
             and kwargs.get("attention_mask") is None
@@ -147,7 +150,7 @@ class FusedDecodeLayer:
         q: np.ndarray, k: np.ndarray, v: np.ndarray,
     ) -> None:  # fmt: skip
         cos, sin = _ROTATION.arrays(position_embeddings, len(hidden))
-        kernel = attention_inputs(hidden.dtype.name, cos.dtype.name)
+        kernel = attention_inputs(_NAMES[hidden.dtype], _NAMES[cos.dtype])
         with one_kernel_at_a_time:
             kernel(
                 *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
@@ -157,7 +160,7 @@ class FusedDecodeLayer:
     def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray) -> torch.Tensor:
         """The layer's output from its input [rows, 1, width], also as an array, and its attention's [rows, all]."""
         out, array = new_hidden(hidden_states)
-        kernel = attention_output(hidden.dtype.name)
+        kernel = attention_output(_NAMES[hidden.dtype])
         with one_kernel_at_a_time:
             kernel(
                 *self._multiply, self._gate_up, hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs,

@@ -27,6 +27,7 @@ from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strided_prefill import run_strided
 from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.forward_batch import ForwardBatch
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
@@ -238,6 +239,8 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     Args:
         parts: the forward that runs the parts of a strided call.
     """
+    if cache.forward_batch is not None:
+        return _mixed(call, cache, cache.forward_batch)
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
     slices = cache.plan_batch(tokens, width)
@@ -257,6 +260,14 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
         output = _slice_by_slice(call, None, cache, slices, has_head)
     cache.columns = cache.columns.grown(width, tokens)
     return output
+
+
+def _mixed(call: ModelCall, cache: HeteroCache, batch: ForwardBatch) -> Any:
+    """Pass decoded tokens and a part of a prompt through the layers, one token per row."""
+    cache.reserve(batch.slices)
+    positions = torch.tensor(batch.positions, device=_device(call))[:, None]
+    with cache.forward(batch.slices):
+        return call.with_positions(positions).run()
 
 
 def _is_whole(batch_slice: BatchSlice, call: ModelCall) -> bool:

@@ -134,8 +134,7 @@ class AttentionOperator(Operator):
         """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths are several steps."""
         steps = cache.steps
         if len(steps) > 1:
-            parts = ((step, call.of_rows(step.rows)) for step in steps)
-            return torch.cat([self.decode_step(step.group.layers[self.layer_idx], step, part) for step, part in parts])
+            return torch.cat([self._attend_rows(step, call.of_rows(step.rows)) for step in steps])
         step = steps[0]
         layer = step.group.layers[self.layer_idx]
         if step.is_decode:
@@ -145,14 +144,25 @@ class AttentionOperator(Operator):
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
 
+    def _attend_rows(self, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        """The attention of a step's rows, of one token each: [rows, heads, 1, v_dim]."""
+        layer = step.group.layers[self.layer_idx]
+        if step.is_decode:
+            return self.decode_step(layer, step, call)
+        with self.prefill(step):
+            return self.prefill_chunk(layer, step, call.as_prompt()).transpose(0, 2)
+
     def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> list[Any] | None:
         """The data that `attend_arrays` needs for the present token; None where `attend` must compute it.
 
         Args:
             dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
         """
-        prepared = []
+        prepared: list[Any] = []
         for step in cache.steps:
+            if not step.is_decode:
+                prepared.append((step, None))
+                continue
             of_step = self.prepare_step(step.group.layers[self.layer_idx], step, dtype, softcap)
             if of_step is None:
                 return None
@@ -161,6 +171,13 @@ class AttentionOperator(Operator):
 
     def attend_arrays(self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float) -> None:
         """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
+        last = prepared[-1][0]
+        if not last.is_decode:
+            # A part of a prompt, the last rows of a `ForwardBatch`.
+            *prepared, _ = prepared
+            part = arrays.of_rows(last.rows)
+            part.put(self._attend_rows(last, bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)))
+            arrays = arrays.of_rows(slice(0, last.rows.start))
         if self.takes_together(prepared):
             self.attend_steps(prepared, arrays, scale, softcap)
             return

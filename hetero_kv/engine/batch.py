@@ -171,12 +171,22 @@ class Batch:
             if tokens[row]:
                 slices.append(BatchSlice(group, rows, slice(width - tokens[row], width)))
             row = rows.stop
+        self.reserve(slices, before)
+        return slices
+
+    def reserve(self, slices: Rows[BatchSlice], before: Rows[EqualLengthGroup] = ()) -> None:
+        """Announce new tokens to all layers, and check that they fit.
+
+        Args:
+            before: the groups from which those of `slices` were split.
+
+        Raises as `require_room`.
+        """
         reopened = set().union(*(batch_slice.group.expect(batch_slice.tokens) for batch_slice in slices))
         # Split rows keep their blocks, and a rollback returns to the group before the split.
         for group in {*before, *self.groups} if reopened else ():
             group.unfinalize(reopened)
         require_room([(each.group, each.tokens) for each in slices], [each.rows for each in slices])
-        return slices
 
     def _split(self, tokens: Rows[int]) -> None:
         """Split each group into runs of neighbouring rows with equal `tokens`."""

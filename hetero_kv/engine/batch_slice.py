@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hetero_kv.engine.equal_length_group import EqualLengthGroup, GroupSnapshot
 from hetero_kv.engine.padding_mask import PaddingMask
+from hetero_kv.engine.step import PromptPart
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,17 @@ class BatchSlice:
     Attributes:
         rows: the group's rows in the batch.
         columns: the columns of the call that hold the new tokens.
+        part: for tokens of a prompt that pass as rows of one column, which part of it they are; None for tokens that
+            pass in columns.
     """
 
     group: EqualLengthGroup
     rows: slice
     columns: slice
+    part: PromptPart | None = None
 
     @property
     def tokens(self) -> int:
-        """New tokens of each row."""
-        return self.columns.stop - self.columns.start
+        """New tokens of each sequence."""
+        tokens = self.columns if self.part is None else self.rows
+        return tokens.stop - tokens.start

@@ -18,12 +18,13 @@ from hetero_kv.engine.cache_statistics import CacheStatistics
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.exclusive_use import ExclusiveUse
+from hetero_kv.engine.forward_batch import ForwardBatch
 from hetero_kv.engine.hf_interface import HFInterface
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
-from hetero_kv.engine.step import Step
+from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
@@ -78,6 +79,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.depth: int | None = None
         #: The steps of the forward in progress, one per participating group.
         self.steps: tuple[Step, ...] = ()
+        #: The rows of the forward in progress, where a part of a prompt passes beside decoded tokens.
+        self.forward_batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
         #: Files that are mapped into the pools' memory.
@@ -178,8 +181,13 @@ class HeteroCache(PrefillProgress, HFInterface):
         try:
             for batch_slice in slices:
                 rows = batch_slice.rows if whole else slice(row, row + len(batch_slice.group.sequences))
+                decodes = is_decode and batch_slice.part is None
                 step = batch_slice.group.begin(
-                    batch_slice.tokens, rows, is_decode=is_decode, part=part, keeps=not self._transient
+                    batch_slice.tokens,
+                    rows,
+                    is_decode=decodes,
+                    part=batch_slice.part or part,
+                    keeps=not self._transient,
                 )
                 steps.append(step)
             self.steps = tuple(steps)
@@ -195,6 +203,15 @@ class HeteroCache(PrefillProgress, HFInterface):
                 step.group.step = None
             self.steps = ()
             self._present(self.groups[0])
+
+    def begin_beside(self, decoding: list[EqualLengthGroup], tokens: int, part: PromptPart) -> ForwardBatch:
+        """The batch in which `tokens` tokens of this cache's prompt, of one row, pass beside tokens of other groups."""
+        self._open(1, tokens)
+        if part.is_first or part.is_last:
+            # Reading all weights' samples takes as long as a small part; parts in between have the same weights.
+            self._record_state()
+        (group,) = self.groups
+        return ForwardBatch.of(decoding, group, tokens, part)
 
     def _record_state(self) -> None:
         """Record the state of the model that computes the tokens of a prompt."""

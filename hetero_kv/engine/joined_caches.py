@@ -1,20 +1,39 @@
-"""Several caches of one model as one, for a forward of one new token of each row."""
+"""Several caches of one model as one, for a forward of one new token of each row, and of a part of a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.padding_mask import PaddingMask
+from hetero_kv.engine.rollback import rollback_on_error
+from hetero_kv.engine.step import PromptPart
 from hetero_kv.errors import HeteroKVError
 
 
+class PassingPrompt(NamedTuple):
+    """A part of a prompt that passes beside decoded tokens.
+
+    Attributes:
+        cache: of the prompt; one row.
+        tokens: how many tokens pass.
+        part: which part of the prompt they are.
+    """
+
+    cache: HeteroCache
+    tokens: int
+    part: PromptPart
+
+
 @contextmanager
-def joined(caches: Rows[HeteroCache]) -> Iterator[HeteroCache]:
+def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> Iterator[HeteroCache]:
     """Within this context one cache has the rows of all `caches`, in their order, for one token more of each row.
+
+    With a prompt, whose tokens are further rows of the call, it takes one forward (`ForwardBatch`).
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
 
@@ -22,9 +41,10 @@ def joined(caches: Rows[HeteroCache]) -> Iterator[HeteroCache]:
     thread uses one of them.
     """
     first = caches[0]
-    for cache in caches:
+    for cache in (*caches, *(() if prompt is None or not prompt.cache.columns.count else (prompt.cache,))):
         if cache.injection is not first.injection or cache.depth != first.depth:
             raise HeteroKVError("only caches of one injected model, with tokens of equal depth, compute together")
+    for cache in caches:
         if not cache.columns.count:
             raise HeteroKVError("a cache without tokens cannot decode; prefill a prompt into it first")
     joint: HeteroCache = object.__new__(HeteroCache)
@@ -35,6 +55,14 @@ def joined(caches: Rows[HeteroCache]) -> Iterator[HeteroCache]:
     with ExitStack() as used:
         for cache in caches:
             used.enter_context(cache.in_use)
-        yield joint
+        if prompt is not None:
+            used.enter_context(prompt.cache.in_use)
+            joint.forward_batch = prompt.cache.begin_beside(joint.groups, prompt.tokens, prompt.part)
+            joint._set_groups([*joint.groups, *prompt.cache.groups])
+        with rollback_on_error(joint):
+            yield joint
         for cache in caches:
             cache.columns = cache.columns.grown(1, [1] * len(cache.sequences))
+        if prompt is not None:
+            prompt.cache.columns = prompt.cache.columns.grown(prompt.tokens, [prompt.tokens])
+            prompt.cache.depth = joint.depth

@@ -22,11 +22,13 @@ class PromptPart:
 
     Attributes:
         question: number of last tokens of the whole prompt that are the question; None when unknown.
+        is_beside: whether it passes beside decoded tokens (`ForwardBatch`).
     """
 
     is_first: bool = True
     is_last: bool = True
     question: int | None = None
+    is_beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,53 @@
-"""The two forwards of the engine: a part of one prompt, and one token of every row."""
+"""The forwards of the engine: a part of one prompt, one token of every row, and both together."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hetero_kv.adapter.cache_argument import as_cache
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.joined_caches import joined
+from hetero_kv.engine.joined_caches import PassingPrompt, joined
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.step import PromptPart
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens [start, stop) of a prompt, which follow those that a cache has.
+
+    Attributes:
+        cached: how many of the prompt's first tokens came from another request; they are no part of this one's prompt.
+        question: how many of the prompt's last tokens are its question (`HeteroCache.asking`).
+    """
+
+    prompt: Sequence[int]
+    start: int
+    stop: int
+    cached: int
+    question: int | None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of its tokens."""
+        return list(self.prompt[self.start : self.stop])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins the prompt."""
+        return self.start == self.cached
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.stop == len(self.prompt)
 
 
 class ModelForward:
@@ -25,22 +61,32 @@ class ModelForward:
         self.model = model
         has_choice = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if has_choice else {}
+        #: Whether parts of prompts can pass beside decoded tokens.
+        self.mixes = _mixes(model)
 
-    def prefill(
-        self, cache: HeteroCache, prompt: Sequence[int], start: int, stop: int, cached: int, question: int | None
-    ) -> torch.Tensor:
-        """Pass tokens [start, stop) of a prompt, behind those that `cache` has. Returns the last one's logits [vocab].
+    def prefill(self, cache: HeteroCache, part: Part) -> torch.Tensor:
+        """Pass a part of a prompt. Returns the logits [vocab] of its last token.
 
         Observing the prompt begins with its first part, and what follows from it as a whole comes with its last one.
-
-        Args:
-            cached: how many of its first tokens came from another request; they are no part of this one's prompt.
-            question: how many of the prompt's last tokens are its question (`HeteroCache.asking`).
         """
-        own = start - cached, stop - cached, len(prompt) - cached
-        part = nullcontext() if own[0] == 0 and own[1] == own[2] > 1 else cache.prompt_part(*own)
-        with cache.asking(question), part:
-            return self._logits(cache, torch.tensor([prompt[start:stop]]))[0]
+        own = part.start - part.cached, part.stop - part.cached, len(part.prompt) - part.cached
+        is_whole = part.is_first and part.is_last and own[1] > 1
+        with cache.asking(part.question), nullcontext() if is_whole else cache.prompt_part(*own):
+            return self._logits(cache, torch.tensor([part.tokens]))[0]
+
+    def mixed(
+        self, caches: Sequence[HeteroCache], tokens: Sequence[int], prompt: HeteroCache, part: Part
+    ) -> torch.Tensor:
+        """`decode` and `prefill` in one forward, which reads the weights once. Returns logits [rows + 1, vocab].
+
+        After an exception, no cache has changed.
+        """
+        own = part.tokens
+        passing = PassingPrompt(
+            prompt, len(own), PromptPart(part.is_first, part.is_last, part.question, is_beside=True)
+        )
+        with joined(caches, passing) as cache:
+            return self._logits(cache, torch.tensor([*tokens, *own])[:, None])
 
     def decode(self, caches: Sequence[HeteroCache], tokens: Sequence[int]) -> torch.Tensor:
         """Pass one token behind those of each cache, which has one row. Returns logits [rows, vocab].
@@ -61,3 +107,16 @@ class ModelForward:
             **self._last_logits,
         )
         return output.logits[:, -1]
+
+
+def _mixes(model: Any) -> bool:
+    """Whether all that a model computes outside of attention is computed token by token, on a CPU."""
+    layers = model.hetero_kv_injection.cache_layers()
+    operators = [module for module in model.modules() if isinstance(module, AttentionOperator)]
+    return (
+        model.device.type == "cpu"
+        and len(operators) == len(layers)
+        and all(each.prefills_exactly and each.continues_exactly and not each.changes_arguments for each in operators)
+        and all(isinstance(each, FamilyLayer) and not each.is_strided and not each.waits_for_others for each in layers)
+        and sum(isinstance(module, ChunkedDecoderLayer) for module in model.modules()) == len(layers)
+    )

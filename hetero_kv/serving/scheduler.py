@@ -11,8 +11,8 @@ import torch
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.serving.forward import ModelForward
-from hetero_kv.serving.part_size import PartSize
+from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.serving.part_size import SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import choose_all
@@ -29,7 +29,7 @@ class Scheduler:
     """Requests that wait, the one whose prompt passes, and those that are being answered.
 
     A step admits a request, passes a part of its prompt, and decodes one token of every request that has its prompt
-    behind it. A request that fails, or is cancelled, leaves alone.
+    behind it; a small part in one forward with these tokens. A request that fails, or is cancelled, leaves alone.
 
     Args:
         forward: computes.
@@ -71,8 +71,9 @@ class Scheduler:
         """Compute one step."""
         self._retire_cancelled()
         self._admit()
-        self._prefill()
-        self._decode()
+        if not self._mixed():
+            self._prefill()
+            self._decode()
 
     # -- admission
 
@@ -146,15 +147,49 @@ class Scheduler:
 
     # -- computing
 
+    def _part_of(self, request: Request, beside: bool) -> Part:
+        """The next part of a request's prompt."""
+        prompt, start = request.tokens, request.stored
+        size = remaining = len(prompt) - start
+        if self._splits_prompts:
+            size = self._part_size.of(remaining, len(self.running), beside)
+        return Part(prompt, start, start + size, request.cached_tokens, request.question)
+
+    def _mixed(self) -> bool:
+        """Pass a small part of the prompt and decode one token of every running request, in one forward.
+
+        Returns whether that was done; after an error, and for a large part, each is computed by itself.
+        """
+        request, rows = self.prefilling, list(self.running)
+        if request is None or not rows or not self._splits_prompts or not self._forward.mixes:
+            return False
+        part = self._part_of(request, beside=True)
+        if len(part.tokens) > SMALL:
+            return False
+        assert request.cache is not None
+        began = time.perf_counter()
+        try:
+            logits = self._forward.mixed(*self._caches_and_tokens(rows), request.cache, part)
+        except Exception as error:
+            _logger.warning(
+                "a part of a prompt failed beside %d requests (%s); each is computed alone", len(rows), error
+            )
+            return False
+        self._part_size.passed(len(rows) + len(part.tokens), time.perf_counter() - began)
+        if part.is_last:
+            self.prefilling = None
+            self.running.append(request)
+            rows.append(request)
+        self._take(rows, logits[: len(rows)])
+        return True
+
     def _prefill(self) -> None:
         """Pass a part of the prompt; behind the last one comes the first token."""
         request = self.prefilling
         if request is None:
             return
-        cache, prompt = request.cache, request.tokens
+        cache, part = request.cache, self._part_of(request, beside=False)
         assert cache is not None
-        start, remaining = request.stored, len(prompt) - request.stored
-        size = self._part_size.of(remaining, len(self.running)) if self._splits_prompts else remaining
         began = time.perf_counter()
 
         def check(*_: int) -> None:
@@ -163,8 +198,7 @@ class Scheduler:
 
         cache.on_progress = check
         try:
-            cached = request.cached_tokens
-            logits = self._forward.prefill(cache, prompt, start, start + size, cached, request.question)
+            logits = self._forward.prefill(cache, part)
         except CancelledInPrefillError:
             self._retire(request, "stopped")
             return
@@ -173,8 +207,8 @@ class Scheduler:
             return
         finally:
             cache.on_progress = None
-        self._part_size.passed(size, time.perf_counter() - began)
-        if size == remaining:
+        self._part_size.passed(len(part.tokens), time.perf_counter() - began)
+        if part.is_last:
             self.prefilling = None
             self.running.append(request)
             self._take([request], logits[None])
@@ -208,8 +242,13 @@ class Scheduler:
                 self._take([request], logits)
 
     def _decoded(self, rows: Sequence[Request]) -> torch.Tensor:
+        return self._forward.decode(*self._caches_and_tokens(rows))
+
+    @staticmethod
+    def _caches_and_tokens(rows: Sequence[Request]) -> tuple[list[HeteroCache], list[int]]:
+        """The rows' caches, and the tokens that follow in them."""
         caches = [request.cache for request in rows if request.cache is not None]
-        return self._forward.decode(caches, [request.tokens[-1] for request in rows])
+        return caches, [request.tokens[-1] for request in rows]
 
     def _take(self, rows: Sequence[Request], logits: torch.Tensor) -> None:
         """Choose the rows' tokens by logits [rows, vocab], and pass them on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -107,24 +108,30 @@ class LivesOfRequests(RuleBasedStateMachine):
         request.is_cancelled = True
         request.stream.cancel()
 
-    @rule(kind=st.sampled_from(["prefill", "decode"]))
-    def fail(self, kind: str) -> None:
-        """The next forward of one kind fails behind its last layer; a row fails if it does alone, too."""
+    @rule(kind=st.sampled_from(["prefill", "decode", "mixed"]), late=st.booleans())
+    def fail(self, kind: str, late: bool) -> None:
+        """The forwards of one kind fail in the next step, before or behind the model; rows fail if they do alone."""
         engine, forward = self.engine, self.forward
-        logits = type(forward)._logits
+        compute, logits = getattr(type(forward), kind), type(forward)._logits
 
         def failing(cache: HeteroCache, token_ids: torch.Tensor) -> torch.Tensor:
-            is_decode = token_ids.shape[1] == 1 and cache.get_seq_length() > 0
-            if is_decode == (kind == "decode"):
-                raise Fault
-            return logits(forward, cache, token_ids)
+            if late:
+                logits(forward, cache, token_ids)
+            raise Fault
 
-        forward._logits = failing
+        def fails(*arguments: Any) -> torch.Tensor:
+            forward._logits = failing
+            try:
+                return compute(forward, *arguments)
+            finally:
+                del forward._logits
+
+        setattr(forward, kind, fails)
         before = {id(each.stream) for each in self.submitted if each.stream._error is not None}
         try:
             engine.step()
         finally:
-            del forward._logits
+            delattr(forward, kind)
         self.failed += [each.stream for each in self.submitted if each.stream._error and id(each.stream) not in before]
 
     @invariant()

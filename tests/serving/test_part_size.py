@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_kv.serving.part_size import LARGE, LEAST, SMALL, PartSize
+from hetero_kv.serving.part_size import LARGE, LEAST, LEAST_BESIDE, SMALL, PartSize
 
 
 def measured(token_s, step_s=0.0):
@@ -41,3 +41,10 @@ def test_a_part_fits_into_the_gap(token_s, step_s, expected):
 def test_the_first_part_is_small_because_nothing_is_known():
     assert PartSize(0.25, 2048).of(5000, rows=1) == LEAST
     assert measured(0.01).of(3, rows=1) == 3
+
+
+@pytest.mark.parametrize(
+    ("token_s", "expected"), [(0.25 / 3000, 2048), (0.25 / 100, SMALL), (0.01, 18), (0.25 / 5, LEAST_BESIDE)]
+)
+def test_a_part_beside_decoded_tokens_leaves_them_their_share_of_the_gap(token_s, expected):
+    assert measured(token_s).of(5000, rows=2, beside=True) == pytest.approx(expected, abs=1)

@@ -14,16 +14,19 @@ from hetero_kv.families.retrieval.observation import Observation
 #: Most tokens of a short turn. A longer prompt loads the past into a buffer, for products of large matrices, and
 #: spreads the cost of that over more tokens.
 MOST_TOKENS = 64
-#: Fewest stored tokens that a short turn follows; copying fewer takes almost no time.
+#: Fewest stored tokens that a short turn follows; copying fewer takes almost no time, once in a prompt.
 LEAST_PAST = 1024
 # Keys decoded at once.
 _KEYS_AT_ONCE = 4096
 
 
 def is_short(step: Step, call: AttentionCall) -> bool:
-    """Whether the call has all tokens of a short turn: few, behind a long past, to be stored, and on the CPU."""
+    """Whether the call has all tokens of a short turn: few, behind a long past, to be stored, and on the CPU.
+
+    Parts that pass beside decoded tokens are many, and would copy their past again and again, however short it is.
+    """
     tokens = call.q.shape[2]
-    few = tokens == step.tokens <= MOST_TOKENS and step.past >= LEAST_PAST
+    few = tokens == step.tokens <= MOST_TOKENS and (step.past >= LEAST_PAST or step.part.is_beside)
     return few and step.keeps and call.q.device.type == "cpu"
 
 

@@ -1,0 +1,64 @@
+"""Mixed steps: a part of a prompt passes in one forward with other requests' tokens, and changes none of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_kv import SamplingParams
+from hetero_kv.serving.part_size import LEAST_BESIDE
+from tests.serving.test_engine import PROMPTS, alone, engine_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def counted_forwards(engine, monkeypatch):
+    """The kinds of forwards of an engine from now on, and the tokens of parts that pass in them."""
+    forward, kinds = engine._scheduler._forward, []
+    for name in ("mixed", "prefill", "decode"):
+        original = getattr(forward, name)
+
+        def counting(*args, name=name, original=original):
+            kinds.append((name, len(args[-1].tokens) if name != "decode" else 0))
+            return original(*args)
+
+        monkeypatch.setattr(forward, name, counting)
+    return kinds
+
+
+@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"])
+def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatch):
+    with engine_of(recipe, longest_gap_s=1e-6) as engine:
+        kinds = counted_forwards(engine, monkeypatch)
+        streams = [engine.generate(tokens, LONG) for tokens in PROMPTS[:4]]
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens, 40) for tokens in PROMPTS[:4]]
+    parts = [tokens for kind, tokens in kinds if kind == "mixed"]
+    assert parts
+    assert set(parts[1:-1]) >= {LEAST_BESIDE}
+
+
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(kind, monkeypatch):
+    with engine_of("quest", longest_gap_s=1e-6) as engine:
+        forward, failures = engine._scheduler._forward, []
+        compute, logits = getattr(forward, kind), forward._logits
+
+        def failing(cache, token_ids):
+            found = logits(cache, token_ids)
+            if len(token_ids) > 1 and len(failures) < 3:
+                failures.append(len(token_ids))
+                raise MemoryError
+            return found
+
+        def fails(*args):
+            with monkeypatch.context() as patch:
+                patch.setattr(forward, "_logits", failing)
+                return compute(*args)
+
+        monkeypatch.setattr(forward, kind, fails)
+        streams = [engine.generate(tokens, LONG) for tokens in PROMPTS[:3]]
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens, 40) for tokens in PROMPTS[:3]]
+        assert len(failures) == 3
