@@ -84,7 +84,7 @@ class Engine:
         )
         self._prefixes = ResidentPrefixes(operators, kept_prefixes)
         self._scheduler = Scheduler(
-            ModelForward(model.model),
+            ModelForward(model.model, model.tokenizer),
             self._store,
             self._prefixes,
             PartSize(longest_gap_s, part),

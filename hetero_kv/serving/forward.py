@@ -17,6 +17,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.joined_caches import PassingPrompt, joined
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.step import PromptPart
+from hetero_kv.engine.store import Store
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,19 @@ class ModelForward:
 
     Args:
         model: a causal language model after `inject`.
+        tokenizer: the model's, for policies that run a text of their own.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self._tokenizer = model, tokenizer
         has_choice = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if has_choice else {}
         #: Whether parts of prompts can pass beside decoded tokens.
         self.mixes = _mixes(model)
+
+    def new_cache(self, store: Store) -> HeteroCache:
+        """An empty cache of one row in a store that the model's caches share."""
+        return HeteroCache(self.model, store=store, tokenizer=self._tokenizer)
 
     def prefill(self, cache: HeteroCache, part: Part) -> torch.Tensor:
         """Pass a part of a prompt. Returns the logits [vocab] of its last token.

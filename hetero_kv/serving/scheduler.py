@@ -109,7 +109,7 @@ class Scheduler:
         prefix = self._prefixes.fork(prompt, live)
         if prefix is not None:
             return prefix
-        return HeteroCache(self._forward.model, store=self._store), 0
+        return self._forward.new_cache(self._store), 0
 
     def _make_room(self, request: Request, cache: HeteroCache, cached: int) -> bool:
         """Free sequences of ended requests until all tokens of the request have blocks; returns whether they have.

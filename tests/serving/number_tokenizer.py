@@ -12,5 +12,9 @@ class Numbers:
     chat_template = None
     added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A token per letter, for policies with a text of their own."""
+        return [(ord(letter) - 90) % 97 for letter in text]
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{token} " for token in tokens)

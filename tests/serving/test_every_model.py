@@ -1,0 +1,35 @@
+"""Under every recipe and in every architecture each of many requests gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_kv import SamplingParams
+from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.support.small_recipes import RECIPES
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ANSWER = SamplingParams(max_new_tokens=16, ignore_eos=True)
+
+
+def answered_as_alone(recipe, architecture):
+    """Four requests, of which the later ones' prompts pass in small parts beside the earlier ones' tokens."""
+    with engine_of(recipe, architecture, longest_gap_s=1e-6) as engine:
+        streams = [engine.generate(tokens, ANSWER) for tokens in PROMPTS[:4]]
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in PROMPTS[:4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_under_every_recipe(recipe):
+    answered_as_alone(recipe, "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("recipe", ["dense", "quest"])
+def test_in_every_architecture(recipe, architecture):
+    answered_as_alone(recipe, architecture)
