@@ -1,6 +1,7 @@
 """Every Triton kernel against its torch function, under Triton's interpreter; prints one JSON object.
 
-test_triton_kernels.py runs it in another process: the definition of a kernel fixes its interpreter.
+test_triton_kernels.py runs it in another process: the definition of a kernel fixes its interpreter. With the argument
+`all` it computes every combination of the cases, else every pair.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
 )
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.gpu_ops.interpreted_entries import of_entries
-from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
+from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, random
 from tests.support.bfloat16_products import mended
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -244,9 +245,7 @@ if __name__ == "__main__":
                 "attended": {f"{dtype}, {case}": attended(dtype, case) for dtype in DTYPES for case in ATTENTION},
                 "taken": {
                     f"{dtype}, {case}, {other}": taken(dtype, case, other)
-                    for dtype in DTYPES
-                    for case in TAKEN
-                    for other in (0.0, -200.0, float("-inf"))
+                    for dtype, case, other in combined(DTYPES, TAKEN, (0.0, -200.0, float("-inf")))
                 },
                 "summed": {
                     f"{dtype}, {key_dtype}, {case}": summed(dtype, key_dtype, **case)
@@ -259,15 +258,11 @@ if __name__ == "__main__":
                 },
                 "rebuilt": {
                     f"{dtype}, {layout}, {size}, {rank}, {count}": rebuilt(dtype, layout, size, rank, count)
-                    for dtype in DTYPES
-                    for layout in LAYOUTS
-                    for size, rank, count in ((8, 20, 1), (5, 40, 9))
+                    for dtype, layout, (size, rank, count) in combined(DTYPES, LAYOUTS, ((8, 20, 1), (5, 40, 9)))
                 },
                 "rotated": {
                     f"{dtype}, {layout}, {tokens}": rotated(dtype, layout, tokens)
-                    for dtype in DTYPES
-                    for layout in LAYOUTS
-                    for tokens in (1, 150)
+                    for dtype, layout, tokens in combined(DTYPES, LAYOUTS, (1, 150))
                 },
                 "placed": {
                     f"{resident} of {count}, {chunks}": placed(resident, count, chunks)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -10,6 +15,18 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=GENERATOR).to(dtype)
+
+
+def combined(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Combinations in which every two values of two axes meet; all of them where the argument is `all`.
+
+    The third axis is the shortest.
+    """
+    if "all" in sys.argv[1:]:
+        yield from itertools.product(first, second, third)
+        return
+    for (one, a), (other, b) in itertools.product(enumerate(first), enumerate(second)):
+        yield a, b, third[(one + other) % len(third)]
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
