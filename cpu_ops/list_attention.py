@@ -20,7 +20,7 @@ from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.simd import accumulate_rows, accumulate_rows_at, prefetch, score_rows
 from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays
-from hetero_kv.cpu_ops.tiles import columns_apart, tiles_for
+from hetero_kv.cpu_ops.tiles import TileSizes, columns_apart, tiles_for
 from hetero_kv.cpu_ops.work_division import edge_buffers, keep_part, list_starts, merge_edges, token_starts
 
 TOO_SHORT = -4
@@ -109,22 +109,32 @@ def kernel_for(numbers: str, by_token: bool = False) -> Any:
     return attend_lists
 
 
-@cache
 def region(
     isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool,
     offset: bool, by_token: bool = False,
 ) -> Any:  # fmt: skip
-    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values.
+    """Compile a thread's share for one shape.
 
-    offset: whether `key_offsets` are used. by_token: as in `kernel_for`.
+    offset: whether `key_offsets` are used. by_token: as in `kernel_for`. Lists of blocks have one region for all block
+    sizes that are divided into the same tiles.
     """
-    tiles = tiles_for(isa, group, 1 if by_token else block_size)
+    tiles, size = tiles_for(isa, group, 1 if by_token else block_size), block_size if by_token else 0
+    return _region(isa, storage, value_storage, group, k_dim, v_dim, tiles, size, softcapped, offset, by_token)
+
+
+@cache
+def _region(
+    isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, tiles: TileSizes, divisor: int,
+    softcapped: bool, offset: bool, by_token: bool,
+) -> Any:  # fmt: skip
+    """The same, for tiles; Numba's disk cache keys it by the constants below, all plain values.
+
+    divisor: the block size, by which a token's number is divided; 0 where lists are of blocks.
+    """
     lanes, _, tile_queries, _, row_size, tile_tokens, columns = tiles
-    num_tiles, step, at_once = tiles.number, 1, block_size
+    num_tiles, step = tiles.number, 1
     if by_token:
-        columns, step, at_once = columns_apart(isa, tile_queries, v_dim), _AT_ONCE, _AT_ONCE
-    # A tile's scores: one row per token, and padding for whole vectors.
-    tile_scores = -(-(at_once * row_size) // lanes) * lanes + lanes
+        columns, step = columns_apart(isa, tile_queries, v_dim), _AT_ONCE
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
     # Each query tile prefetches an equal share of the next block's keys per token.
     share = -(-k_units // num_tiles)
@@ -137,7 +147,10 @@ def region(
             starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         ) = arguments_at("attend lists", numbers, arguments)  # fmt: skip
-        kv_heads = q.shape[2]
+        kv_heads, block_size = q.shape[2], divisor if by_token else keys.shape[2]
+        # A tile's scores: one row per token, and padding for whole vectors.
+        at_once = _AT_ONCE if by_token else block_size
+        tile_scores = (at_once * row_size + lanes - 1) // lanes * lanes + lanes
         lists = starts.size - 1
         total = starts[lists]
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
