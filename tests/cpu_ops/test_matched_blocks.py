@@ -82,12 +82,12 @@ def _are_best(found, expected):
 def test_any_number_of_threads_finds_the_same():
     q, past_k, k = (each.numpy() for each in problem(300, 150, heads=8))
     runs, starts = runs_of([LINES] * 8, 300, 150)
-    one, two = (matched_blocks(q, past_k, k, runs, starts, SCALE, threads=threads) for threads in (1, 2))
+    one, two = (matched_blocks(q, past_k, k, runs, starts, SCALE, 5.0, threads=threads) for threads in (1, 2))
     assert np.array_equal(one, two)
     assert one.any()
     # Heads of a model's queries lie apart, token by token.
     apart = np.ascontiguousarray(q.transpose(1, 0, 2)).transpose(1, 0, 2)
-    assert np.array_equal(matched_blocks(apart, past_k, k, runs, starts, SCALE), one)
+    assert np.array_equal(matched_blocks(apart, past_k, k, runs, starts, SCALE, 5.0), one)
 
 
 def test_arrays_of_wrong_shapes_are_refused():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from tests.support.slow_variants import with_slow
 
 BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM = 6, 2, 4, 64, 32
 NATIVE = [storage.FP32, storage.FP16, storage.BF16, storage.Q8_0, storage.Q4_0]
@@ -17,7 +18,11 @@ PAIRS = [
     *((kind, kind) for kind in NATIVE), (storage.FP16, storage.FP32), (storage.BF16, storage.FP16),
     (storage.Q8_0, storage.Q4_0), (storage.Q4_0, storage.BF16),
 ]  # fmt: skip
-pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(kind.name for kind in pair))
+#: Each of the two has its type in another pair too.
+SELDOM = ("BF16-FP16", "Q4_0-BF16")
+pairs = pytest.mark.parametrize(
+    "pair", with_slow({f"{keys.name}-{values.name}": (keys, values) for keys, values in PAIRS}, slow=SELDOM)
+)
 
 
 def new_pool(kind, value_kind=None):
