@@ -28,7 +28,8 @@ _models: dict[str, torch.nn.Module] = {}
 
 def model_of():
     if not _models:
-        _models["llama"] = tiny_model("llama", num_key_value_heads=4, head_dim=32, max_position_embeddings=4096)
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+        _models["llama"] = tiny_model("llama", **sizes, max_position_embeddings=4096)
     return _models["llama"]
 
 
