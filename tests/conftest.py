@@ -11,10 +11,22 @@ import pytest
 from tests.support.devices import device_called, simulated_cuda
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, files that begin with the same kernels do not begin together.
+
+    Each worker would compile the kernels, for half a minute.
+    """
+    items.sort(key=lambda item: item.path.name == "test_calls.py")
+
+
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: whole collections, which tests ask for, need not go through it."""
+    """What is imported and collected by now stays: whole collections, which tests ask for, need not go through it.
+
+    Others come seldom: of what is left, models and compiled kernels, most stays too.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")
