@@ -16,7 +16,7 @@ from tests.support.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=with_slow(list(FAMILIES), slow=SELDOM))
+@pytest.fixture(scope="module", params=with_slow(list(FAMILIES), slow=(*SELDOM, "short turns")))
 def model(request):
     architecture, rules = FAMILIES[request.param]
     model = tiny_model(architecture)

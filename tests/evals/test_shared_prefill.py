@@ -124,7 +124,7 @@ def test_every_architecture_shares_its_prefill(model):
     assert torch.equal(decoded_logits(model, recording.cache_for(model), answer), expected)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES, indirect=True)
+@pytest.mark.parametrize("model", with_slow(list(ARCHITECTURES), slow=ALIKE), indirect=True)
 def test_the_untouched_model_goes_on_from_the_recording(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     with torch.no_grad():

@@ -65,9 +65,17 @@ DISTINCT = [name for name in ARCHITECTURES if name not in ALIKE]
 
 
 @pytest.mark.parametrize("architecture", DISTINCT)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @any_of
 def test_prefill_and_decode_equal_the_untouched_model(architecture, **drawn):
+    assert_same_as_the_untouched_model(architecture, **drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", DISTINCT)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_of
+def test_prefill_and_decode_of_more_sizes_equal_the_untouched_model(architecture, **drawn):
     assert_same_as_the_untouched_model(architecture, **drawn)
 
 

@@ -274,7 +274,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=("preselection", "quest")))
+@pytest.mark.parametrize(
+    "family", with_slow(list(FAMILIES), slow=("preselection", "quest", "shadowkv plus", "entries in strides"))
+)
 def test_generate_answers_a_padded_batch_as_it_answers_each_alone_in_two_turns(family, model_of):
     architecture, recipe = FAMILIES[family]
     model = model_of(architecture)
