@@ -16,6 +16,7 @@ from hetero_kv.cli import main
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
 from tests.chat.chat_in_a_terminal import CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
+from tests.chat.chat_server import ChatServer
 from tests.chat.tiny_conversations import FEW, conversation, new_model
 from tests.support.tiny_tokenizers import TEMPLATE, byte_level
 
@@ -87,8 +88,8 @@ def test_thinking_is_refused_where_the_template_knows_nothing_of_it(model):
         conversation(model, thinks=False)
 
 
-def test_in_the_chat_thoughts_are_dim_and_the_answer_is_not(thinking_model_folder: Path):
-    chat = ChatInATerminal(thinking_model_folder, "--thinking", "on")
+def test_in_the_chat_thoughts_are_dim_and_the_answer_is_not(thinking_model_folder: Path, chat_server: ChatServer):
+    chat = ChatInATerminal(thinking_model_folder, "--thinking", "on", server=chat_server)
     try:
         chat.until(PROMPT)
         for _ in range(2):
