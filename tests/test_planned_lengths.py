@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetero_kv.adapter.footprint import BytesPerToken
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.reservations import Reserved
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.planning.plan import (
     RESERVE,
@@ -82,6 +83,27 @@ def test_the_gpu_is_named_when_it_is_what_is_too_small():
 def test_where_nothing_fits_the_error_says_so():
     with pytest.raises(OutOfMemoryError, match="not even one token fits"):
         resolve_max_seq_len("auto", Plan(footprint_of([PAGED], weights=10**9), 10**8, None, 5000))
+
+
+def test_a_budget_bounds_what_is_kept_whatever_is_free():
+    plan = Plan(footprint_of([PAGED] * 10), 10**12, None, 5000, budget=10**7)
+    largest = plan.largest()
+    assert plan.resident_dram(largest) <= 10**7 < plan.resident_dram(largest + 1)
+    with pytest.raises(OutOfMemoryError, match=r"5000 tokens keep .* GB of DRAM, and dram_budget_gb is 0\.01; max_seq"):
+        resolve_max_seq_len(5000, plan)
+    beside = replace(plan, reserved=Reserved(planned=4 * 10**6))
+    assert beside.resident_dram(beside.largest()) <= 6 * 10**6 < beside.resident_dram(beside.largest() + 1)
+
+
+def test_caches_of_a_process_share_its_budget():
+    model = tiny_model("llama", max_position_embeddings=4096)
+    inject(model, "ktransformers", command_line={"max_seq_len": 1000, "dram_budget_gb": 0.005})
+    kept = Plan.of(model.hetero_kv_injection).resident_dram(1000)
+    caches = [HeteroCache(model) for _ in range(int(0.005e9 // kept))]
+    with pytest.raises(OutOfMemoryError, match=r"besides .* GB of other caches, and dram_budget_gb is 0\.005"):
+        HeteroCache(model)
+    caches.pop()
+    HeteroCache(model)
 
 
 def test_a_batch_and_its_forks_take_stores_of_their_own_and_one_prefill():

@@ -60,8 +60,8 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
     on_cpu = Footprint.of(injection, dtype=cpu_type, on_gpu=False, stored=subject.stored)
     on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu)
     plans = {
-        CPU: Plan(on_cpu, limits[0].free, None, injection.context_length),
-        GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length),
+        CPU: Plan(on_cpu, limits[0].free, None, injection.context_length, budget=injection.engine.dram_budget),
+        GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length, budget=injection.engine.dram_budget),
     }
     return plans, limits, GPU if device.type == "cuda" else CPU
 

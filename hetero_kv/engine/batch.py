@@ -15,7 +15,7 @@ from hetero_kv.engine.capacity import require_room, room
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.padding_mask import PaddingMask
-from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_by_others
+from hetero_kv.engine.reservations import reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
@@ -122,7 +122,7 @@ class Batch:
         if count:
             self._begin_again()
         first = self.groups[0]
-        crowded = first.store.waits and reserved_by_others(first.store) != NOTHING_RESERVED
+        crowded = first.store.waits and not reserved_by_others(first.store).is_nothing
         if first.layouts and not first.store.is_common and (crowded or batch > self._planned_batch):
             planned = max(batch, self._planned_batch)
             first.store = self._maker.planned_store(

@@ -26,12 +26,19 @@ class Reserved(NamedTuple):
         caches: number of caches with a reservation.
         waiting: caches with `max_seq_len: auto` and no tokens yet: each will get an equal share of the rest.
         mapped: part of `size` whose addresses pools have mapped already, bytes.
+        planned: DRAM of their stores when full, allocated or not, bytes; without caches that wait.
     """
 
     size: int = 0
     caches: int = 0
     waiting: int = 0
     mapped: int = 0
+    planned: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether all free memory is free of reservations."""
+        return not (self.size or self.waiting)
 
 
 NOTHING_RESERVED = Reserved()
@@ -49,4 +56,5 @@ def reserved_by_others(own: Store | None) -> Reserved:
         others = [store for store in _live if store is not own]
     sizes = [(size, store.rows > 0) for store in others if (size := store.outstanding)]
     mapped = sum(size for size, is_mapped in sizes if is_mapped)
-    return Reserved(sum(size for size, _ in sizes), len(sizes), sum(store.waits for store in others), mapped)
+    planned = sum(store.planned for store in others if not store.waits)
+    return Reserved(sum(size for size, _ in sizes), len(sizes), sum(store.waits for store in others), mapped, planned)

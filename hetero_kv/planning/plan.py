@@ -46,6 +46,8 @@ class Plan:
         forks: forks of the cache, each with the capacity of a whole context.
         resident: the resident prefix of the first sequences.
         reserved: the reservations of other caches of this process.
+        budget: the most DRAM that all caches of this process may keep together (`dram_budget_gb`), bytes; None: all
+            that is free.
     """
 
     footprint: Footprint
@@ -56,6 +58,7 @@ class Plan:
     forks: int = 0
     resident: ResidentPrefix = NO_RESIDENT_PREFIX
     reserved: Reserved = NOTHING_RESERVED
+    budget: int | None = None
 
     @classmethod
     def of(
@@ -74,7 +77,8 @@ class Plan:
             # Under an address-space limit a mapped page counts like any other.
             resident = ResidentPrefix(resident.tokens)
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
-        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved)
+        budget = injection.engine.dram_budget
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved, budget)
 
     def memory(self, tokens: int) -> MemoryUse:
         """The memory of contexts of `tokens`, term by term."""
@@ -99,7 +103,7 @@ class Plan:
 
     def is_crowded(self, requested: int | str) -> bool:
         """Whether other caches' reservations leave too little for `requested` tokens ("auto": the context length)."""
-        if self.reserved == NOTHING_RESERVED:
+        if self.reserved.is_nothing:
             return False
         return not (self if requested == "auto" else self._alone()).fits(
             self.context_length if requested == "auto" else int(requested)
@@ -113,8 +117,16 @@ class Plan:
         """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""
         return self.memory(tokens).compute if self.footprint.on_gpu else 0
 
+    def fits_budget(self, tokens: int) -> bool:
+        """Whether all caches of this process, with a context of `tokens`, keep within the budget."""
+        # Each cache that waits for a share gets the same amount.
+        kept = self.resident_dram(tokens) * (1 + self.reserved.waiting) + self.reserved.planned
+        return self.budget is None or kept <= self.budget
+
     def fits_dram(self, tokens: int) -> bool:
-        """Whether a context of `tokens` leaves the reserve of DRAM free."""
+        """Whether a context of `tokens` keeps within the budget and leaves the reserve of DRAM free."""
+        if not self.fits_budget(tokens):
+            return False
         weights = self.footprint.weights_in_dram if self.footprint.on_gpu else self.footprint.weights
         return self._leaves_reserve(self.dram_needed(tokens) + self.reserved.size, self.dram, weights)
 
@@ -193,6 +205,10 @@ def _lacking(plan: Plan, tokens: int) -> str:
     sequences = plan.batch * (1 + plan.forks)
     what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
     others = plan.reserved
+    if plan.budget is not None and not plan.fits_budget(tokens):
+        beside = f", besides {others.planned / 1e9:.2f} GB of other caches" if others.planned else ""
+        kept = plan.resident_dram(tokens) / 1e9
+        return f"{what} keep {kept:.2f} GB of DRAM{beside}, and dram_budget_gb is {plan.budget / 1e9:g}"
     reserved_note = ""
     if others.caches and of == "DRAM":
         reserved_note = f"besides {others.size / 1e9:.2f} GB reserved by {others.caches} other caches of this process "

@@ -25,6 +25,12 @@ class EngineSettings(Settings):
         unit="tokens",
         minimum=1,
     )
+    dram_budget_gb: float | Literal["auto"] = setting(
+        "auto",
+        "the most DRAM that all caches of a process may keep together, GB; `max_seq_len` and the engine's store are "
+        "planned within it; auto: what is free",
+        minimum=0,
+    )
     threads_num: int | Literal["auto"] = setting(
         "auto",
         "CPU threads, at most the process's CPUs by affinity and container quota; auto: the physical cores, or "
@@ -59,6 +65,11 @@ class EngineSettings(Settings):
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"
     )
+
+    @property
+    def dram_budget(self) -> int | None:
+        """`dram_budget_gb` in bytes; None: what is free."""
+        return None if isinstance(self.dram_budget_gb, str) else round(self.dram_budget_gb * 1e9)
 
     def resolved_threads(self) -> int:
         """CPU threads to start: `threads_num`, at most the CPUs that the process may use (affinity and quota).
