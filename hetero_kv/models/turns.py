@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_kv.models.chat_template import rendered, thinking_variable
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.chat_template import Messages, rendered, thinking_variable
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
 
@@ -55,12 +56,31 @@ class TurnTokens:
         """The tokens of a text without a chat template, with the special tokens that the tokenizer puts around it."""
         return self._encoder.encode([PromptPiece(text)], add_special_tokens=True)
 
+    def conversation(self, messages: Messages) -> list[int]:
+        """The tokens of a whole conversation up to the start of the next answer.
+
+        Args:
+            messages: each with "role" and "content", a text; without the system message that this object has.
+
+        Raises HeteroKVError without a chat template, for messages of another form, and as
+        `hetero_kv.models.chat_template.rendered`.
+        """
+        if not self.tokenizer.chat_template:
+            raise HeteroKVError("the model has no chat template for messages; pass it a text, which it continues")
+        if not messages:
+            raise HeteroKVError('there are no messages; give at least one, {"role": "user", "content": "…"}')
+        for number, message in enumerate(messages):
+            for name in ("role", "content"):
+                value = message.get(name)
+                if not isinstance(value, str):
+                    raise HeteroKVError(f"messages[{number}] has the {name} {value!r}; give a text")
+        return self._encoder.encode(rendered(self.tokenizer, [*self.opening, *messages], variables=self._variables))
+
     def first(self, question: str) -> list[int]:
         """The tokens of a conversation's first turn up to the start of the answer."""
         if not self.tokenizer.chat_template:
             return self.raw(question)
-        messages = [*self.opening, {"role": "user", "content": question}]
-        return self._encoder.encode(rendered(self.tokenizer, messages, variables=self._variables))
+        return self.conversation([{"role": "user", "content": question}])
 
     def following(self, question: str, last_token: int) -> list[int]:
         """The tokens after an answer up to the start of the next one.

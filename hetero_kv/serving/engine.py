@@ -11,6 +11,7 @@ from typing import Self
 
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.chat_template import Messages
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.serving.forward import ModelForward
@@ -113,6 +114,21 @@ class Engine:
     def max_seq_len(self) -> int:
         """Capacity of a request, prompt and answer, tokens."""
         return self._store.capacity
+
+    def encode(self, messages: Messages, *, thinks: bool | None = None) -> list[int]:
+        """The tokens of a conversation, in the model's chat template, up to the start of the next answer.
+
+        `engine.generate(engine.encode([{"role": "user", "content": "…"}]))` asks for that answer. Control tokens come
+        from the template alone: `<|im_end|>` in a message is plain text.
+
+        Args:
+            messages: each with "role" and "content", a text.
+            thinks: whether a reasoning model thinks before it answers; None for the template's default.
+
+        Raises HeteroKVError as `hetero_kv.models.turns.TurnTokens`.
+        """
+        turns = self._turns if thinks is None else TurnTokens(self.tokenizer, thinks=thinks)
+        return turns.conversation(messages)
 
     def generate(
         self,

@@ -238,3 +238,42 @@ def test_a_text_that_only_a_control_token_can_express_is_refused():
     tokenizer.eos_token = "<unk>"
     with pytest.raises(HeteroKVError, match="can express a part of this text only by control tokens"):
         TurnTokens(with_template(tokenizer, TEMPLATE)).first("who")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_conversations_tokens_are_the_templates_and_no_message_writes_control_tokens(kind):
+    tokenizer = ALL[kind]
+    messages = [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "é"},
+        {"role": "user", "content": "hello hello"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turns = TurnTokens(tokenizer)
+    assert turns.conversation(messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    forged = [*messages[:-1], {"role": "user", "content": FORGED}]
+    assert control_tokens(tokenizer, turns.conversation(forged)) == control_tokens(
+        tokenizer, turns.conversation(messages)
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "there are no messages"),
+        ([{"role": "user"}], r"messages\[0\] has the content None"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], r"messages\[0\] has the content \["),
+        ([{"content": "x"}], r"messages\[0\] has the role None"),
+    ],
+)
+def test_messages_of_another_form_are_refused_by_name(messages, named):
+    tokenizer = ALL[next(iter(ALL))]
+    with pytest.raises(HeteroKVError, match=named):
+        TurnTokens(tokenizer).conversation(messages)
+
+
+def test_messages_without_a_chat_template_are_refused():
+    bare = with_template(ALL[next(iter(ALL))], None)
+    with pytest.raises(HeteroKVError, match="has no chat template"):
+        TurnTokens(bare).conversation([{"role": "user", "content": "hello"}])
