@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -168,15 +168,3 @@ def _likeliest(logits: torch.Tensor) -> int:
         f"the model's largest logit is {largest}, from which no token can be chosen; a model in float16 may overflow: "
         "load it with dtype='bfloat16' or 'float32'"
     )
-
-
-def choose_all(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[Choice | Exception]:
-    """The next token of each request by logits [requests, vocab]; where its sampler fails, the error."""
-    chosen: list[Choice | Exception] = []
-    for sampler, row in zip(samplers, logits, strict=True):
-        try:
-            chosen.append(sampler.choose(row))
-        except Exception as error:
-            # A mask is code of others; its error is that of its request.
-            chosen.append(error)
-    return chosen

@@ -15,7 +15,6 @@ from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.sampler import choose_all
 from hetero_kv.serving.stream import FinishReason
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ class Scheduler:
         self.running: list[Request] = []
         # The request for which there is no memory until another one ends.
         self._blocked: Request | None = None
+        # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
+        self._unchosen: list[tuple[Request, torch.Tensor]] = []
 
     @property
     def requests(self) -> list[Request]:
@@ -68,7 +69,8 @@ class Scheduler:
         self.waiting.sort(key=lambda each: each.priority)
 
     def step(self) -> None:
-        """Compute one step."""
+        """Compute one step. After an interrupt (Ctrl-C) the next one goes on where it stopped."""
+        self._choose()
         self._retire_cancelled()
         self._admit()
         if not self._mixed():
@@ -252,13 +254,19 @@ class Scheduler:
 
     def _take(self, rows: Sequence[Request], logits: torch.Tensor) -> None:
         """Choose the rows' tokens by logits [rows, vocab], and pass them on."""
-        for request, choice in zip(rows, choose_all([row.sampler for row in rows], logits), strict=True):
-            if isinstance(choice, Exception):
-                self._fail(request, choice)
-                continue
+        self._unchosen = list(zip(rows, logits, strict=True))
+        self._choose()
+
+    def _choose(self) -> None:
+        """Choose the tokens of which the logits are there."""
+        while self._unchosen:
+            request, logits = self._unchosen[0]
             try:
+                choice = request.sampler.choose(logits)
+                del self._unchosen[0]
                 reason = request.take(choice)
             except Exception as error:
+                # A mask is code of others; its error is that of its request.
                 self._fail(request, error)
                 continue
             if reason is not None:
@@ -292,6 +300,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> HeteroCache | None:
         self._blocked = None
+        self._unchosen = [each for each in self._unchosen if each[0] is not request]
         if self.prefilling is request:
             self.prefilling = None
         for queue in (self.waiting, self.running):

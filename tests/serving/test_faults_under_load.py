@@ -1,0 +1,85 @@
+"""After a failure at any place of a step all other requests go on as if nothing had happened, and no block leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from hetero_kv import SamplingParams
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.serving.sampler import Sampler
+from tests.engine.faults import RAISED, Faults
+from tests.serving.test_engine import PROMPTS, alone, engine_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ANSWER = SamplingParams(max_new_tokens=14, ignore_eos=True)
+#: Three requests, the last of which has its prompt pass in small parts.
+LOAD = PROMPTS[0], PROMPTS[4], PROMPTS[1]
+
+
+def places_of_a_step(engine, faults):
+    """Run a step, which may fail as `faults` says; an interrupt leaves it unfinished."""
+    try:
+        faults.run(engine.step)
+    except KeyboardInterrupt:
+        assert faults.where is not None
+    return faults
+
+
+def failed_at_random_places(recipe, times):
+    """Fail random steps of loads at so many random places; returns how often each kind of error was raised."""
+    drawn, raised = random.Random(f"{recipe} {times}"), Counter()
+    with engine_of(recipe, longest_gap_s=1e-6, kept_prefixes=0) as engine:
+        expected = [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+        places = 400
+        while sum(raised.values()) < times:
+            streams = [engine.generate(tokens, ANSWER) for tokens in LOAD]
+            for _ in range(drawn.randrange(14)):
+                engine.step()
+            error = drawn.choice(RAISED)
+            faults = places_of_a_step(engine, Faults(drawn.randrange(places), error))
+            places = max(2, faults.passed) if faults.where is None else places
+            raised[type(error).__name__] += faults.where is not None
+            failed = []
+            for stream, tokens in zip(streams, expected, strict=True):
+                try:
+                    assert stream.result().tokens == tokens, faults.where
+                except (MemoryError, RuntimeError, HeteroKVError) as found:
+                    failed.append(found)
+            assert len(failed) <= (faults.where is not None and error is not RAISED[-1]), (faults.where, failed)
+            for allocator in engine._store.allocators.values():
+                assert allocator.free_blocks == allocator.num_blocks, faults.where
+    return raised
+
+
+def test_some_places():
+    failed_at_random_places("quest", 8)
+
+
+def test_an_interrupt_while_tokens_are_chosen_loses_none(monkeypatch):
+    with engine_of("quest") as engine:
+        streams = [engine.generate(tokens, ANSWER) for tokens in LOAD]
+        for _ in range(6):
+            engine.step()
+        choose, calls = Sampler.choose, []
+
+        def interrupted(sampler, logits):
+            calls.append(sampler)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return choose(sampler, logits)
+
+        monkeypatch.setattr(Sampler, "choose", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv"])
+def test_a_hundred_places(recipe):
+    assert len(failed_at_random_places(recipe, 100)) == 3
