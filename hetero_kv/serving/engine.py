@@ -9,6 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
+
+from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import Messages
@@ -75,6 +78,8 @@ class Engine:
                 raise HeteroKVError(f"Engine: {name} is {value}; it must be at least {smallest}")
         if not longest_gap_s > 0:
             raise HeteroKVError(f"Engine: longest_gap_s is {longest_gap_s}; it must be more than 0")
+        # No request waits for the kernels that draw tokens.
+        drawn(filtered_weights(np.zeros(2, np.float32), 1.0, 1, 0.5, 0.0), 0.0)
         self.tokenizer = model.tokenizer
         self._turns = TurnTokens(model.tokenizer)
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampling import SamplingParams
-
-# `top_p` looks at this many of the likeliest tokens first, because sorting a whole vocabulary takes milliseconds.
-_FIRST_CANDIDATES = 1024
 
 
 class LogitsError(HeteroKVError):
@@ -62,6 +60,11 @@ class Sampler:
         self._penalizes = bool(params.presence_penalty or params.frequency_penalty)
 
     @property
+    def _changes_logits(self) -> bool:
+        params = self.params
+        return bool(params.mask is not None or self._seen or self._penalizes or params.logit_bias)
+
+    @property
     def takes_likeliest(self) -> bool:
         """Whether every token is the likeliest one by the model's own logits, which nothing else reads."""
         params = self.params
@@ -76,7 +79,7 @@ class Sampler:
         params = self.params
         if self.takes_likeliest:
             return Choice(_likeliest(logits))
-        own = logits.detach().to("cpu", torch.float32, copy=True)
+        own = logits.detach().to("cpu", torch.float32, copy=self._changes_logits)
         found = None if params.logprobs is None else torch.log_softmax(own, dim=-1)
         self._penalize(own)
         if params.mask is not None:
@@ -110,49 +113,12 @@ class Sampler:
 
     def _drawn(self, logits: torch.Tensor) -> int:
         _likeliest(logits)
-        scaled = logits.double() / self.params.temperature
-        ids, weights = self._candidates(scaled - scaled.max())
-        sums = weights.cumsum(dim=0)
-        place = int(torch.searchsorted(sums, self._random.random() * float(sums[-1]), right=True))
-        if place == len(ids):
-            # Rounding has brought the draw up to the sum; the last tokens may be forbidden ones, without weight.
-            place = int(weights.nonzero()[-1])
-        return int(ids[place])
+        return drawn(self._weights(logits), self._random.random())
 
-    def _candidates(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids of the tokens to draw from, and their unnormalized probabilities, float64.
-
-        scaled: logits by temperature, less their largest, [vocab] float64.
-        """
-        params, vocab = self.params, len(scaled)
-        is_cut = 0 < params.top_k < vocab
-        if is_cut:
-            best = scaled.topk(params.top_k)
-            ids, weights = best.indices, best.values.exp()
-        else:
-            ids, weights = torch.arange(vocab), scaled.exp()
-        if params.top_p < 1:
-            total = float(weights.sum())
-            if not is_cut:
-                ids, weights = _largest_with_share(weights, params.top_p, total)
-            before = weights.cumsum(dim=0) - weights
-            kept = before < params.top_p * total
-            kept[0] = True
-            ids, weights = ids[kept], weights[kept]
-        if params.min_p:
-            kept = weights >= params.min_p * (1 - 1e-12)
-            ids, weights = ids[kept], weights[kept]
-        return ids, weights
-
-
-def _largest_with_share(weights: torch.Tensor, share: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of the largest weights, and these, in falling order: at least as many as have `share` of `total`."""
-    number = min(_FIRST_CANDIDATES, len(weights))
-    while True:
-        best = weights.topk(number)
-        if number == len(weights) or float(best.values.sum()) >= share * total:
-            return best.indices, best.values
-        number = min(4 * number, len(weights))
+    def _weights(self, logits: torch.Tensor) -> np.ndarray:
+        """The tokens' unnormalised probabilities [vocab] by logits [vocab] float32, 0 for those that filters remove."""
+        params = self.params
+        return filtered_weights(logits.numpy(), params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def _likeliest(logits: torch.Tensor) -> int:
