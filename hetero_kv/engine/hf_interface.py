@@ -35,6 +35,11 @@ class HFInterface(CacheStatistics, Cache):
         """`get_max_length`, under the name that PEFT reads."""
         return self.get_max_length()
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can drop the newest tokens; transformers 5.24 reads it before assisted decoding."""
+        return all(group.is_croppable for group in self.groups)
+
     def _require_step(self) -> None:
         if not self.steps or not self.in_use.is_within:
             raise self._maker.stray()

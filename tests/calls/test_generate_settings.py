@@ -18,6 +18,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from hetero_kv.adapter.cache_argument import passed_cache
 from tests.calls.reference_model import OTHER, PROMPT, SAMPLED, TEXT, TOKENIZER, UNTOUCHED, plain, tokens_of
 
 TEXT_IDS = TOKENIZER(TEXT, return_tensors="pt").input_ids
@@ -101,11 +102,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _last_ones(model, input_ids, past_key_values=None, **kwargs):
+def _last_ones(model, input_ids, **kwargs):
     """A decoding loop of a user's own: the least likely tokens."""
+    cache = passed_cache(kwargs)
     for _ in range(4):
-        new = input_ids[:, past_key_values.get_seq_length() :]
-        scores = model(new, past_key_values=past_key_values).logits[:, -1]
+        scores = model(input_ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1]
         input_ids = torch.cat([input_ids, scores.argmin(-1, keepdim=True)], dim=1)
     return input_ids
 

@@ -128,6 +128,7 @@ def test_a_reset_cache_is_empty(llama):
 def test_going_back_is_refused_by_name(llama):
     cache = bounded(llama, policy="h2o", budget=24)
     logits(llama, cache, tokens(30))
+    assert not cache.is_croppable
     with pytest.raises(HeteroKVError, match=r"cannot roll back.*BoundedLayer"):
         cache.crop(-3)
 

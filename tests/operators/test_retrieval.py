@@ -122,6 +122,7 @@ def test_after_a_crop_rewritten_blocks_have_new_representatives(deep_llama, repr
     number = TYPES[representative_type]
     cache = injected(deep_llama, representative_type=representative_type, representative_num=number, top_k_blocks=3)
     logits(deep_llama, cache, random_tokens(60), *random_tokens(10, 1).split(1, dim=1))
+    assert cache.is_croppable
     cache.crop(-back)
     logits(deep_llama, cache, random_tokens(20, 2), *random_tokens(12, 3).split(1, dim=1))
     length = 70 - back + 32
