@@ -18,7 +18,7 @@ import torch
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import passed_cache
-from hetero_kv.adapter.cacheless import without_cache
+from hetero_kv.adapter.cacheless import refuse_other_caches, without_cache
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload_hidden_states
@@ -112,6 +112,8 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
         return _inner(signature.call(args, kwargs), cache)
 
     def first(cache: HeteroCache, go_back: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # PEFT's prefix tuning passes a cache of its own beside it, where its name for the argument is an older one.
+        refuse_other_caches(model, kwargs)
         if cache.injection is not by:
             by.adopt(cache)
         if not has_head:

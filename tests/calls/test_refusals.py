@@ -123,6 +123,14 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     "training with gradient checkpointing": (in_training_with_checkpointing, "training with gradient checkpointing"),
     "set_attn_implementation after inject": (another_attention_implementation, r"'eager' after inject \(set_attn"),
     "another number of layers": (another_depth, "num_hidden_layers of LlamaModel is 2, .* passed through 3 layers"),
+    "another cache beside it": (
+        lambda call: call.model(PROMPT, past_key_values=DynamicCache(), cache=HeteroCache(call.model)),
+        "past_key_values, a DynamicCache",
+    ),
+    "another cache beside it, by the newer name": (
+        lambda call: call.model(PROMPT, past_key_values=HeteroCache(call.model), cache=DynamicCache()),
+        "cache, a DynamicCache",
+    ),
     "repeated rows": (lambda call: ran(call).batch_repeat_interleave(2), "cannot repeat its sequences"),
 }  # fmt: skip
 
