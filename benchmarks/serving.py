@@ -1,12 +1,15 @@
 """Many requests to one model at a time: tokens per second by rows, gaps while a prompt passes, shared beginnings.
 
     python -m benchmarks.serving [--model NAME] [--recipes dense,adaptive] [--context 1024] [--rows 8]
-        [--prompt 16384] [--repeats 5] [--json FILE]
+        [--prompt 16384] [--repeats 5] [--llama_batched_bench PROGRAM] [--json FILE] [--plot FILE]
 
 Rows: requests of different lengths near `--context` are answered at a time, and leave one after the other; a figure is
 the median time of a step, the repeats interleaved. Gaps: four requests are answered while a prompt of `--prompt` tokens
 passes; a gap is the time between two tokens of one of them. Beginnings: a second prompt has the same first 8,192 tokens
 (or half of `--prompt`, if that is less).
+
+llama.cpp's `llama-batched-bench`, built from its source, decodes as many rows of `--context` tokens each, with the same
+file and as many threads, behind the first recipe. The plot shows tokens per second by rows.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import Label, label_lines, new_figure, save
 from hetero_kv import Engine, SamplingParams, load_model
 from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.models.locating import locate
 from hetero_kv.serving.stream import Stream
 
 STEPS = 12
@@ -64,10 +71,15 @@ def end(engine: Engine, streams: Sequence[Stream]) -> None:
     engine.step()
 
 
+def row_counts(most: int) -> list[int]:
+    """The numbers of rows that are timed, the largest first."""
+    return [count for count in (8, 4, 2, 1) if count <= most]
+
+
 def by_rows(engine: Engine, context: int, most: int, repeats: int) -> dict[int, float]:
     """Tokens per second by number of rows, each of another length."""
     prompts = [ids(context - 37 * row, row) for row in range(most)]
-    counts = [count for count in (8, 4, 2, 1) if count <= most]
+    counts = row_counts(most)
     times: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
         streams = begun(engine, prompts)
@@ -77,6 +89,19 @@ def by_rows(engine: Engine, context: int, most: int, repeats: int) -> dict[int, 
             times[count] += [timed_step(engine) for _ in range(STEPS)]
         end(engine, streams)
     return {count: count / statistics.median(found) for count, found in times.items()}
+
+
+def llama_by_rows(program: str, model: str, context: int, most: int) -> dict[int, float]:
+    """llama.cpp's tokens per second by number of rows, of `context` tokens each, by its own benchmark."""
+    counts, file = sorted(row_counts(most)), locate(model, None, None).gguf
+    room = most * (context + STEPS) + 64
+    command = [
+        program, "-m", str(file), "-c", str(room), "-npp", str(context), "-ntg", str(STEPS),
+        "-npl", ",".join(map(str, counts)), "-t", str(torch.get_num_threads()), "--output-format", "jsonl",
+    ]  # fmt: skip
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return {line["pl"]: line["speed_tg"] for line in lines}
 
 
 def gaps(engine: Engine, context: int, prompt: int) -> dict[str, float]:
@@ -144,6 +169,26 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens per second by number of rows, a labelled line for each recipe and llama.cpp."""
+    figure, axes = new_figure()
+    labels = []
+    for number, each in enumerate(found):
+        points = sorted((int(rows), speed) for rows, speed in each["tokens_per_s"].items())
+        axes.plot(*zip(*points, strict=True), marker="o", color=f"C{number}")
+        labels.append(Label(each["recipe"], *points[-1], f"C{number}"))
+    counts = sorted({int(rows) for each in found for rows in each["tokens_per_s"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, map(str, counts))
+    axes.set_xlim(counts[0] / 1.2, counts[-1] * 1.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("requests answered at a time")
+    axes.set_ylabel("tokens per second, all requests")
+    axes.set_title("Decode speed by number of requests (higher is better)", fontsize=10)
+    label_lines(figure, axes, labels)
+    save(figure, axes, path)
+
+
 def main() -> None:
     """Measure, print, and write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,10 +198,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--llama_batched_bench", metavar="PROGRAM")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    found = [measured(arguments.model, recipe, arguments) for recipe in arguments.recipes.split(",")]
+    found: list[dict[str, Any]] = []
+    for recipe in arguments.recipes.split(","):
+        found.append(measured(arguments.model, recipe, arguments))
+        if arguments.llama_batched_bench and len(found) == 1:
+            program, context, most = arguments.llama_batched_bench, arguments.context, arguments.rows
+            theirs = llama_by_rows(program, arguments.model, context, most)
+            found.append({"recipe": "llama.cpp", "tokens_per_s": theirs, "speedup": theirs[max(theirs)] / theirs[1]})
     Console().print(table(found))
+    if arguments.plot is not None:
+        plot(found, arguments.plot)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
