@@ -1,7 +1,7 @@
 """The console script `hetero-kv`: its commands, and the exit status of errors and interruptions.
 
 A command is a module with `add_flags(parser)` and `run(flags) -> exit status`, and an entry of `COMMANDS`. The module
-is imported only when the command is called.
+is imported only when the command is called. Where another program's command parses the words, `run` takes these.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, err
 
 
 class Command(NamedTuple):
-    """A command: its module, and a one-line summary."""
+    """A command: its module, a one-line summary, and whether `run` takes the words unparsed, but for `--help`."""
 
     module: str
     summary: str
+    takes_words: bool = False
 
 
 COMMANDS: dict[str, Command] = {
@@ -44,6 +45,9 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("hetero_kv.commands.plan", "The memory of a context, the free memory, and the longest context."),
     "rules": Command("hetero_kv.commands.rules", "The operators and settings of a rules file, layer by layer."),
     "methods": Command("hetero_kv.commands.methods", "All operators, representatives and storage types."),
+    "lm_eval": Command(
+        "hetero_kv.commands.lm_eval", "Run tasks of EleutherAI's lm-evaluation-harness by any method.", takes_words=True
+    ),
 }
 
 
@@ -73,9 +77,10 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         module = importlib.import_module(command.module)
         parser = FlagParser(prog or f"hetero-kv {name}", command.summary)
         module.add_flags(parser)
-        flags = parser.parse(arguments)
+        is_passed_on = command.takes_words and list(arguments) not in (["-h"], ["--help"])
+        parsed = arguments if is_passed_on else parser.parse(arguments)
         _require_instruction_set()
-        status: int = module.run(flags)
+        status: int = module.run(parsed)
         if sys.stdout is not None:
             # Flush here, so that a write error is handled below and not by the interpreter at exit.
             sys.stdout.flush()

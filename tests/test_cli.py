@@ -42,6 +42,7 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         (["plan", "--devise", "x"], 2, "unknown flag '--devise'; did you mean --device?"),
         (["contexts", "lst"], 2, "contexts has no action 'lst'"),
         (["methods"], 0, "streaming_llm"),
+        (["lm_eval", "--help"], 0, "usage: hetero-kv lm_eval ARG"),
         (["rules", "layered"], 2, "there is no rules file 'layered'"),
         (["rules", "quest:block_size=32"], 0, "block_size 32"),
         (["rules", "tova", "--json"], 0, '"operator": "BoundedAttention"'),

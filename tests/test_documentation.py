@@ -48,7 +48,8 @@ FLOORS = (
     ("hetero_kv.contexts", "hetero_kv.planning"),
     ("hetero_kv.rules",),
     ("hetero_kv.loading",),
-    ("hetero_kv.cli", "hetero_kv.evals", "hetero_kv.serving"),
+    ("hetero_kv.serving",),
+    ("hetero_kv.cli", "hetero_kv.evals"),
     ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.__main__"),
 )
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
