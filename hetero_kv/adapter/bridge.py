@@ -58,8 +58,8 @@ class AttentionCall:
 
     def as_prompt(self) -> AttentionCall:
         """The call for a prompt of one row, whose tokens are the rows of this one."""
-        parts = (each.transpose(0, 2) for each in (self.q, self.k, self.v))
-        return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
+        q, k, v = (each.transpose(0, 2) for each in (self.q, self.k, self.v))
+        return AttentionCall(q, k, v, self.scale, self.softcap, self.sliding_window, self.sink)
 
 
 class AttentionHandler(Protocol):
