@@ -31,8 +31,8 @@ class RecordedPrompt(Protocol):
     @property
     def rotation(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
-    def show_last_queries(self, observation: Any) -> None:
-        """Feed the last queries to an empty observation window, as if the prompt had just been prefilled.
+    def observed_by(self, observation: Any) -> Any:
+        """An empty observation window after the last queries, as if the prompt had just been prefilled.
 
         Raises HeteroKVError when the window needs more queries than were recorded.
         """

@@ -48,8 +48,8 @@ class RecordedLayer:
         keys, values = self.keys.to(device), self.values.to(device)
         return RecordedLayer(keys, values, self.length, observation, cached, rotation, self._received)
 
-    def show_last_queries(self, observation: Observation) -> None:
-        """Fill an empty observation window with the last queries, as if the prompt had just been prefilled.
+    def observed_by(self, observation: Observation) -> Observation:
+        """An empty observation window after the last queries, as if the prompt had just been prefilled.
 
         Raises HeteroKVError if the recording has fewer queries than the window.
         """
@@ -64,11 +64,11 @@ class RecordedLayer:
                 f"observation_len is {observation.window}, but the prefill was recorded with its last "
                 f"{recorded.q.shape[2]} queries; record it with observation_len={observation.window}"
             )
-        _see(observation, recorded)
-        window = observation.window
+        window, seen = observation.window, _grown(observation, recorded)
         if window not in self._received:
-            self._received[window] = observation.accumulated_attention(self.keys).cpu()
-        observation.known = self._received[window]
+            self._received[window] = seen.accumulated_attention(self.keys).cpu()
+        seen.known = self._received[window]
+        return seen
 
     def fill(self, layer: Any) -> None:
         """Bring an empty transformers dynamic cache layer into the state after the prompt."""
@@ -124,8 +124,8 @@ class RecordingLayer(BufferedLayer):
         assert self.observation is not None
         before, observation = self.recorded, Observation(self.observation.window)
         if before is not None and before.observation is not None:
-            _see(observation, before.observation.to(keys.device))
-        _see(observation, self.observation)
+            observation = _grown(observation, before.observation.to(keys.device))
+        observation = _grown(observation, self.observation)
         if before is not None and before.rotation is not None:
             self.rotations = (before.rotation, *self.rotations)
         updates = self._updates
@@ -143,8 +143,8 @@ class RecordingLayer(BufferedLayer):
         raise HeteroKVError("a prefill is recorded of one prompt; its cache has no other rows")
 
 
-def _see(observation: Observation, other: Observation) -> None:
-    """Add the queries of `other` to `observation`."""
+def _grown(observation: Observation, other: Observation) -> Observation:
+    """`observation` after the queries of `other`."""
     assert other.q is not None
     assert other.lse is not None
-    observation.add(other.q, other.lse, other.scale, other.softcap)
+    return observation.grown(other.q, other.lse, other.scale, other.softcap)

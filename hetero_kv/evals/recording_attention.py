@@ -59,7 +59,7 @@ class RecordingAttention(AttentionOperator):
             layer.observation = Observation(self.settings.observed(None))
         past_k, past_v = layer.extend(call.k, call.v)
         out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        layer.observation.add(call.q, lse, call.scale, call.softcap)
+        layer.observation = layer.observation.grown(call.q, lse, call.scale, call.softcap)
         return out
 
     def decode_step(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:

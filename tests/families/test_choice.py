@@ -69,7 +69,7 @@ def test_received_attention_is_the_column_sum_of_the_last_rows(length, window, s
     expected = scores.softmax(-1)[:, :, -window:].sum(dim=2).unflatten(1, (2, 2)).sum(dim=2)
     observation = Observation(window)
     for queries, lse in zip(q.split(chunk, 2), scores.logsumexp(-1).split(chunk, 2), strict=True):
-        observation.add(queries, lse, 0.5, softcap)
+        observation = observation.grown(queries, lse, 0.5, softcap)
     torch.testing.assert_close(observation.accumulated_attention(k), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -59,6 +59,30 @@ def test_some_places():
     failed_at_random_places("quest", 8)
 
 
+@pytest.mark.parametrize("recipe", ["ktransformers", "snapkv"])
+def test_a_part_that_is_passed_again_is_observed_once(recipe, monkeypatch):
+    with engine_of(recipe, longest_gap_s=1e-6) as engine:
+        forward, calls = engine._scheduler._forward, []
+        mixed, logits = forward.mixed, forward._logits
+
+        def failing(cache, token_ids):
+            logits(cache, token_ids)
+            raise MemoryError
+
+        def fails_in_turn(*args):
+            calls.append(args)
+            with monkeypatch.context() as patch:
+                if len(calls) % 2:
+                    patch.setattr(forward, "_logits", failing)
+                return mixed(*args)
+
+        monkeypatch.setattr(forward, "mixed", fails_in_turn)
+        answer = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        streams = [engine.generate(tokens, answer) for tokens in PROMPTS[:4]]
+        assert [stream.result().tokens for stream in streams] == [alone(engine, tokens, 40) for tokens in PROMPTS[:4]]
+        assert len(calls) > 4
+
+
 def test_an_interrupt_while_tokens_are_chosen_loses_none(monkeypatch):
     with engine_of("quest") as engine:
         streams = [engine.generate(tokens, ANSWER) for tokens in LOAD]
@@ -80,6 +104,6 @@ def test_an_interrupt_while_tokens_are_chosen_loses_none(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv"])
+@pytest.mark.parametrize("recipe", ["dense", "quest", "ktransformers", "snapkv", "retroinfer", "shadowkv"])
 def test_a_hundred_places(recipe):
     assert len(failed_at_random_places(recipe, 100)) == 3

@@ -51,8 +51,9 @@ class ExactPrefill(AttentionOperator):
             if step.part.is_first:
                 layer.state = replace(layer.state, observation=self._new_observation(step))
         out, lse, q = self._attended_chunk(layer, step, call)
-        if layer.state.observation is not None:
-            layer.state.observation.add(q, lse, call.scale, call.softcap)
+        observation = layer.state.observation
+        if observation is not None:
+            layer.state = replace(layer.state, observation=observation.grown(q, lse, call.scale, call.softcap))
         return out.to(call.q.dtype)
 
     def _attended_chunk(
@@ -80,7 +81,7 @@ class ExactPrefill(AttentionOperator):
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
         observation = self._new_observation(step)
         if observation is not None:
-            recorded.show_last_queries(observation)
+            observation = recorded.observed_by(observation)
         layer.state = replace(layer.state, observation=observation)
         buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
         try:

@@ -14,8 +14,9 @@ class Observation:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over all keys that a query sees.
         scale, softcap: of the scores, as the attention was called with.
-        known: the result of `accumulated_attention` for the whole sequence, if it has been computed already; `add`
-            discards it.
+        known: the result of `accumulated_attention` for the whole sequence, if it has been computed already.
+
+    It is replaced and not changed, for a rollback returns to the former one.
     """
 
     def __init__(self, window: int) -> None:
@@ -26,14 +27,16 @@ class Observation:
         self.softcap: float | None = None
         self.known: torch.Tensor | None = None
 
-    def add(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
-        """Add a chunk's queries [batch, heads, tokens, k_dim] and their lse [batch, heads, tokens]."""
+    def grown(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> Observation:
+        """The window after a chunk's queries [batch, heads, tokens, k_dim] with their lse [batch, heads, tokens]."""
         q, lse = q[:, :, -self.window :], lse[:, :, -self.window :]
         if self.q is not None and self.lse is not None and q.shape[2] < self.window:
             q, lse = torch.cat([self.q, q], dim=2), torch.cat([self.lse, lse], dim=2)
         # Clones, because slices would keep the whole chunk's queries alive.
-        self.q, self.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
-        self.scale, self.softcap, self.known = scale, softcap, None
+        grown = Observation(self.window)
+        grown.q, grown.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
+        grown.scale, grown.softcap = scale, softcap
+        return grown
 
     def accumulated_attention(self, keys: torch.Tensor) -> torch.Tensor:
         """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TypeVar
 
 import torch
@@ -29,9 +28,10 @@ class WindowVote(EvictionPolicy[V]):
         window = self.settings.recent_tokens
         if not attended.is_decoded:
             carried = entries.carried.get("window")
-            observation = copy.copy(carried or Observation(self.settings.observed(attended.question)))
-            observation.add(attended.q, attended.lse, attended.scale, attended.softcap)
-            return entries.carrying(window=observation)
+            observation = carried or Observation(self.settings.observed(attended.question))
+            return entries.carrying(
+                window=observation.grown(attended.q, attended.lse, attended.scale, attended.softcap)
+            )
         votes = entries.score("vote").clone()
         votes[..., -window:] += attended.column_sums().mean(dim=2)[..., -window:]
         return entries.scored(vote=votes)
