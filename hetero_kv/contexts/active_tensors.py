@@ -46,6 +46,11 @@ def own_tensors(part: ActivePart) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
+def frequencies_change(model: nn.Module) -> bool:
+    """Whether RoPE frequencies of a model depend on the longest sequence of a forward (`dynamic`, `longrope`)."""
+    return any(_changes(module) for module in model.modules())
+
+
 def _changes(rotary: Any) -> bool:
     return any(kind in str(getattr(rotary, "rope_type", "")) for kind in _CHANGING)
 

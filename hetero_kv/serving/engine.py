@@ -36,8 +36,9 @@ class Engine:
     All requests share one store of keys and values. A prompt that begins as an earlier one does computes the rest
     alone. Requests that are answered at the same time share every reading of the weights.
 
-    Under sparse prefill and fixed memory prompts pass whole, whatever `longest_gap_s` and `part` are, because parts
-    would change what they attend to. No sequence is kept where a later prompt is not computed exactly.
+    Under sparse prefill and fixed memory, and where RoPE frequencies follow from a prompt's length (`dynamic`,
+    `longrope`), prompts pass whole, whatever `longest_gap_s` and `part` are, because parts would be computed otherwise.
+    No sequence is kept where a later prompt is not computed exactly.
 
     Args:
         model: with rules injected: the result of `hetero_kv.load_model(name, config=...)`.
@@ -85,12 +86,15 @@ class Engine:
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
         operators = list(injection.attention_operators())
         layers = injection.cache_layers()
-        splits = all(each.prefills_exactly for each in operators) and not any(
-            getattr(layer, "is_strided", False) for layer in layers
+        forward = ModelForward(model.model, model.tokenizer)
+        splits = (
+            all(each.prefills_exactly for each in operators)
+            and not any(getattr(layer, "is_strided", False) for layer in layers)
+            and not forward.longest_rotates_all
         )
-        self._prefixes = ResidentPrefixes(operators, kept_prefixes)
+        self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
         self._scheduler = Scheduler(
-            ModelForward(model.model, model.tokenizer),
+            forward,
             self._store,
             self._prefixes,
             PartSize(longest_gap_s, part),

@@ -12,7 +12,9 @@ import torch
 
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.foreign import has_hooks
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.joined_caches import PassingPrompt, joined
 from hetero_kv.engine.layer import FamilyLayer
@@ -63,8 +65,15 @@ class ModelForward:
         self.model, self._tokenizer = model, tokenizer
         has_choice = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if has_choice else {}
-        #: Whether parts of prompts can pass beside decoded tokens.
-        self.mixes = _mixes(model)
+        #: Whether the RoPE frequencies of a forward's rows follow from the longest one.
+        self.longest_rotates_all = frequencies_change(model)
+        self._is_token_wise = not self.longest_rotates_all and _mixes(model)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether parts of prompts can pass beside decoded tokens."""
+        # Hooks behind the layers may read the states of all tokens.
+        return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
 
     def new_cache(self, store: Store) -> HeteroCache:
         """An empty cache of one row in a store that the model's caches share."""
@@ -97,11 +106,14 @@ class ModelForward:
     def decode(self, caches: Sequence[HeteroCache], tokens: Sequence[int]) -> torch.Tensor:
         """Pass one token behind those of each cache, which has one row. Returns logits [rows, vocab].
 
-        Each row is computed as if it were alone. After an exception, no cache has changed.
+        Each row is computed as if it were alone; row by row where the longest one would change the others' rotation.
+        After an exception in a joint forward, no cache has changed.
         """
         token_ids = torch.tensor(tokens)[:, None]
         if len(caches) == 1:
             return self._logits(caches[0], token_ids)
+        if self.longest_rotates_all:
+            return torch.cat([self._logits(cache, ids[None]) for cache, ids in zip(caches, token_ids, strict=True)])
         with joined(caches) as cache:
             return self._logits(cache, token_ids)
 

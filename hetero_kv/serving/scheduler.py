@@ -69,7 +69,7 @@ class Scheduler:
         self.waiting.sort(key=lambda each: each.priority)
 
     def step(self) -> None:
-        """Compute one step. After an interrupt (Ctrl-C) the next one goes on where it stopped."""
+        """Compute one step. After Ctrl-C in a forward, or while tokens are chosen, the next one goes on there."""
         self._choose()
         self._retire_cancelled()
         self._admit()

@@ -24,8 +24,8 @@ PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((5, 61, 1
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
-def engine_of(recipe="quest", architecture="llama", **settings):
-    model = tiny_model(architecture)
+def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
+    model = tiny_model(architecture, **(changes or {}))
     injected(model, small_recipe(recipe, max_seq_len=400))
     loaded = LoadedModel(model, Numbers(), f"tiny {architecture}", 512)
     return Engine(loaded, **{"max_seq_len": 400, "starts_thread": False, **settings})

@@ -62,3 +62,20 @@ def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(
         answers = [stream.result().tokens for stream in streams]
         assert answers == [alone(engine, tokens, 40) for tokens in PROMPTS[:3]]
         assert len(failures) == 3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_of_a_model_whose_rotation_follows_the_longest_are_computed_alone(kind):
+    half = [1.0 + 0.3 * index for index in range(8)]
+    scaling = {
+        "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        "longrope": {
+            "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": half, "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64, "factor": 8.0,
+        },
+    }[kind]  # fmt: skip
+    with engine_of("dense", "llama", {"rope_parameters": scaling}, longest_gap_s=1e-6) as engine:
+        streams = [engine.generate(tokens, LONG) for tokens in PROMPTS[:4]]
+        answers = [stream.result().tokens for stream in streams]
+        assert answers == [alone(engine, tokens, 40) for tokens in PROMPTS[:4]]
+        assert not engine._scheduler._forward.mixes
