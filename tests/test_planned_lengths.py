@@ -106,6 +106,12 @@ def test_caches_of_a_process_share_its_budget():
     HeteroCache(model)
 
 
+def test_a_budget_that_is_too_small_is_named_with_its_remedy():
+    plan = Plan(footprint_of([PAGED] * 10), 10**12, None, 5000, budget=0)
+    with pytest.raises(OutOfMemoryError, match=r"not even one token fits: raise dram_budget_gb$"):
+        resolve_max_seq_len("auto", plan)
+
+
 def test_a_batch_and_its_forks_take_stores_of_their_own_and_one_prefill():
     footprint = footprint_of([PAGED] * 10)
     one, batch, forked = footprint.memory(1000), footprint.memory(1000, batch=4), footprint.memory(1000, forks=4)

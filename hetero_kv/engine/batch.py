@@ -122,7 +122,8 @@ class Batch:
         if count:
             self._begin_again()
         first = self.groups[0]
-        crowded = first.store.waits and not reserved_by_others(first.store).is_nothing
+        others = reserved_by_others(first.store)
+        crowded = first.store.waits and (others.planned > 0 or not others.is_nothing)
         if first.layouts and not first.store.is_common and (crowded or batch > self._planned_batch):
             planned = max(batch, self._planned_batch)
             first.store = self._maker.planned_store(

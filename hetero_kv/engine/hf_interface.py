@@ -20,7 +20,7 @@ class HFInterface(CacheStatistics, Cache):
     steps: tuple[Step, ...]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """PaddingMask of the batch so far, padding included; with equal lengths, the tokens of each row.
+        """Columns of the batch so far, padding included; with equal lengths, the tokens of each row.
 
         While a group passes through the model: the length in its layer.
         """

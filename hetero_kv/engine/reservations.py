@@ -37,7 +37,7 @@ class Reserved(NamedTuple):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether all free memory is free of reservations."""
+        """Whether other caches have nothing reserved, and none waits for its share."""
         return not (self.size or self.waiting)
 
 

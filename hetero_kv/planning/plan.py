@@ -103,7 +103,7 @@ class Plan:
 
     def is_crowded(self, requested: int | str) -> bool:
         """Whether other caches' reservations leave too little for `requested` tokens ("auto": the context length)."""
-        if self.reserved.is_nothing:
+        if self.reserved.is_nothing and (self.budget is None or not self.reserved.planned):
             return False
         return not (self if requested == "auto" else self._alone()).fits(
             self.context_length if requested == "auto" else int(requested)
@@ -190,9 +190,12 @@ def resolve_max_seq_len(requested: int | str, plan: Plan) -> int:
     forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
     for smaller in (batches, forks):
         remedies += [text for fewer, text in smaller if fewer.fits(tokens)][-1:]
-    nothing = "not even one token fits: " + (
-        "reset or drop other caches, or give each a max_seq_len" if plan.reserved.caches else "take a smaller model"
-    )
+    if not plan.fits_budget(1):
+        remedy = "raise dram_budget_gb" + (", or reset or drop other caches" if plan.reserved.planned else "")
+    else:
+        others = plan.reserved.caches
+        remedy = "reset or drop other caches, or give each a max_seq_len" if others else "take a smaller model"
+    nothing = f"not even one token fits: {remedy}"
     remedy = f"{', or '.join(remedies)} would fit" if remedies else nothing
     raise OutOfMemoryError(f"max_seq_len is {requested}: {_lacking(plan, tokens)}; {remedy}")
 
@@ -206,9 +209,9 @@ def _lacking(plan: Plan, tokens: int) -> str:
     what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
     others = plan.reserved
     if plan.budget is not None and not plan.fits_budget(tokens):
-        beside = f", besides {others.planned / 1e9:.2f} GB of other caches" if others.planned else ""
+        beside = f", besides {others.planned / 1e9:.3g} GB of other caches" if others.planned else ""
         kept = plan.resident_dram(tokens) / 1e9
-        return f"{what} keep {kept:.2f} GB of DRAM{beside}, and dram_budget_gb is {plan.budget / 1e9:g}"
+        return f"{what} keep {kept:.3g} GB of DRAM{beside}, and dram_budget_gb is {plan.budget / 1e9:g}"
     reserved_note = ""
     if others.caches and of == "DRAM":
         reserved_note = f"besides {others.size / 1e9:.2f} GB reserved by {others.caches} other caches of this process "

@@ -27,8 +27,8 @@ class EngineSettings(Settings):
     )
     dram_budget_gb: float | Literal["auto"] = setting(
         "auto",
-        "the most DRAM that all caches of a process may keep together, GB; `max_seq_len` and the engine's store are "
-        "planned within it; auto: what is free",
+        "the most DRAM that all caches of a process may keep together with one of this model, GB; `max_seq_len` and "
+        "the engine's store are planned within it; auto: what is free",
         minimum=0,
     )
     threads_num: int | Literal["auto"] = setting(
