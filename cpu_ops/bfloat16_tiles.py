@@ -14,7 +14,7 @@ from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 LANES = 16
 COLUMNS = 4 * LANES
-"""PaddingMask of a register tile."""
+"""Columns of a register tile."""
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 

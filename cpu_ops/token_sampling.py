@@ -107,7 +107,9 @@ def filter_kernel() -> Any:
             largest = max(largest, logits[i])
         factor = np.float32(LOG2_E / temperature)
         for i in range(logits.size + 0 * code_version):
-            weights[i] = exp2((logits[i] - largest) * factor)
+            less = logits[i] - largest
+            # Neither an infinite factor nor one of zero may make a number of 0 and infinity.
+            weights[i] = exp2(less * factor) if np.float32(-np.inf) < less < 0 else np.float32(less == 0)
         if 0 < top_k < logits.size:
             _cut(weights, np.float64(top_k), False)
         if top_p < 1:
@@ -148,7 +150,7 @@ def draw_kernel() -> Any:
                 rest -= sums[each]
         for i in range(part * _PART, min(weights.size, (part + 1) * _PART)):
             if weights[i] > 0:
-                token = i
+                token = np.int64(i)
                 rest -= weights[i]
                 if rest < 0:
                     break

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 TILE = 16
 """Rows of a tile."""
 GROUP = 32
-"""PaddingMask of a group; activations have one scale per group."""
+"""Columns of a group; activations have one scale per group."""
 VECTORS = 8
 """Vectors of codes per group and tile."""
 _VECTOR_BYTES = 64
@@ -66,7 +66,7 @@ class WeightFormat:
 
     @property
     def columns(self) -> int:
-        """PaddingMask of a block."""
+        """Columns of a block."""
         return GROUP * self.groups
 
     @property

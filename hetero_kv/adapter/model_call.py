@@ -98,7 +98,7 @@ class ModelCall:
         cut = {
             name: _of_rows(name, value, batch_slice.rows, rows)
             for name, value in part.items()
-            # PaddingMask of the batch are not positions of a row.
+            # Columns of the batch are not positions of a row.
             if name not in ("attention_mask", "cache_position")
         }
         return replace(self, arguments=cut)

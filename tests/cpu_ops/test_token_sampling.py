@@ -65,3 +65,14 @@ def test_the_last_token_with_a_weight_is_drawn_by_the_largest_number():
     weights[[3, 700]] = 1, 1e-3
     assert drawn(weights, np.nextafter(1.0, 0.0)) == 700
     assert drawn(weights, 0.0) == 3
+
+
+def test_any_temperature_draws_a_token_that_is_allowed():
+    logits = np.array([-np.inf, 2.0, 5.0, -np.inf, 4.0], np.float32)
+    for temperature in (5e-324, 1e-40, 1e-3, 1e3, 1e50, 1e308):
+        weights = filtered_weights(logits, temperature, 0, 1.0, 0.0)
+        assert np.isfinite(weights).all()
+        assert (weights[[0, 3]] == 0).all()
+        assert weights[2] == 1
+        expected = [0, 1, 0] if temperature < 1e-2 else [1, 1, 1]
+        np.testing.assert_allclose(weights[[1, 2, 4]], expected, atol=5e-3)
