@@ -189,6 +189,7 @@ rules:
     assert report["engine_sources"] == {
         "chunk_size": "injection_rules/ktransformers.yaml: long_context",
         "max_seq_len": f"{mine}: long_context",
+        "dram_budget_gb": "default",
         "threads_num": "default",
         "attention_backend": "default",
         "cuda_graphs": "default",

@@ -10,8 +10,8 @@ LEAST_BESIDE = 8
 _PLANNED = 0.8
 #: The most tokens of a small part, which multiplies packed weights and attends to the past where it lies.
 SMALL = 64
-#: The fewest tokens of a large part. Where parts that are not small unpack all weights (signed codes under AVX2), 128
-#: tokens take 1.65 s where 64 take 0.62 and 512 take 4.0 (the default model behind 1,024 tokens).
+#: The fewest tokens of a large part. Every part that is not small unpacks all weights: 128 tokens take 1.65 s where 64
+#: take 0.62 and 512 take 4.0 (the default model behind 1,024 tokens, AVX2).
 LARGE = 512
 # Each new measurement's weight in the mean.
 _NEWEST = 0.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from functools import cached_property
 
@@ -13,7 +12,6 @@ from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
 from hetero_kv.cpu_ops.threads import at_most
-from hetero_kv.cpu_ops.weight_dots import dot_instruction
 from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
@@ -39,14 +37,11 @@ def kernel_threads_of_torch() -> int:
 def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
     """The most rows of activations of `dtype` that a CPU multiplies with codes of format `name` instead of numbers.
 
-    It is `FEW_ROWS` for 16-bit numbers, and for instruction sets without a measurement. Without VNNI unsigned codes are
-    faster than numbers for any rows: 768 rows take 0.54 (Q4_K) to 0.81 (Q6_K) of the time (Zen 3).
+    It is `FEW_ROWS` for 16-bit numbers, and for instruction sets without a measurement. Under AVX2 unsigned codes would
+    be faster for any rows (768 rows: 0.54 to 0.81 of the time, Zen 3), but a long prompt is computed by its numbers.
     """
-    layout = FORMATS[name]
-    if layout.number or isa() not in ("avx2", "avx512"):
+    if FORMATS[name].number or isa() not in ("avx2", "avx512"):
         return FEW_ROWS
-    if dot_instruction() == "avx2" and not layout.signed:
-        return sys.maxsize
     return _ROWS_BESIDE_TILES if dtype is torch.bfloat16 and multiplies_by_tiles() else _ROWS_BY_CODES
 
 
