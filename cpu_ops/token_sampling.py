@@ -77,13 +77,13 @@ def _cut(weights, limit, by_sum):
     for low in (10, 0):
         at_boundary = weights[places[:count]]
         digits = at_boundary.view(np.uint32)
-        wanted, before = _boundary(digits, at_boundary, low, 10, limit, before, by_sum)
+        at, before = _boundary(digits, at_boundary, low, 10, limit, before, by_sum)
         left = 0
         for j in range(count):
             digit = (digits[j] >> np.uint32(low)) & np.uint32(1023)
-            if digit < wanted:
+            if digit < at:
                 weights[places[j]] = 0
-            elif digit == wanted:
+            elif digit == at:
                 places[left] = places[j]
                 left += 1
         count = left

@@ -112,7 +112,7 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
         return _inner(signature.call(args, kwargs), cache)
 
     def first(cache: HeteroCache, go_back: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # PEFT's prefix tuning passes a cache of its own beside it, where its name for the argument is an older one.
+        # PEFT's prefix tuning passes a second cache, under the argument's older name.
         refuse_other_caches(model, kwargs)
         if cache.injection is not by:
             by.adopt(cache)

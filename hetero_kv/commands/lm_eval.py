@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: lm_eval is not installed, or a mistake in `--model_args`.
-        HeteroKVError: a request that cannot be computed as asked.
+        HeteroKVError: a request that does not fit, or that the model cannot compute.
     """
     from hetero_kv.evals.lm_eval_adapter import register
 

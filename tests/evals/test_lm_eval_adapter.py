@@ -16,7 +16,6 @@ from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals import lm_eval_adapter
 from hetero_kv.evals.lm_eval_adapter import HarnessModel, ModelArguments, lm_class, register
 from hetero_kv.evals.lm_eval_adapter.generation_arguments import sampling_params
-from hetero_kv.evals.lm_eval_adapter.model_arguments import device_of
 from hetero_kv.models.loading import LoadedModel
 from tests.support import tiny_tokenizers
 from tests.support.small_recipes import small_recipe
@@ -90,9 +89,9 @@ def test_a_log_likelihood_under_a_covering_budget_is_that_of_teacher_forcing(
 
 
 def test_of_all_next_letters_the_likeliest_is_greedy_and_one_request_computes_them(tokenizer, untouched, monkeypatch):
-    harness, asked = harness_of(tokenizer), []
+    harness, submitted = harness_of(tokenizer), []
     generate = harness.engine.generate
-    monkeypatch.setattr(harness.engine, "generate", lambda *given: asked.append(given) or generate(*given))
+    monkeypatch.setattr(harness.engine, "generate", lambda *given: submitted.append(given) or generate(*given))
     letters = [chr(code) for code in range(33, 127)]
     tokens = [tokenizer.encode(letter)[0] for letter in letters]
     contexts = [f"hello {number}" for number in range(22, 28)]
@@ -106,7 +105,7 @@ def test_of_all_next_letters_the_likeliest_is_greedy_and_one_request_computes_th
     assert [each.logprob for each in found] == pytest.approx(expected, abs=1e-4)
     assert [each.is_greedy for each in found] == are_greedy
     assert any(each.is_greedy for each in found)
-    assert len(asked) == len(contexts)
+    assert len(submitted) == len(contexts)
 
 
 def test_the_first_token_comes_out_of_the_prompt_unless_the_context_is_decoded(tokenizer, untouched):
@@ -120,7 +119,7 @@ def test_the_first_token_comes_out_of_the_prompt_unless_the_context_is_decoded(t
     assert min(off[0][3], *off[1]) > 1e-3
 
 
-def test_a_request_that_does_not_fit_is_refused_with_both_numbers_or_cut_if_that_is_asked_for(
+def test_a_request_that_does_not_fit_is_refused_with_both_numbers_or_cut_where_truncation_says_so(
     tokenizer, untouched, caplog
 ):
     pairs = [("hello", " user"), ("x" * 170 + LONG, "yes")]
@@ -193,41 +192,6 @@ def test_drawn_answers_follow_from_torchs_seed(tokenizer):
     assert drawn[0][0] != drawn[0][1]
 
 
-def test_generation_arguments_become_sampling_params(caplog):
-    control = {"<|im_end|>": 7}
-    params = sampling_params({"until": ["\n", "<|im_end|>"]}, 256, control)
-    assert (params.stop, params.ends, params.max_new_tokens, params.temperature) == (("\n", "<|im_end|>"), (7,), 256, 0)
-    params = sampling_params(
-        {"max_new_tokens": 8, "do_sample": True, "top_p": 0.9, "top_k": 5, "min_p": 0.1}, 256, control
-    )
-    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (8, 1, 0.9, 5, 0.1)
-    assert sampling_params({"temperature": 0.7}, 9, {}).temperature == 0.7
-    assert sampling_params({"repetition_penalty": 1.2}, 9, {}).repetition_penalty == 1.2
-    assert not caplog.text
-    assert sampling_params({"do_sample": False, "temperature": 0.7, "top_p": 1.0}, 9, {}).is_greedy
-    assert "temperature=0.7 has no effect" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"temprature": 1}, "generation has no argument 'temprature'; did you mean temperature?"),
-        ({"max_length": 9}, "generation has no argument 'max_length'"),
-        ({"until": [""]}, r"until is \[''\]; it must be a non-empty text"),
-        ({"until": 3}, "until is 3"),
-        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
-        ({"max_gen_toks": 5, "max_tokens": 6}, "max_gen_toks is 5 and max_tokens is 6, which mean the same"),
-        ({"do_sample": True, "temperature": 0.0}, "do_sample is true and temperature is 0"),
-        ({"do_sample": "yes"}, "do_sample is 'yes'"),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
-        ({"temperature": 1, "top_p": 2}, "top_p is 2"),
-    ],
-)
-def test_a_mistake_in_generation_arguments_is_refused_by_name(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        sampling_params(arguments, 256, {})
-
-
 def test_a_chat_is_rendered_as_transformers_renders_it(tokenizer):
     harness = harness_of(tokenizer)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello {{ user }} <b>"}]
@@ -271,66 +235,6 @@ def test_a_text_without_context_needs_a_token_before_it():
     assert len(list(harness_of(tokenizer, prefix_token_id=5).loglikelihoods([("", "hello")]))) == 1
     with pytest.raises(ConfigError, match=f"prefix_token_id is {VOCAB}; the model has tokens 0 to {VOCAB - 1}"):
         harness_of(tokenizer, prefix_token_id=VOCAB)
-
-
-def test_model_args_are_own_ones_and_settings_of_the_rules():
-    parsed = ModelArguments.parsed(
-        {"model": "m.gguf", "config": "quest", "max_seq_len": 99, "device": None}, batch_size=1
-    )
-    assert (parsed.pretrained, parsed.config, parsed.device, parsed.batch) == ("m.gguf", "quest", "auto", 1)
-    assert parsed.settings == {"max_seq_len": 99}
-    assert ModelArguments.parsed({"trust_rules": "mine"}).trust_rules == ("mine",)
-
-
-@pytest.mark.parametrize(
-    ("batch", "batch_size", "max_batch_size", "rows"),
-    [
-        (None, None, None, 8),
-        (None, "4", None, 4),
-        (5, 1, None, 5),
-        (5, "5", None, 5),
-        (None, "auto:2", 6, 6),
-        (3, "auto", None, 3),
-    ],
-)
-def test_the_rows_come_from_batch_or_from_lm_evals_flags(batch, batch_size, max_batch_size, rows):
-    assert ModelArguments.parsed({"batch": batch}, batch_size, max_batch_size).batch == rows
-
-
-@pytest.mark.parametrize(
-    ("arguments", "flags", "message"),
-    [
-        ({"batch": 0}, (), "batch is 0; it must be a whole number of at least 1"),
-        ({"batch": 4}, (2,), "batch is 4, and batch_size is 2, which mean the same"),
-        ({}, ("many",), "batch_size is 'many'"),
-        ({}, (4, 8), "max_batch_size is 8, and batch_size is 4"),
-        ({"truncation": True}, (), "truncation is True; it must be 'refuse', or 'left'"),
-        ({"model": "a", "pretrained": "b"}, (), "model is 'a' and pretrained is 'b', which mean the same"),
-        ({"add_bos_token": "maybe"}, (), "add_bos_token is 'maybe'; it must be true or false"),
-        ({"pretrained": 3}, (), "pretrained is 3; it must be a text"),
-        ({"trust_rules": "not a module"}, (), "model_args: trust_rules has 'not a module'"),
-    ],
-)
-def test_a_mistake_in_model_args_is_refused_by_name(arguments, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        ModelArguments.parsed(arguments, *flags)
-
-
-def test_a_model_arg_that_is_no_setting_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="max_seq_length"):
-        HarnessModel.load(ModelArguments.parsed({"pretrained": "/nowhere.gguf", "max_seq_length": 9}))
-
-
-def test_the_device_that_lm_eval_sets_by_itself_counts_where_there_is_a_gpu(monkeypatch, caplog):
-    assert device_of(None, None) is None
-    assert device_of("cpu", "cuda:0") == device_of("cpu", None) == device_of(None, "cpu") == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert device_of(None, "cuda:0") == "cuda:0"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_of(None, "cuda:0") == "cpu"
-    assert "there is no GPU: computing on the CPU" in caplog.text
-    with pytest.raises(ConfigError, match="device is 'cpu', and --device is 'cuda:1'"):
-        device_of("cpu", "cuda:1")
 
 
 def test_the_command_passes_its_words_on_unchanged(monkeypatch):

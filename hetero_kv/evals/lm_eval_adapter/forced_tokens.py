@@ -13,7 +13,7 @@ class ForcedTokens:
 
     Args:
         tokens: the answer that is forced, at least one token.
-        choices: tokens that may stand in the place of the last one, whose log-probabilities are wanted too.
+        choices: alternatives to the last token, whose log-probabilities are recorded too.
 
     Attributes:
         choice_logprobs: the log-probabilities of `choices` by the model's own logits, nats; empty before the last step.

@@ -1,4 +1,4 @@
-"""What lm_eval asks of a model, answered by an `Engine`: log-likelihoods, answers, chat templates."""
+"""Answers lm_eval's requests by an `Engine`: log-likelihoods, generated answers, chat templates."""
 
 from __future__ import annotations
 
