@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.adapter.footprint import BytesPerToken
+from hetero_kv.adapter.footprint import BytesPerToken, WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.reservations import Reserved
 from hetero_kv.families.retrieval.footprint import PagedFootprint
+from hetero_kv.planning.common_plan import CommonPlan
 from hetero_kv.planning.plan import (
     RESERVE,
     OutOfMemoryError,
@@ -187,3 +188,36 @@ def test_a_full_store_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: 10**9)
     with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
         HeteroCache(model)
+
+
+def test_a_budget_is_for_the_whole_process_whichever_model_has_it():
+    first, second = tiny_model("llama", max_position_embeddings=4096), tiny_model("llama", max_position_embeddings=4096)
+    inject(first, "ktransformers", command_line={"max_seq_len": 1000, "dram_budget_gb": 0.005})
+    inject(second, "ktransformers", command_line={"max_seq_len": 1000})
+    kept = Plan.of(first.hetero_kv_injection).resident_dram(1000)
+    caches = [HeteroCache(first)]
+    caches += [HeteroCache(second) for _ in range(int(0.005e9 // kept) - 1)]
+    with pytest.raises(OutOfMemoryError, match=r"besides .* GB of other caches, and dram_budget_gb is 0\.005"):
+        HeteroCache(second)
+
+
+def test_windows_count_for_each_sequence_of_a_common_store_and_blocks_for_all_together():
+    window = WindowFootprint(KVShape(2, 64, 64), sliding_window=1000, is_untouched=True)
+    footprint, tokens = footprint_of([PAGED, window]), 8 * 80 * 128
+    memory = CommonPlan(footprint, 10**12, None, 10**5, batch=8, longest=50_000).memory(tokens)
+    assert memory.sliding == 8 * footprint.memory(tokens).sliding
+    assert memory.keys_values == footprint.memory(tokens).keys_values
+    # One prompt passes at a time, and not all sequences together.
+    assert memory.hidden == footprint.memory(50_000).hidden
+
+
+def test_a_common_store_that_does_not_fit_names_what_would():
+    window = WindowFootprint(KVShape(2, 64, 64), sliding_window=1000, is_untouched=True)
+    plan = CommonPlan(footprint_of([PAGED, window]), 10**12, None, 10**5, batch=8, budget=10**7)
+    largest = plan.largest()
+    assert 0 < largest < 8000
+    with pytest.raises(
+        OutOfMemoryError,
+        match=f"kv_tokens is 8000: 8 sequences with 8000 tokens together keep .*; kv_tokens {largest}, or a batch of .",
+    ):
+        resolve_max_seq_len(8000, plan, "kv_tokens")

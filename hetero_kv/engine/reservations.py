@@ -27,6 +27,7 @@ class Reserved(NamedTuple):
         waiting: caches with `max_seq_len: auto` and no tokens yet: each will get an equal share of the rest.
         mapped: part of `size` whose addresses pools have mapped already, bytes.
         planned: DRAM of their stores when full, allocated or not, bytes; without caches that wait.
+        budget: the least of their budgets (`Store.budget`), bytes; None if none has one.
     """
 
     size: int = 0
@@ -34,6 +35,7 @@ class Reserved(NamedTuple):
     waiting: int = 0
     mapped: int = 0
     planned: int = 0
+    budget: int | None = None
 
     @property
     def is_nothing(self) -> bool:
@@ -57,4 +59,6 @@ def reserved_by_others(own: Store | None) -> Reserved:
     sizes = [(size, store.rows > 0) for store in others if (size := store.outstanding)]
     mapped = sum(size for size, is_mapped in sizes if is_mapped)
     planned = sum(store.planned for store in others if not store.waits)
-    return Reserved(sum(size for size, _ in sizes), len(sizes), sum(store.waits for store in others), mapped, planned)
+    budget = min((store.budget for store in others if store.budget is not None), default=None)
+    waiting = sum(store.waits for store in others)
+    return Reserved(sum(size for size, _ in sizes), len(sizes), waiting, mapped, planned, budget)

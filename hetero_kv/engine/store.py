@@ -35,9 +35,10 @@ class Store:
         is_auto: whether the capacity is as much as fits (`max_seq_len: auto`), and is decided with the first tokens.
         tokens: tokens of all sequences together; None for the store of one cache and its forks.
         maker: the rules whose caches share the store; None for that of one cache.
+        budget: the most DRAM that all caches of this process may keep together, bytes; None: all that is free.
 
     Attributes:
-        capacity, forks, planned, is_auto, tokens, maker: the arguments.
+        capacity, forks, planned, is_auto, tokens, maker, budget: the arguments.
         rows: number of sequences with blocks; 0 until `provide`.
         allocators: by layout.
         mapped: by layer index, the layer's mappings of its pool's memory for other devices.
@@ -45,11 +46,11 @@ class Store:
 
     def __init__(
         self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False, tokens: int | None = None,
-        maker: Any = None,
+        maker: Any = None, budget: int | None = None,
     ) -> None:  # fmt: skip
         self.capacity = capacity
         self.forks = forks
-        self.planned, self.is_auto, self.tokens, self.maker = planned, is_auto, tokens, maker
+        self.planned, self.is_auto, self.tokens, self.maker, self.budget = planned, is_auto, tokens, maker, budget
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}
@@ -64,7 +65,9 @@ class Store:
 
     def empty_copy(self) -> Store:
         """An empty store with the same arguments; a common store is its own, for sequences give their blocks back."""
-        return self if self.is_common else Store(self.capacity, self.forks, self.planned, self.is_auto)
+        return (
+            self if self.is_common else Store(self.capacity, self.forks, self.planned, self.is_auto, budget=self.budget)
+        )
 
     @property
     def waits(self) -> bool:

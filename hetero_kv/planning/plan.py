@@ -6,6 +6,7 @@ The same plan serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
@@ -68,7 +69,7 @@ class Plan:
         forks: int = 0,
         resident: ResidentPrefix = NO_RESIDENT_PREFIX,
         reserved: Reserved = NOTHING_RESERVED,
-    ) -> Plan:
+    ) -> Self:
         """The plan of a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
@@ -77,12 +78,19 @@ class Plan:
             # Under an address-space limit a mapped page counts like any other.
             resident = ResidentPrefix(resident.tokens)
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
-        budget = injection.engine.dram_budget
+        # A budget is for the whole process, whichever model's rules name it.
+        budgets = (injection.engine.dram_budget, reserved.budget)
+        budget = min((each for each in budgets if each is not None), default=None)
         return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved, budget)
 
     def memory(self, tokens: int) -> MemoryUse:
         """The memory of contexts of `tokens`, term by term."""
         return self.footprint.memory(tokens, self.batch, self.forks, self.resident.tokens)
+
+    def contents(self, tokens: int) -> str:
+        """Describes contexts of `tokens`, for errors."""
+        sequences = self.batch * (1 + self.forks)
+        return f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
 
     def dram_needed(self, tokens: int) -> int:
         """DRAM that a context of `tokens` takes, bytes; without a GPU that includes the model's computation.
@@ -167,12 +175,13 @@ def beyond_training(tokens: int, context_length: int) -> str | None:
     )
 
 
-def resolve_max_seq_len(requested: int | str, plan: Plan) -> int:
+def resolve_max_seq_len(requested: int | str, plan: Plan, setting: str = "max_seq_len") -> int:
     """The capacity in tokens for the setting `max_seq_len`.
 
     Args:
         requested: the setting: tokens, or "auto". "auto" is the lesser of the model's context length and what fits;
             other caches with "auto" that are still empty get an equal share of the free memory.
+        setting: its name, for the error.
 
     Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
     """
@@ -185,7 +194,7 @@ def resolve_max_seq_len(requested: int | str, plan: Plan) -> int:
     if requested == "auto" and largest:
         return min(plan.context_length, largest)
     tokens = 1 if requested == "auto" else int(requested)
-    remedies = [f"max_seq_len {largest}"] if largest else []
+    remedies = [f"{setting} {largest}"] if largest else []
     batches = [(replace(plan, batch=n), f"a batch of {n}") for n in range(1, plan.batch)]
     forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
     for smaller in (batches, forks):
@@ -197,7 +206,7 @@ def resolve_max_seq_len(requested: int | str, plan: Plan) -> int:
         remedy = "reset or drop other caches, or give each a max_seq_len" if others else "take a smaller model"
     nothing = f"not even one token fits: {remedy}"
     remedy = f"{', or '.join(remedies)} would fit" if remedies else nothing
-    raise OutOfMemoryError(f"max_seq_len is {requested}: {_lacking(plan, tokens)}; {remedy}")
+    raise OutOfMemoryError(f"{setting} is {requested}: {_lacking(plan, tokens)}; {remedy}")
 
 
 def _lacking(plan: Plan, tokens: int) -> str:
@@ -205,9 +214,7 @@ def _lacking(plan: Plan, tokens: int) -> str:
     needed, free, of = plan.dram_needed(tokens), max(0, plan.dram - plan.reserved.size), "DRAM"
     if plan.fits_dram(tokens) and plan.gpu is not None:
         needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"
-    sequences = plan.batch * (1 + plan.forks)
-    what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
-    others = plan.reserved
+    what, others = plan.contents(tokens), plan.reserved
     if plan.budget is not None and not plan.fits_budget(tokens):
         beside = f", besides {others.planned / 1e9:.3g} GB of other caches" if others.planned else ""
         kept = plan.resident_dram(tokens) / 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +32,7 @@ from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend
 from hetero_kv.models import ProgressReport
+from hetero_kv.planning.common_plan import CommonPlan
 from hetero_kv.planning.oom_error import ran_out_of_memory
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules.belonging import require_own, stray_cache
@@ -188,31 +189,36 @@ class Injection:
                 gc.collect()
                 plan = Plan.of(self, batch, forks, resident, reserved_by_others(own))
             capacity = resolve_max_seq_len(length, plan)
-            return Store(capacity, forks, plan.resident_dram(capacity), is_auto=length == "auto")
+            planned, budget = plan.resident_dram(capacity), self.engine.dram_budget
+            return Store(capacity, forks, planned, is_auto=length == "auto", budget=budget)
 
     def common_store(self, max_seq_len: int | None = None, sequences: int = 1, tokens: int | None = None) -> Store:
         """A store that several caches share: `HeteroCache(model, store=store)`.
 
         Args:
             max_seq_len: capacity of each sequence, tokens; None takes the setting `max_seq_len`.
-            sequences: the number of sequences of that length that the store has room for, where memory allows.
+            sequences: the most sequences at a time. The store has room for all of them at that length, where memory
+                allows.
             tokens: what all sequences hold together; None takes as many as `sequences` need and memory allows.
 
-        Raises OutOfMemoryError when one sequence, or `tokens`, does not fit into the free memory.
+        Raises OutOfMemoryError when one sequence of that length among `sequences`, or `tokens`, does not fit into the
+        free memory.
         """
         length = self.engine.max_seq_len if max_seq_len is None else max_seq_len
         with PLANNING:
             gc.collect()
-            plan = Plan.of(self, reserved=reserved_by_others(None))
+            plan = CommonPlan.of(self, sequences, reserved=reserved_by_others(None))
             capacity = resolve_max_seq_len(length, plan)
+            plan = replace(plan, longest=capacity)
             if tokens is None:
                 # A sequence has whole blocks.
                 layouts = (getattr(layer, "layout", None) for layer in self.cache_layers())
                 size = max((layout.block_size for layout in layouts if layout is not None), default=1)
                 tokens = max(capacity, min(plan.largest(), sequences * -(-capacity // size) * size))
             else:
-                resolve_max_seq_len(tokens, plan)
-            return Store(capacity, planned=plan.resident_dram(tokens), tokens=tokens, maker=self)
+                resolve_max_seq_len(tokens, plan, "kv_tokens")
+            planned, budget = plan.resident_dram(tokens), self.engine.dram_budget
+            return Store(capacity, planned=planned, tokens=tokens, maker=self, budget=budget)
 
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, stored_bytes: int

@@ -1,0 +1,38 @@
+"""Plans the store that several caches of a model share: the memory of many sequences, and of one prompt at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_kv.adapter.footprint import FOLLOWING, MASKS
+from hetero_kv.planning.footprint import TRANSIENT, MemoryUse
+from hetero_kv.planning.plan import LONGEST, Plan
+
+#: What one prompt takes while it passes, whatever else the store holds.
+_OF_A_PROMPT = TRANSIENT | {FOLLOWING, MASKS}
+
+
+@dataclass(frozen=True)
+class CommonPlan(Plan):
+    """A plan by the tokens of `batch` sequences together, which decode together and whose prompts pass one by one.
+
+    What a sequence keeps up to some length (windows, fixed memory) or at any length (states) counts for each of them.
+    That is most when all are equally long.
+
+    Attributes:
+        longest: tokens of the longest prompt, at the most those of all sequences together.
+    """
+
+    longest: int = LONGEST
+
+    def memory(self, tokens: int) -> MemoryUse:
+        """The memory of sequences with `tokens` together, while the longest prompt passes, term by term."""
+        kept = self.footprint.memory(-(-tokens // self.batch), self.batch).sizes
+        passing = self.footprint.memory(min(tokens, self.longest)).sizes
+        return MemoryUse(
+            {term: (passing if term in _OF_A_PROMPT else kept).get(term, 0) for term in {**kept, **passing}}
+        )
+
+    def contents(self, tokens: int) -> str:
+        """See Plan."""
+        return f"{self.batch} sequences with {tokens} tokens together"
