@@ -32,8 +32,13 @@ def write_atomically(path: Path, content: str | bytes, *, replaces: bool = True)
     write_pieces_atomically(path, [encoded], replaces=replaces)
 
 
-def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, replaces: bool = True) -> None:
-    """Like `write_atomically`, of the pieces in order. If `pieces` raises, the file is unchanged."""
+def write_pieces_atomically(
+    path: Path, pieces: Iterable[bytes | memoryview], *, replaces: bool = True, survives: bool = True
+) -> None:
+    """Like `write_atomically`, of the pieces in order. If `pieces` raises, the file is unchanged.
+
+    survives: whether the file survives a power cut, for which the call waits for the disk.
+    """
     partial = path.with_name(path.name + PARTIAL)
     descriptor = _locked(partial)
     try:
@@ -44,7 +49,8 @@ def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *,
             file.truncate(0)
             for piece in pieces:
                 file.write(piece)
-        os.fsync(descriptor)
+        if survives:
+            os.fsync(descriptor)
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):
@@ -52,7 +58,8 @@ def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *,
         raise
     finally:
         os.close(descriptor)
-    sync_folder(path.parent)
+    if survives:
+        sync_folder(path.parent)
 
 
 def move_durably(source: Path, target: Path) -> None:

@@ -1,8 +1,8 @@
-"""Loads the blocks of a saved context into a cache's pools: checked, and mapped where pages align."""
+"""Loads the blocks of a saved context into a cache's pools: checked, and mapped where pages align, or copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -25,7 +25,10 @@ _READERS = 4
 
 
 class BlockLoader:
-    """Loads the blocks of files into the first blocks of pools.
+    """Loads the blocks of files into blocks of pools.
+
+    A cache's own store has these blocks to itself, and maps pages of the files. In a store that caches share, blocks
+    change their owners, so that they are copied.
 
     Args:
         groups: the groups whose block tables contain these blocks.
@@ -41,8 +44,8 @@ class BlockLoader:
         self._pools: dict[int, BlockPool] = {}
         self._mapped: dict[int, TensorFile] = {}
 
-    def fill(self, number: int, layout: Layout) -> None:
-        """Load the blocks of `layout`, which has this number in the file.
+    def fill(self, number: int, layout: Layout, ids: np.ndarray) -> None:
+        """Load the blocks of `layout`, which has this number in the file, into the pools' blocks `ids` [blocks] int32.
 
         Raises DamagedContextError if the file's runs or arrays do not fit these layers.
         """
@@ -61,9 +64,16 @@ class BlockLoader:
                 break
             _require_arrays(file, f"{BLOCKS}{number}/", arrays, run)
             if self._verify:
-                self._check(file, arrays, run, start, layout)
-            mapped = {name: array for name, array in arrays.items() if file.fill(name, run.first, array[start:stop])}
-            self._note(file, mapped, pools, slice(start, stop))
+                self._check(file, arrays, run, ids[start:stop], layout)
+            row = run.first
+            for blocks in _consecutive(ids[start:stop]):
+                mapped = {
+                    name: array
+                    for name, array in arrays.items()
+                    if file.fill(name, row, array[blocks], maps=not self._groups[0].store.is_common)
+                }
+                self._note(file, mapped, pools, blocks)
+                row += blocks.stop - blocks.start
             start = stop
         if start != count:
             raise DamagedContextError(f"{self._context.file.where} lacks the positions of its {count} blocks")
@@ -77,11 +87,11 @@ class BlockLoader:
         return tuple(file.watched() for file in self._mapped.values())
 
     def _check(
-        self, file: TensorFile, arrays: Mapping[str, torch.Tensor], run: BlockRun, start: int, layout: Layout
+        self, file: TensorFile, arrays: Mapping[str, torch.Tensor], run: BlockRun, ids: np.ndarray, layout: Layout
     ) -> None:
         for name, damaged in _damaged(file, arrays, run).items():
             if damaged:
-                first = min(_places(start + block - run.first, layout, self._groups) for block in damaged)
+                first = min(_places(int(ids[block - run.first]), layout, self._groups) for block in damaged)
                 tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
                 message = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
                 self.damaged.append(DamagedContextError(message, first * layout.block_size))
@@ -98,6 +108,14 @@ class BlockLoader:
             elif name in SCORED or name in pools[int(layer_idx)].auxiliary:
                 will_need(array[blocks].data_ptr(), array[blocks].nbytes)
             self._mapped[id(file)] = file
+
+
+def _consecutive(ids: np.ndarray) -> Iterator[slice]:
+    """Ids of blocks, in their order, as runs of consecutive blocks."""
+    ends = [*np.flatnonzero(np.diff(ids) != 1) + 1, len(ids)]
+    for start, stop in pairwise([0, *ends]):
+        if stop > start:
+            yield slice(int(ids[start]), int(ids[stop - 1]) + 1)
 
 
 def _damaged(file: TensorFile, names: Iterable[str], run: BlockRun) -> dict[str, list[int]]:

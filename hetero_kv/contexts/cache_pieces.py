@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
@@ -20,6 +21,16 @@ from hetero_kv.errors import shown
 
 #: Limit on the rows of a batch, against damaged files.
 MOST_ROWS = 65_536
+
+
+def can_be_saved(layers: Iterable[CacheLayerMixin]) -> bool:
+    """Whether all of these cache layers are of kinds that can be saved. A policy may still refuse what it remembers."""
+    return all(
+        type(layer).saved is not FamilyLayer.saved
+        if isinstance(layer, FamilyLayer)
+        else hf_cache_layers.can_be_saved(layer)
+        for layer in layers
+    )
 
 
 @dataclass

@@ -14,6 +14,7 @@ from hetero_kv.contexts.cache_pieces import SavedGroup, saved_groups
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.capacity import blocks_exhausted
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
@@ -57,7 +58,7 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
     Raises:
         DamagedContextError: the file does not fit these layers; or some blocks are damaged. Then the cache is loaded,
             and the error gives the number of intact tokens.
-        CacheFullError: the context exceeds `max_seq_len`.
+        CacheFullError: the context exceeds `max_seq_len`, or the free blocks of a store that caches share.
     """
     file = context.file
     saved, parts = saved_groups(context.metadata, list(file.entries), file.tensor, file.where)
@@ -66,13 +67,12 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
     if any(len(each.layers) != layers for each in saved):
         raise DamagedContextError(f"{file.where} lacks layers of the model, which has {layers}")
     groups = cache.begin_restored([(each.rows, each.length) for each in saved])
-    for number, layout in enumerate(groups[0].layouts):
-        _adopt(context, number, layout, groups, saved)
+    ids = [_adopt(context, number, layout, groups, saved) for number, layout in enumerate(groups[0].layouts)]
     for group, each in zip(groups, saved, strict=True):
         _restore_group(group, each, parts, shapes, file.where)
     filling = BlockLoader(context, groups, verify=verify)
     for number, layout in enumerate(groups[0].layouts):
-        filling.fill(number, layout)
+        filling.fill(number, layout, ids[number])
     cache.mapped_files = filling.mapped_files()
     for group, each in zip(groups, saved, strict=True):
         for layer, part in zip(group.layers, each.layers, strict=True):
@@ -101,8 +101,21 @@ def _columns(context: OpenContext, saved: list[SavedGroup]) -> PaddingMask:
 
 def _adopt(
     context: OpenContext, number: int, layout: Layout, groups: list[EqualLengthGroup], saved: list[SavedGroup]
-) -> None:
-    """Set the sequences' block tables to the file's; its blocks are the first of the pools."""
+) -> np.ndarray:
+    """Set the sequences' block tables to the file's.
+
+    Returns the ids of its blocks, [blocks] int32: the first of the pools, or any in a store that caches share.
+    """
+    try:
+        return _adopted(context, number, layout, groups, saved)
+    finally:
+        # Blocks of no table are free again, also after an error.
+        groups[0].store.allocators[layout].recount()
+
+
+def _adopted(
+    context: OpenContext, number: int, layout: Layout, groups: list[EqualLengthGroup], saved: list[SavedGroup]
+) -> np.ndarray:
     file, path = context.file, f"layouts/{number}"
     block_size, lengths = context.layout(number)
     if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.finalized) for each in saved):
@@ -110,6 +123,10 @@ def _adopt(
     allocator = groups[0].store.allocators[layout]
     if len(lengths) > allocator.num_blocks:
         raise DamagedContextError(f"{file.where} has more blocks than its rows can fill")
+    if len(lengths) > allocator.free_blocks:
+        raise blocks_exhausted(
+            groups[0].store, layout, max(each.length for each in saved), allocator.free_blocks * block_size
+        )
     ids = allocator.allocate(len(lengths))
     allocator.lengths[ids] = lengths
     used = np.zeros(len(lengths), bool)
@@ -130,7 +147,7 @@ def _adopt(
             used[table] = True
     if not used.all():
         raise DamagedContextError(f"{file.where} has blocks of no row")
-    allocator.recount()
+    return ids
 
 
 def _restore_group(

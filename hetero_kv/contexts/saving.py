@@ -82,11 +82,16 @@ def load_context(
         cache.computed_under = (injection.state(),)
         computed = 0
         try:
-            restore(cache, context, shapes_of(injection), verify=verify)
-        except DamagedContextError as damage:
-            if not repair or not context.tokens:
-                raise
-            computed = recompute(cache, context, damage)
+            try:
+                restore(cache, context, shapes_of(injection), verify=verify)
+            except DamagedContextError as damage:
+                if not repair or not context.tokens:
+                    raise
+                computed = recompute(cache, context, damage)
+        except BaseException:
+            # Blocks of a store that caches share are free again, although the error refers to this cache.
+            cache.reset()
+            raise
         notes = context.metadata.get("notes")
         return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {}, computed)
 

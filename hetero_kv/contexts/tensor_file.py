@@ -66,14 +66,18 @@ class TensorPiece:
         return self.shape[0] if self.by_row else 1
 
 
-def write_tensors(path: Path, pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: Path, pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str], *, survives: bool = True
+) -> None:
     """Write a file atomically.
+
+    survives: whether it survives a power cut once it is written.
 
     Raises:
         OSError: it cannot be written; an earlier file is unchanged.
         ValueError: the header exceeds the limit of safetensors.
     """
-    write_pieces_atomically(path, _written(pieces, metadata))
+    write_pieces_atomically(path, _written(pieces, metadata), survives=survives)
 
 
 def _written(pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
@@ -234,17 +238,20 @@ class TensorFile:
         """The checksums of a tensor's rows."""
         return self._sums[name]
 
-    def fill(self, name: str, row: int, target: torch.Tensor) -> bool:
-        """Load rows of `name`, from `row` on, into `target`, a contiguous tensor in `untouched` memory.
+    def fill(self, name: str, row: int, target: torch.Tensor, *, maps: bool = True) -> bool:
+        """Load rows of `name`, from `row` on, into `target`, a contiguous tensor.
 
-        Large row ranges are mapped where their page offsets agree, and read on first access. Returns whether any bytes
-        are mapped.
+        Args:
+            maps: whether large row ranges are mapped where their page offsets agree, and read on first access; `target`
+                then lies in `reserve` memory. Otherwise all rows are copied.
+
+        Returns whether any bytes are mapped.
         """
         if not target.numel():
             return False
         content, position = target.flatten().view(torch.uint8).numpy(), self.offset(name, row)
         before, behind = len(content), 0
-        if len(content) >= LEAST_MAPPED:
+        if maps and len(content) >= LEAST_MAPPED:
             before, behind = map_file(content, self.descriptor, position)
         view = memoryview(content.data)
         self._read(view[:before], position)

@@ -42,6 +42,8 @@ def write_context(
     tokens: Tokens | None,
     notes: dict[str, Any] | None = None,
     placing: Placing = all_here,
+    *,
+    survives: bool = True,
 ) -> None:
     """Write a cache's KV to one file, atomically.
 
@@ -49,6 +51,7 @@ def write_context(
         tokens: the token ids of every row; a row may have more than are stored, as after `generate`.
         notes: the caller's notes, as JSON values.
         placing: decides which blocks are references to other files in the folder.
+        survives: whether the file survives a power cut once it is written.
 
     Raises ContextError if the cache is empty or cannot be saved, if the file cannot be written, or if a file that is
     mapped into the cache was changed.
@@ -79,7 +82,8 @@ def write_context(
         "format": FORMAT, "version": version(), "identity": identity.recorded, "layouts": layouts, "notes": notes or {},
     }  # fmt: skip
     try:
-        write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(metadata, separators=(",", ":"))})
+        described = {"format": "pt", KEY: json.dumps(metadata, separators=(",", ":"))}
+        write_tensors(path, tensors, described, survives=survives)
     except ContextError:
         raise
     except (OSError, ValueError) as error:

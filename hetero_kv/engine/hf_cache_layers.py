@@ -55,11 +55,16 @@ def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
     layer.reorder_cache(torch.tensor(rows, dtype=torch.int64))
 
 
+def can_be_saved(layer: CacheLayerMixin) -> bool:
+    """Whether `saved` supports layers of this kind."""
+    return recurrent_state.is_state(layer) or type(layer) in _GROWING
+
+
 def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
     """The data that `restore` needs. Raises ContextError for a layer of an unsupported kind."""
     if recurrent_state.is_state(layer):
         return recurrent_state.saved(layer)
-    if type(layer) not in _GROWING:
+    if not can_be_saved(layer):
         raise ContextError(
             f"layer {layer_idx} is transformers' own {type(layer).__name__}, which cannot be saved; supported are "
             f"{', '.join(kind.__name__ for kind in _GROWING)}, recurrent states, and layers with an operator"

@@ -42,7 +42,8 @@ def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> It
     """
     first = caches[0]
     for cache in (*caches, *(() if prompt is None or not prompt.cache.columns.count else (prompt.cache,))):
-        if cache.injection is not first.injection or cache.depth != first.depth:
+        is_other_depth = cache.depth and first.depth and cache.depth != first.depth
+        if cache.injection is not first.injection or is_other_depth:
             raise HeteroKVError("only caches of one injected model, with tokens of equal depth, compute together")
     for cache in caches:
         if not cache.columns.count:
@@ -63,6 +64,7 @@ def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> It
             yield joint
         for cache in caches:
             cache.columns = cache.columns.grown(1, [1] * len(cache.sequences))
+            cache.depth = joint.depth
         if prompt is not None:
             prompt.cache.columns = prompt.cache.columns.grown(prompt.tokens, [prompt.tokens])
             prompt.cache.depth = joint.depth
