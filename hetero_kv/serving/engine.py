@@ -25,6 +25,7 @@ from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.stream import Stream
+from hetero_kv.serving.swapped import SwapFolder
 from hetero_kv.serving.text_stream import TextStream
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ class Engine:
 
     All requests share one store of keys and values. A prompt that begins as an earlier one does computes the rest
     alone. Requests that are answered at the same time share every reading of the weights.
+
+    A request is admitted with memory for its prompt and the next tokens. Where memory runs out later, or a more urgent
+    request waits for it, the least urgent one waits on the disk, and goes on with the same tokens. It waits in a
+    private folder `hetero-kv-…` where TMPDIR says, which only a killed process leaves behind. Where the disk is full,
+    requests wait in memory, and one fails if none can go on. Engines whose cache layers cannot be saved admit a request
+    with memory for its longest answer.
 
     Under sparse prefill and fixed memory, and where RoPE frequencies follow from a prompt's length (`dynamic`,
     `longrope`), prompts pass whole, whatever `longest_gap_s` and `part` are, because parts would be computed otherwise.
@@ -93,10 +100,12 @@ class Engine:
             and not forward.longest_rotates_all
         )
         self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
+        self._swaps = SwapFolder(injection)
         self._scheduler = Scheduler(
             forward,
             self._store,
             self._prefixes,
+            self._swaps,
             PartSize(longest_gap_s, part),
             max_batch=max_batch,
             splits_prompts=splits,
@@ -154,7 +163,7 @@ class Engine:
             sampling: how tokens are chosen; None takes the likeliest ones.
             question: how many of the prompt's last tokens are a question about the others, for rules whose
                 `observation` is `question`; None if unknown.
-            priority: requests of a smaller number are admitted before others that wait.
+            priority: requests of a smaller number are admitted before others that wait, and preempt those that run.
 
         Returns the stream of its tokens.
 
@@ -265,6 +274,7 @@ class Engine:
             self._scheduler.retire_all()
             while self._prefixes.drop_oldest():
                 pass
+            self._swaps.close()
 
     def __enter__(self) -> Self:
         return self

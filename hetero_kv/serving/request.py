@@ -9,6 +9,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.stream import Completion, FinishReason, Piece, Stream
+from hetero_kv.serving.swapped import Swapped
 from hetero_kv.serving.text_stream import TextStream
 
 
@@ -20,9 +21,11 @@ class Request:
         prompt_tokens: the prompt's number of tokens.
         question: how many of its last tokens are the question about the others; None if unknown.
         limit: the longest answer that fits, tokens.
-        cache: its keys and values; None before it is admitted.
+        cache: its keys and values; None while it waits.
+        swapped: its sequence on the disk, once it is preempted; None otherwise.
         cached_tokens: tokens of the prompt that another request had computed.
         is_cancelled: whether it ends before its next token.
+        began: when it came, seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -34,17 +37,20 @@ class Request:
         self.params, self.sampler, self.stream = params, sampler, stream
         self.limit, self.question, self.priority = limit, question, priority
         self.cache: HeteroCache | None = None
+        self.swapped: Swapped | None = None
         self.cached_tokens = 0
         self.is_cancelled = False
         self._ends, self._text = ends, text
         self._pieces: list[Piece] = []
-        self._began, self._first_token_s = time.perf_counter(), None
+        self.began, self._first_token_s = time.perf_counter(), None
 
     _first_token_s: float | None
 
     @property
     def stored(self) -> int:
-        """How many of its tokens are in its cache."""
+        """How many of its tokens are in its cache, or on the disk."""
+        if self.swapped is not None:
+            return self.swapped.tokens
         return 0 if self.cache is None else self.cache.get_seq_length()
 
     @property
@@ -52,10 +58,16 @@ class Request:
         """How many tokens its cache holds at the end: the last one of an answer is not stored."""
         return self.prompt_tokens + self.limit - 1
 
+    def drop_swapped(self) -> None:
+        """Remove its sequence from the disk, where it has one there."""
+        if self.swapped is not None:
+            self.swapped.remove()
+            self.swapped = None
+
     def take(self, choice: Choice) -> FinishReason | None:
         """Append a token to the answer. Returns why the answer ends with it; None if it goes on."""
         if self._first_token_s is None:
-            self._first_token_s = time.perf_counter() - self._began
+            self._first_token_s = time.perf_counter() - self.began
         self.tokens.append(choice.token)
         is_end = choice.token in self._ends
         reason: FinishReason | None = "end" if is_end else None
@@ -82,6 +94,6 @@ class Request:
                 prompt_tokens=self.prompt_tokens,
                 cached_tokens=self.cached_tokens,
                 first_token_s=self._first_token_s,
-                total_s=time.perf_counter() - self._began,
+                total_s=time.perf_counter() - self.began,
             )
         )

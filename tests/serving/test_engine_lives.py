@@ -1,10 +1,12 @@
-"""Random lives of requests: they come, are answered, fail, are cancelled, share beginnings, and leak no block."""
+"""Random lives of requests: they come, are answered, wait on the disk, fail, are cancelled, and leak no block."""
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,13 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_kv import Engine, HeteroCache, SamplingParams, inject
+from hetero_kv.contexts import writing
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.serving import memory
 from hetero_kv.serving.stream import Stream
 from tests.serving.number_tokenizer import Numbers
 from tests.support.tiny_models import tiny_model
 
-CAPACITY, KV_TOKENS, LONGEST = 60, 150, 8
+#: Two or three requests fit, and not with their longest answers; `AHEAD` tokens are reserved for each.
+CAPACITY, KV_TOKENS, LONGEST, AHEAD = 64, 68, 24, 3
 _SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16}
 _RULES = {
     "rules": [
@@ -65,9 +70,11 @@ class Submitted:
 @cache
 def answer_alone(tokens: tuple[int, ...]) -> tuple[int, ...]:
     """The likeliest tokens behind a prompt, in a cache of its own."""
+    ids = torch.tensor([tokens])
     output = MODEL.generate(
-        torch.tensor([tokens]), past_key_values=HeteroCache(MODEL, CAPACITY), max_new_tokens=LONGEST, do_sample=False
-    )
+        ids, attention_mask=torch.ones_like(ids), past_key_values=HeteroCache(MODEL, CAPACITY), do_sample=False,
+        max_new_tokens=LONGEST,
+    )  # fmt: skip
     return tuple(output[0, len(tokens) :].tolist())
 
 
@@ -77,6 +84,8 @@ class LivesOfRequests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         torch.set_num_threads(1)
+        self.reserve = patch.object(memory, "AHEAD", AHEAD)
+        self.reserve.start()
         self.engine = Engine(
             LoadedModel(MODEL, Numbers(), "tiny", 512), max_seq_len=CAPACITY, max_batch=3, kv_tokens=KV_TOKENS,
             kept_prefixes=2, part=16, starts_thread=False,
@@ -85,8 +94,11 @@ class LivesOfRequests(RuleBasedStateMachine):
         self.failed: list[Stream] = []
         self.forward = self.engine._scheduler._forward
 
-    @rule(seed=st.integers(0, 3), length=st.integers(1, 40), count=st.integers(1, LONGEST), again=st.integers(0, 5))
-    def submit(self, seed: int, length: int, count: int, again: int) -> None:
+    @rule(
+        seed=st.integers(0, 3), length=st.integers(1, 40), count=st.integers(1, LONGEST), again=st.integers(0, 5),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+    )  # fmt: skip
+    def submit(self, seed: int, length: int, count: int, again: int, priority: int) -> None:
         drawn = torch.randint(2, 97, (40,), generator=torch.Generator().manual_seed(seed)).tolist()[:length]
         if again and self.submitted:
             # Behind the beginning of another request, or its answer.
@@ -94,9 +106,9 @@ class LivesOfRequests(RuleBasedStateMachine):
             known = [*other.tokens, *(piece.token for piece in other.stream._pieces)]
             drawn = [*known[: len(known) * again // 5], *drawn][:40]
         params = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        self.submitted.append(Submitted(drawn, count, self.engine.generate(drawn, params)))
+        self.submitted.append(Submitted(drawn, count, self.engine.generate(drawn, params, priority=priority)))
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 12))
     def compute(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
@@ -111,7 +123,7 @@ class LivesOfRequests(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["prefill", "decode", "mixed"]), late=st.booleans())
     def fail(self, kind: str, late: bool) -> None:
         """The forwards of one kind fail in the next step, before or behind the model; rows fail if they do alone."""
-        engine, forward = self.engine, self.forward
+        forward = self.forward
         compute, logits = getattr(type(forward), kind), type(forward)._logits
 
         def failing(cache: HeteroCache, token_ids: torch.Tensor) -> torch.Tensor:
@@ -127,18 +139,29 @@ class LivesOfRequests(RuleBasedStateMachine):
                 del forward._logits
 
         setattr(forward, kind, fails)
-        before = {id(each.stream) for each in self.submitted if each.stream._error is not None}
         try:
-            engine.step()
+            self.step_and_note_failures()
         finally:
             delattr(forward, kind)
+
+    @rule(steps=st.integers(1, 12))
+    def fill_the_disk(self, steps: int) -> None:
+        """No file can be written for some steps."""
+        with patch.object(writing, "write_tensors", side_effect=OSError(errno.ENOSPC, "no space")):
+            for _ in range(steps):
+                self.step_and_note_failures()
+
+    def step_and_note_failures(self) -> None:
+        before = {id(each.stream) for each in self.submitted if each.stream._error is not None}
+        self.engine.step()
         self.failed += [each.stream for each in self.submitted if each.stream._error and id(each.stream) not in before]
 
     @invariant()
     def no_answer_is_another(self) -> None:
         for request in self.submitted:
             if request.stream._error is not None:
-                assert isinstance(request.stream._error, Fault)
+                error = request.stream._error
+                assert isinstance(error, Fault) or "no space" in str(error)
                 assert request.stream in self.failed
             tokens = tuple(piece.token for piece in request.stream._pieces)
             assert tokens == answer_alone(tuple(request.tokens))[: len(tokens)]
@@ -158,7 +181,14 @@ class LivesOfRequests(RuleBasedStateMachine):
             for block in used:
                 assert allocator.references(block) == sum(block in ids for ids in tables)
 
+    @invariant()
+    def every_file_has_its_request(self) -> None:
+        waiting = [request.swapped for request in self.engine._scheduler.requests if request.swapped is not None]
+        folder = self.engine._swaps._folder
+        assert {swapped.path for swapped in waiting} == set(() if folder is None else folder.iterdir())
+
     def teardown(self) -> None:
+        self.reserve.stop()
         while self.engine.step():
             pass
         assert all(request.stream.is_done for request in self.submitted)
