@@ -83,7 +83,8 @@ class Index:
     def __init__(self, folder: Path) -> None:
         """Open the index of an existing folder. Raises sqlite3.DatabaseError if the file is no valid index."""
         self.path = folder / self.NAME
-        self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
+        # Threads may share it, one after the other.
+        self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         try:
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):

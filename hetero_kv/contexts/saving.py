@@ -58,8 +58,9 @@ def save_context(
 
 
 def load_context(
-    path: str | Path, model: Any, *, verify: bool = True, repair: bool = True, **settings: Any
-) -> LoadedContext:
+    path: str | Path, model: Any, *, verify: bool = True, repair: bool = True, identity: Identity | None = None,
+    **settings: Any,
+) -> LoadedContext:  # fmt: skip
     """Load a saved context into a cache that continues exactly as the saved one would have.
 
     Args:
@@ -67,6 +68,7 @@ def load_context(
         verify: whether to read and check every block; if not, a block is first read when it is attended to, and damage
             in it goes unnoticed.
         repair: whether to recompute damaged KV from the context's tokens, with a warning; if not, damage is an error.
+        identity: that of the model now, where it is known; None computes it.
         settings: further arguments of HeteroCache.
 
     Raises:
@@ -77,7 +79,7 @@ def load_context(
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         injection: Injected = injected(model)  # type: ignore[assignment]
-        context.identity.require(injection.identity, context.file.where)
+        context.identity.require(injection.identity if identity is None else identity, context.file.where)
         cache = HeteroCache(model, resident=context.resident_prefix(), **settings)
         cache.computed_under = (injection.state(),)
         computed = 0

@@ -106,13 +106,15 @@ class ContextStore:
     # -- saving and loading
 
     def save(
-        self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None
-    ) -> StoredContext:
+        self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None,
+        identity: Identity | None = None,
+    ) -> StoredContext:  # fmt: skip
         """Store the KV of a cache of one sequence; an earlier context of the same name is replaced.
 
         Args:
             tokens: its token ids, at least as many as are stored.
             name: the context's name; None for none.
+            identity: that of the model now, where it is known; None computes it.
 
         Raises ContextError if it cannot be saved; earlier contexts are then unchanged.
         """
@@ -120,7 +122,9 @@ class ContextStore:
             require_name(name)
         if len(cache.sequences) != 1:
             raise ContextError(f"the cache has {len(cache.sequences)} sequences; store one at a time, or save a file")
-        identity: Identity = cache.injection.identity
+        if identity is None:
+            identity = cache.injection.identity
+        assert identity is not None
         file = secrets.token_hex(16) + _SUFFIX
         path = self.folder / file
         kept = dict(notes or {}) | {"name": name}

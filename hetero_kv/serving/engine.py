@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
+from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import Stream
 from hetero_kv.serving.swapped import SwapFolder
 from hetero_kv.serving.text_stream import TextStream
@@ -54,6 +56,12 @@ class Engine:
         kv_tokens: tokens of all requests together, ended ones that are kept included; None takes what `max_batch`
             requests need, or as many as fit into memory.
         kept_prefixes: ended requests whose sequences are kept for prompts that begin alike, where there is memory.
+        context_folder: a folder to which these sequences go as saved contexts, so that prompts find them when they have
+            left memory, and after a restart. They are written while no request is there; one that must leave memory
+            before holds up all others for as long as the disk takes to write it, and `close` writes what is left. Files
+            that cannot be written or used are logged. None for no such folder.
+        context_cache_gb: GB that all contexts in the folder may take; the least recently used are removed first. None
+            for no limit.
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
         part: tokens of a prompt that pass at once while nobody waits for a token.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
@@ -69,6 +77,8 @@ class Engine:
         max_batch: int = 8,
         kv_tokens: int | None = None,
         kept_prefixes: int = 16,
+        context_folder: str | Path | None = None,
+        context_cache_gb: float | None = None,
         longest_gap_s: float = 0.25,
         part: int = 2048,
         starts_thread: bool = True,
@@ -78,6 +88,8 @@ class Engine:
             raise HeteroKVError(
                 f"Engine: {model.name} has no rules injected; load it by hetero_kv.load_model(name, config='adaptive')"
             )
+        if context_cache_gb is not None and not context_cache_gb >= 0:
+            raise HeteroKVError(f"Engine: context_cache_gb is {context_cache_gb}; it must be at least 0, or None")
         least = {"max_batch": (max_batch, 1), "part": (part, 1), "kept_prefixes": (kept_prefixes, 0)}
         given = (("max_seq_len", max_seq_len), ("kv_tokens", kv_tokens))
         least |= {name: (value, 1) for name, value in given if value is not None}
@@ -100,6 +112,8 @@ class Engine:
             and not forward.longest_rotates_all
         )
         self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
+        if context_folder is not None:
+            self._prefixes.stored = self._stored_prefixes(forward, context_folder, context_cache_gb)
         self._swaps = SwapFolder(injection)
         self._scheduler = Scheduler(
             forward,
@@ -125,6 +139,19 @@ class Engine:
             self._thread.start()
             # A thread that computes while the interpreter ends would find half of it gone.
             atexit.register(self.close)
+
+    def _stored_prefixes(
+        self, forward: ModelForward, folder: str | Path, gigabytes: float | None
+    ) -> StoredPrefixes | None:
+        empty = forward.new_cache(self._store)
+        if not self._prefixes.can_share(empty):
+            _logger.warning(
+                "context_folder %s is not used: under these rules a prompt behind a stored beginning is not computed "
+                "exactly as a whole one",
+                folder,
+            )
+            return None
+        return StoredPrefixes(folder, None if gigabytes is None else round(gigabytes * 1e9), empty, self._store)
 
     # -- requests
 
@@ -226,11 +253,12 @@ class Engine:
     def step(self) -> bool:
         """Compute one step: a part of a prompt, and a token of every request that has its prompt behind it.
 
-        Returns whether there was anything to compute.
+        Without requests, a kept sequence is written to `context_folder`. Returns whether there was anything to compute.
         """
         with self._stepping:
             self._receive()
             if not self._scheduler.requests:
+                self._prefixes.write_one()
                 return False
             self._scheduler.step()
             return True
@@ -244,10 +272,13 @@ class Engine:
         for request in self._scheduler.requests:
             request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
 
+    def _has_work(self) -> bool:
+        return bool(self._is_closed or self._new or self._scheduler.requests or self._prefixes.is_writing)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._new or self._scheduler.requests)
+                self._changed.wait_for(self._has_work)
                 if self._is_closed:
                     return
             try:
@@ -274,6 +305,8 @@ class Engine:
             self._scheduler.retire_all()
             while self._prefixes.drop_oldest():
                 pass
+            if self._prefixes.stored is not None:
+                self._prefixes.stored.close()
             self._swaps.close()
 
     def __enter__(self) -> Self:

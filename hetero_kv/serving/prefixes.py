@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.stored_prefixes import StoredPrefixes
 
 
 class Prefix(NamedTuple):
@@ -33,7 +34,12 @@ class ResidentPrefixes:
             prompt as to one that came whole (`Operator.continues_exactly`), and derive nothing from a prompt's own
             queries (`Layout.finalizes_per_sequence`).
         most: how many sequences are kept.
+
+    Attributes:
+        stored: where sequences go that are not kept any more; None to drop them.
     """
+
+    stored: StoredPrefixes | None = None
 
     def __init__(self, operators: Iterable[Any], most: int) -> None:
         listed = list(operators)
@@ -41,10 +47,16 @@ class ResidentPrefixes:
         self._most = most
         # By age, the least recently used first.
         self._kept: list[tuple[HeteroCache, np.ndarray]] = []
+        # Those that are on the disk already.
+        self._written: set[int] = set()
+
+    def can_share(self, cache: HeteroCache) -> bool:
+        """Whether prompts behind a beginning in such a cache are computed exactly."""
+        return self.are_shared and _is_shareable(cache)
 
     def keep(self, cache: HeteroCache, tokens: Sequence[int]) -> None:
         """Keep the cache of an ended request, which stores `tokens`."""
-        is_kept = self.are_shared and self._most and tokens and _is_shareable(cache)
+        is_kept = tokens and self.can_share(cache)
         if not is_kept or not _is_current(cache, cache.injection.state()):
             cache.reset()
             return
@@ -56,8 +68,28 @@ class ResidentPrefixes:
         """Free the least recently used sequence. Returns whether there was one."""
         if not self._kept:
             return False
-        self._kept.pop(0)[0].reset()
+        cache, tokens = self._kept[0]
+        self._write(cache, tokens)
+        del self._kept[0]
+        self._written.discard(id(cache))
+        cache.reset()
         return True
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a kept sequence is still to be written."""
+        return self.stored is not None and len(self._written) < len(self._kept)
+
+    def write_one(self) -> None:
+        """Write a sequence that is kept, if there is one, so that it leaves without delay later."""
+        if self.is_writing:
+            self._write(*next(each for each in self._kept if id(each[0]) not in self._written))
+
+    def _write(self, cache: HeteroCache, tokens: np.ndarray) -> None:
+        if self.stored is not None and id(cache) not in self._written:
+            # Once, whether it works or not.
+            self._written.add(id(cache))
+            self.stored.keep(cache, tokens.tolist())
 
     def fork(self, prompt: Sequence[int], live: Iterable[tuple[HeteroCache, Sequence[int]]] = ()) -> Prefix | None:
         """A fork of the sequence with the longest common beginning, cut to it; None where no sequence begins alike.

@@ -106,9 +106,26 @@ class Scheduler(Admission):
         prompt = request.tokens
         live = [(each.cache, each.tokens[: each.stored]) for each in self.running if each.cache is not None]
         prefix = self._prefixes.fork(prompt, live)
-        if prefix is not None:
-            return prefix
-        return self._forward.new_cache(self._store), 0
+        resident = (self._forward.new_cache(self._store), 0) if prefix is None else prefix
+        return self._loaded_cache(request, *resident) or resident
+
+    def _loaded_cache(self, request: Request, resident: HeteroCache, cached: int) -> tuple[HeteroCache, int] | None:
+        """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
+        stored = self._prefixes.stored
+        found = None if stored is None else stored.longest(request.tokens, cached + stored.least)
+        if stored is None or found is None:
+            return None
+        context, tokens = found
+        empty = self._forward.new_cache(self._store)
+        _, needed = self._memory.entering(request, empty)
+        others = [self._memory.entering(*each) for each in with_caches(self.running)]
+        if not self._memory.fits([(empty, max(needed, context.tokens)), *others]):
+            return None
+        loaded = stored.load(context, tokens, resident.tokenizer)
+        if loaded is None:
+            return None
+        free(resident)
+        return loaded, tokens
 
     # -- computing
 

@@ -1,0 +1,106 @@
+"""Beginnings of prompts in a folder of contexts: what leaves memory goes there, and comes back for later prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.contexts.addresses import PIECE
+from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.index import StoredContext
+from hetero_kv.contexts.repair import can_roll_back_exactly
+from hetero_kv.contexts.store import ContextStore
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.store import Store
+from hetero_kv.errors import HeteroKVError, brief_error
+
+_logger = logging.getLogger(__name__)
+
+
+class StoredPrefixes:
+    """Sequences of one model in a folder, which other processes and later ones find too.
+
+    If every layer can roll back to any token, any common beginning is reused. Else a sequence is reused only for
+    prompts that begin with all of it.
+
+    Args:
+        folder: see ContextStore.
+        limit: bytes of all its files; None for no limit.
+        empty: a cache of the model without tokens.
+        store: the common store into which sequences are loaded.
+
+    Raises ContextError if the folder cannot be used, or hooks in the model compute what is unknown.
+    """
+
+    def __init__(self, folder: str | Path, limit: int | None, empty: HeteroCache, store: Store) -> None:
+        self._contexts, self._store = ContextStore(folder, limit), store
+        self._injection = empty.injection
+        self._goes_back = can_roll_back_exactly(empty)
+        sizes = [layout.block_size for group in empty.groups for layout in group.layouts]
+        #: Fewer tokens than this are not worth a file, nor reading one.
+        self.least = max(sizes, default=PIECE)
+        # Now, so that no request waits until all weights are hashed.
+        self._identity: tuple[Any, Identity] = self._injection.state(), self._injection.identity
+
+    def _present(self) -> Identity:
+        """The model's identity, whose weights are hashed again only where a sample of them has changed."""
+        now = self._injection.state()
+        if not now.is_like(self._identity[0]):
+            self._identity = now, self._injection.identity
+        return self._identity[1]
+
+    def longest(self, prompt: Sequence[int], least: int) -> tuple[StoredContext, int] | None:
+        """The sequence that has at least `least` of the prompt's first tokens, and how many: most of all.
+
+        None where there is none, or the folder cannot be read, which is logged.
+        """
+        if len(prompt) <= max(least, PIECE):
+            return None
+        try:
+            found = self._contexts.longest(self._present(), prompt, whole=not self._goes_back)
+        except Exception as error:
+            _logger.warning("no context is looked up in %s: %s", self._contexts.folder, _text(error))
+            return None
+        return found if found is not None and found[1] >= least else None
+
+    def load(self, stored: StoredContext, tokens: int, tokenizer: Any) -> HeteroCache | None:
+        """The first `tokens` of a sequence, in blocks of the common store; None, with a warning, if it is unusable."""
+        try:
+            cache = self._contexts.load(
+                stored, self._injection.model, identity=self._present(), repair=False, store=self._store,
+                tokenizer=tokenizer,
+            ).cache  # fmt: skip
+        except Exception as error:
+            _logger.warning("a stored context cannot be used, and the prompt is computed: %s", _text(error))
+            return None
+        if tokens < cache.get_seq_length():
+            cache.crop(tokens - cache.get_seq_length())
+        for layer in cache.groups[0].family_layers:
+            # The stored sequence's observation windows belong to other questions.
+            layer.reopen()
+        return cache
+
+    def keep(self, cache: HeteroCache, tokens: Sequence[int]) -> None:
+        """Write a sequence if it has at least a block more than what is stored; a failure is logged as a warning."""
+        if len(tokens) < PIECE:
+            return
+        try:
+            identity = self._present()
+            known = self._contexts.longest(identity, [*tokens, 0], whole=not self._goes_back)
+            if known is None or len(tokens) - known[1] >= self.least:
+                self._contexts.save(cache, tokens, identity=identity)
+        except Exception as error:
+            _logger.warning(
+                "the sequence of an ended request is not stored in %s: %s", self._contexts.folder, _text(error)
+            )
+
+    def close(self) -> None:
+        """Close the folder's index."""
+        self._contexts.close()
+
+
+def _text(error: Exception) -> str:
+    """An error of ours in full, with its remedy; what others raise in brief."""
+    return str(error) if isinstance(error, HeteroKVError) else brief_error(error)
