@@ -36,6 +36,17 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
     assert broken == []
 
 
+def test_the_changelog_has_at_most_sixty_entries_of_two_lines():
+    entries = (ROOT / "CHANGELOG.md").read_text().split("\n- ")[1:]
+    assert len(entries) <= 60
+    # A blank line ends the last entry of a section.
+    assert all(len(entry.split("\n\n")[0].splitlines()) <= 2 for entry in entries)
+
+
+def test_the_architecture_has_at_most_four_thousand_words():
+    assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 4000
+
+
 def test_the_glossary_has_at_most_sixty_terms_and_none_twice():
     rows = re.findall(r"^\| (?!term )(.+?) \|", prose(ROOT / "docs" / "glossary.md"), flags=re.MULTILINE)
     assert 0 < len(rows) <= LONGEST_GLOSSARY
