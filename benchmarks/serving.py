@@ -52,7 +52,7 @@ def endless(engine: Engine, prompt: Sequence[int]) -> Stream:
 def begun(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Stream]:
     """Requests whose prompts have all passed."""
     streams = [endless(engine, prompt) for prompt in prompts]
-    while len(engine._scheduler.running) < len(streams):
+    while len(engine._scheduler.queues.running) < len(streams):
         engine.step()
     return streams
 

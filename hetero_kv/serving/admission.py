@@ -1,13 +1,15 @@
-"""Who waits, who is being answered, and who is preempted where memory is short."""
+"""Which requests have memory: who is admitted, and who is preempted where memory is short."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, brief_error
 from hetero_kv.serving.memory import Goal, Memory
+from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.swapped import SwapFolder
 
@@ -15,41 +17,91 @@ _logger = logging.getLogger(__name__)
 
 
 class Admission:
-    """Requests that wait, the one whose prompt passes, and those that are being answered.
+    """Admits requests while there is memory, and preempts the least urgent one where there is none.
 
     A request enters when there are blocks for its prompt and the next tokens of all (`Memory`). Where blocks run out,
     or a more urgent request waits for them, the least urgent one is preempted, among equals the one that came last: its
     sequence goes to the disk, and it waits before others of its priority.
 
     Args:
+        queues: the requests.
         memory: plans the blocks.
         swaps: where sequences of preempted requests go.
-
-    Attributes:
-        waiting: by priority, then preempted ones first, then in the order in which they came.
-        prefilling: None while no prompt passes.
-        running: those that have their prompt behind them.
+        prefixes: sequences that begin as prompts may.
+        new_cache: makes an empty cache in the store.
+        max_batch: the most requests that are answered at a time.
     """
 
-    def __init__(self, memory: Memory, swaps: SwapFolder) -> None:
-        self._memory, self._swaps = memory, swaps
-        self.waiting: list[Request] = []
-        self.prefilling: Request | None = None
-        self.running: list[Request] = []
-        # The request for which there is no memory until another one ends.
-        self._blocked: Request | None = None
+    def __init__(
+        self, queues: Queues, memory: Memory, swaps: SwapFolder, prefixes: ResidentPrefixes,
+        new_cache: Callable[[], HeteroCache], max_batch: int,
+    ) -> None:  # fmt: skip
+        self._queues, self._memory, self._swaps, self._prefixes = queues, memory, swaps, prefixes
+        self._new_cache, self._max_batch = new_cache, max_batch
+        # The request for which there is no memory, and how many had left when that was seen.
+        self._blocked: tuple[Request, int] | None = None
+        self._departures = 0
 
-    @property
-    def requests(self) -> list[Request]:
-        """All requests that have not ended."""
-        return [*self.running, *([] if self.prefilling is None else [self.prefilling]), *self.waiting]
+    # -- who enters
 
-    def add(self, request: Request, *, first: bool = False) -> None:
-        """Queue a request behind all others of its priority, or before them (`first`); 0 is more urgent than 1."""
-        self.waiting.insert(0 if first else len(self.waiting), request)
-        self.waiting.sort(key=lambda each: each.priority)
+    def admit(self) -> None:
+        """Admit the first request that waits, if there is a row and memory for it."""
+        queues = self._queues
+        if queues.departures != self._departures:
+            # Where the disk was full, it is tried again.
+            self._departures, self._swaps.error = queues.departures, None
+        if queues.prefilling is not None or not queues.waiting or len(queues.running) == self._max_batch:
+            return
+        request = queues.waiting[0]
+        if self._blocked == (request, queues.departures):
+            return
+        cache = None
+        try:
+            cache, cached = self._begun_cache(request)
+            if not self._make_room(request, cache):
+                free(cache)
+                self._blocked = request, queues.departures
+                return
+            if request.swapped is not None:
+                request.swapped.restore(cache)
+        except Exception as error:
+            if cache is not None:
+                free(cache)
+            queues.fail(request, error)
+            return
+        queues.waiting.remove(request)
+        request.cache = cache
+        if request.swapped is None:
+            request.cached_tokens, queues.prefilling = cached, request
+        else:
+            request.drop_swapped()
+            queues.answer(request)
 
-    # -- memory
+    def _begun_cache(self, request: Request) -> tuple[HeteroCache, int]:
+        """A cache with the longest stored beginning of a prompt, and that beginning's number of tokens."""
+        if request.swapped is not None:
+            return self._new_cache(), 0
+        running = with_caches(self._queues.running)
+        prefix = self._prefixes.fork(request.tokens, [(cache, each.tokens[: each.stored]) for each, cache in running])
+        resident = (self._new_cache(), 0) if prefix is None else prefix
+        return self._loaded_cache(request, *resident) or resident
+
+    def _loaded_cache(self, request: Request, resident: HeteroCache, cached: int) -> tuple[HeteroCache, int] | None:
+        """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
+        stored = self._prefixes.stored
+        found = None if stored is None else stored.longest(request.tokens, cached + stored.least)
+        if stored is None or found is None:
+            return None
+        context, tokens = found
+        empty = self._new_cache()
+        (_, needed), *others = self._entering(request, empty, self._queues.running)
+        if not self._memory.fits([(empty, max(needed, context.tokens)), *others]):
+            return None
+        loaded = stored.load(context, tokens, resident.tokenizer)
+        if loaded is None:
+            return None
+        free(resident)
+        return loaded, tokens
 
     def _make_room(self, request: Request, cache: HeteroCache) -> bool:
         """Preempt less urgent requests until a request can enter with this cache; returns whether it can.
@@ -59,36 +111,39 @@ class Admission:
         Raises HeteroKVError if the request never can, or nobody else is there who would free blocks.
         """
         self._memory.require_possible(request, cache.groups[0].layouts)
-        while not self._memory.fits(self._entering(request, cache, self.running)):
-            if not self.running:
+        running = self._queues.running
+        while not self._memory.fits(self._entering(request, cache, running)):
+            if not running:
                 raise HeteroKVError(
                     "the store has too few free blocks for the request, and no other one has them; reset other caches "
                     "in the store, or give the engine more tokens (kv_tokens)"
                 )
-            less_urgent = [each for each in self.running if each.priority > request.priority]
-            others = [each for each in self.running if each not in less_urgent]
+            less_urgent = [each for each in running if each.priority > request.priority]
+            others = [each for each in running if each not in less_urgent]
             is_enough = self._memory.fits(self._entering(request, cache, others), without=less_urgent)
-            if not less_urgent or not is_enough or not self._preempt(max(less_urgent, key=_urgency)):
+            if not less_urgent or not is_enough or not self.preempt(max(less_urgent, key=_urgency)):
                 return False
         return True
 
     def _entering(self, request: Request, cache: HeteroCache, others: Sequence[Request]) -> list[Goal]:
         return [self._memory.entering(request, cache), *(self._memory.entering(*each) for each in with_caches(others))]
 
-    def _rows(self) -> list[Request]:
+    # -- who goes on
+
+    def rows(self) -> list[Request]:
         """The running requests that have blocks for another token; until all have, the least urgent is preempted."""
         try:
-            while not self._memory.fits(self._next(self.running)):
-                if not self._preempt(self._least_urgent()):
+            while not self._memory.fits(self._next(self._queues.running)):
+                if not self.preempt(self._least_urgent()):
                     return self._rows_with_blocks()
         except Exception as error:
             _logger.warning("blocks were not counted (%s); whoever has none for a token fails", brief_error(error))
-        return list(self.running)
+        return list(self._queues.running)
 
     def _next(self, rows: Sequence[Request]) -> list[Goal]:
         """Another token of every row, and the prompt that passes."""
         goals = [(cache, request.stored + 1) for request, cache in with_caches(rows)]
-        passing = [] if self.prefilling is None else [self.prefilling]
+        passing = [] if self._queues.prefilling is None else [self._queues.prefilling]
         return goals + [(cache, request.prompt_tokens) for request, cache in with_caches(passing)]
 
     def _least_urgent(self) -> Request:
@@ -96,22 +151,22 @@ class Admission:
 
         A prompt that passes would begin again, so that its request counts only where it is less urgent than all others.
         """
-        last = max(self.running, key=_urgency)
-        return self.prefilling if self.prefilling is not None and self.prefilling.priority > last.priority else last
+        last, passing = max(self._queues.running, key=_urgency), self._queues.prefilling
+        return passing if passing is not None and passing.priority > last.priority else last
 
-    def _preempt(self, request: Request) -> bool:
+    def preempt(self, request: Request) -> bool:
         """Take the blocks of a request, which waits on the disk until there is memory; returns whether it worked."""
-        cache = request.cache
+        queues, cache = self._queues, request.cache
         assert cache is not None
-        if request is self.prefilling:
-            self.prefilling, request.cached_tokens = None, 0
+        if request is queues.prefilling:
+            queues.prefilling, request.cached_tokens = None, 0
         else:
             request.swapped = self._swaps.put(cache)
             if request.swapped is None:
                 return False
-            self.running.remove(request)
+            queues.running.remove(request)
         request.cache = None
-        self.add(request, first=True)
+        queues.add(request, first=True)
         free(cache)
         return True
 
@@ -121,51 +176,16 @@ class Admission:
         Where nobody could go on, the disk is tried again, and the least urgent request fails if that is in vain.
         """
         rows: list[Request] = []
-        for request in sorted(self.running, key=_urgency):
+        for request in sorted(self._queues.running, key=_urgency):
             if self._memory.fits(self._next([*rows, request])):
                 rows.append(request)
-        if not rows and self.prefilling is None:
+        if not rows and self._queues.prefilling is None:
             last, self._swaps.error = self._least_urgent(), None
-            if not self._preempt(last):
-                self._fail(last, self._swaps.failure())
+            if not self.preempt(last):
+                self._queues.fail(last, self._swaps.failure())
         return rows
-
-    # -- ends
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error, and free its blocks."""
-        cache = self._leave(request)
-        request.stream.fail(error)
-        if cache is not None:
-            free(cache)
-
-    def _leave(self, request: Request) -> HeteroCache | None:
-        """Forget a request, and remove its sequence from the disk. Returns its cache."""
-        # Where the disk was full, it is tried again.
-        self._blocked = self._swaps.error = None
-        if self.prefilling is request:
-            self.prefilling = None
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
-        request.drop_swapped()
-        cache, request.cache = request.cache, None
-        return cache
 
 
 def _urgency(request: Request) -> tuple[int, float]:
     """What requests are ordered by, the most urgent first."""
     return request.priority, request.began
-
-
-def free(cache: HeteroCache) -> None:
-    """Free a cache's blocks. After an error they are free once nothing refers to the cache."""
-    try:
-        cache.reset()
-    except Exception as error:
-        _logger.warning("the blocks of a request were not freed at once (%s)", brief_error(error))
-
-
-def with_caches(requests: Iterable[Request]) -> list[tuple[Request, HeteroCache]]:
-    """Those of the requests that have a cache, each with it."""
-    return [(request, request.cache) for request in requests if request.cache is not None]

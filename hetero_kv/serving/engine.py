@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -18,9 +19,12 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import Messages
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens
+from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.memory import Memory
 from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
@@ -115,15 +119,13 @@ class Engine:
         if context_folder is not None:
             self._prefixes.stored = self._stored_prefixes(forward, context_folder, context_cache_gb)
         self._swaps = SwapFolder(injection)
-        self._scheduler = Scheduler(
-            forward,
-            self._store,
-            self._prefixes,
-            self._swaps,
-            PartSize(longest_gap_s, part),
-            max_batch=max_batch,
-            splits_prompts=splits,
+        self._queues = Queues()
+        memory = Memory(self._store, self._prefixes, self._swaps)
+        admission = Admission(
+            self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), max_batch
         )
+        size = PartSize(longest_gap_s, part)
+        self._scheduler = Scheduler(forward, self._queues, admission, self._prefixes, size, splits_prompts=splits)
         config = model.model.config.get_text_config(decoder=True)
         self._vocab_size: int = config.vocab_size
         ends = model.model.generation_config.eos_token_id
@@ -132,6 +134,8 @@ class Engine:
         self._cancelled: deque[Stream] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
+        # For the steps of `step`: the interpreter raises KeyboardInterrupt in the main thread alone.
+        self._steps = ThreadPoolExecutor(1, "hetero-kv step")
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if starts_thread:
@@ -244,7 +248,7 @@ class Engine:
             self._cancelled.append(stream)
             self._changed.notify_all()
         # While a prompt passes, its chunks look at the request itself.
-        for request in self._scheduler.requests:
+        for request in self._queues.all:
             if request.stream is stream:
                 request.is_cancelled = True
 
@@ -253,11 +257,15 @@ class Engine:
     def step(self) -> bool:
         """Compute one step: a part of a prompt, and a token of every request that has its prompt behind it.
 
-        Without requests, a kept sequence is written to `context_folder`. Returns whether there was anything to compute.
+        Without requests, a kept sequence is written to `context_folder`. Ctrl-C ends the wait for a step, and not the
+        step. Returns whether there was anything to compute.
         """
+        return not self._is_closed and self._steps.submit(self._step).result()
+
+    def _step(self) -> bool:
         with self._stepping:
             self._receive()
-            if not self._scheduler.requests:
+            if not self._queues.all:
                 self._prefixes.write_one()
                 return False
             self._scheduler.step()
@@ -266,14 +274,14 @@ class Engine:
     def _receive(self) -> None:
         with self._changed:
             while self._new:
-                self._scheduler.add(self._new.popleft())
+                self._queues.add(self._new.popleft())
             cancelled = {id(stream) for stream in self._cancelled}
             self._cancelled.clear()
-        for request in self._scheduler.requests:
+        for request in self._queues.all:
             request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
 
     def _has_work(self) -> bool:
-        return bool(self._is_closed or self._new or self._scheduler.requests or self._prefixes.is_writing)
+        return bool(self._is_closed or self._new or self._queues.all or self._prefixes.is_writing)
 
     def _run(self) -> None:
         while True:
@@ -282,7 +290,7 @@ class Engine:
                 if self._is_closed:
                     return
             try:
-                self.step()
+                self._step()
             except Exception as error:
                 # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
                 _logger.exception("a step of the engine failed")
@@ -296,10 +304,11 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        for request in self._scheduler.requests:
+        for request in self._queues.all:
             request.is_cancelled = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._steps.shutdown()
         with self._stepping:
             self._receive()
             self._scheduler.retire_all()

@@ -34,7 +34,7 @@ def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
 
 def alone(engine, tokens, count=GREEDY.max_new_tokens):
     """The likeliest tokens that follow a prompt, by transformers' generate and a cache of its own."""
-    model = engine._scheduler._forward.model
+    model = engine._scheduler.forward.model
     cache = HeteroCache(model, 400, tokenizer=engine.tokenizer)
     output = model.generate(torch.tensor([tokens]), past_key_values=cache, max_new_tokens=count, do_sample=False)
     return tuple(output[0, len(tokens) :].tolist())
@@ -105,7 +105,7 @@ def test_a_beginning_that_other_weights_computed_is_not_shared():
     with engine_of("dense") as engine:
         engine.generate(PROMPTS[2], GREEDY).result()
         with torch.no_grad():
-            engine._scheduler._forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+            engine._scheduler.forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
         again = engine.generate([*PROMPTS[2], 7], GREEDY).result()
         assert again.cached_tokens == 0
         assert again.tokens == alone(engine, [*PROMPTS[2], 7])
@@ -129,7 +129,7 @@ def test_a_mask_that_fails_fails_its_request_alone():
 
 def test_a_store_of_other_rules_or_beside_a_length_is_refused():
     with engine_of("dense") as engine, engine_of("quest") as other:
-        model, store = engine._scheduler._forward.model, engine._store
+        model, store = engine._scheduler.forward.model, engine._store
         assert HeteroCache(model, store=store).max_seq_len == 400
         for arguments in ({"store": other._store}, {"store": store, "max_seq_len": 8}, {"store": store, "forks": 1}):
             with pytest.raises(HeteroKVError, match="the store was made for other rules"):
@@ -163,7 +163,7 @@ def test_many_requests_about_one_document_take_its_memory_once():
         streams = [engine.generate([*document, token], GREEDY) for token in range(2, 10)]
         while not all(stream._pieces for stream in streams):
             assert engine.step()
-        assert len(engine._scheduler.running) == len(streams)
+        assert len(engine._scheduler.queues.running) == len(streams)
         (allocator,) = engine._store.allocators.values()
         endings = len(streams) * 3
         assert allocator.num_blocks - allocator.free_blocks <= -(-len(document) // allocator.block_size) + endings
@@ -176,7 +176,7 @@ def test_as_many_requests_of_full_length_as_the_batch_has_rows_are_answered_at_a
         streams = [engine.generate(tokens, endless) for tokens in (PROMPTS[1], PROMPTS[6], PROMPTS[7])]
         for _ in range(6):
             engine.step()
-        assert len(engine._scheduler.running) == 3
+        assert len(engine._scheduler.queues.running) == 3
         assert [len(stream.result().tokens) for stream in streams] == [39, 10, 67]
 
 
@@ -185,7 +185,7 @@ def test_a_request_waits_until_another_one_has_freed_its_memory():
         streams = [engine.generate(tokens, GREEDY) for tokens in (PROMPTS[3], PROMPTS[2], PROMPTS[1])]
         engine.step()
         engine.step()
-        assert len(engine._scheduler.waiting) >= 1
+        assert len(engine._scheduler.queues.waiting) >= 1
         assert [stream.result().tokens for stream in streams] == [
             alone(engine, tokens) for tokens in (PROMPTS[3], PROMPTS[2], PROMPTS[1])
         ]
@@ -209,7 +209,7 @@ def test_a_forward_that_fails_fails_the_request_that_it_computes_and_no_other(mo
         streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[:4]]
         while not all(stream._pieces for stream in streams):
             engine.step()
-        forward, bad = engine._scheduler._forward, engine._scheduler.running[2]
+        forward, bad = engine._scheduler.forward, engine._scheduler.queues.running[2]
         decode = forward.decode
 
         def failing(caches, tokens):
@@ -229,7 +229,7 @@ def test_a_row_without_numbers_fails_alone(monkeypatch):
         streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS[:3]]
         while not all(stream._pieces for stream in streams):
             engine.step()
-        forward = engine._scheduler._forward
+        forward = engine._scheduler.forward
         decode = forward.decode
 
         def broken(caches, tokens):
@@ -304,7 +304,7 @@ def test_a_prompt_is_cancelled_between_two_chunks():
     with engine_of("dense", part=400) as engine:
         seen = []
         stream = engine.generate([*prompt(390, 3).tolist()], GREEDY)
-        forward = engine._scheduler._forward
+        forward = engine._scheduler.forward
         prefill = forward.prefill
 
         def cancelling(cache, *arguments):

@@ -92,7 +92,7 @@ class LivesOfRequests(RuleBasedStateMachine):
         )  # fmt: skip
         self.submitted: list[Submitted] = []
         self.failed: list[Stream] = []
-        self.forward = self.engine._scheduler._forward
+        self.forward = self.engine._scheduler.forward
 
     @rule(
         seed=st.integers(0, 3), length=st.integers(1, 40), count=st.integers(1, LONGEST), again=st.integers(0, 5),
@@ -172,7 +172,7 @@ class LivesOfRequests(RuleBasedStateMachine):
     @invariant()
     def every_block_has_its_owners(self) -> None:
         scheduler = self.engine._scheduler
-        caches = [request.cache for request in scheduler.requests if request.cache is not None]
+        caches = [request.cache for request in scheduler.queues.all if request.cache is not None]
         caches += [cache for cache, _ in scheduler._prefixes._kept]
         for layout, allocator in self.engine._store.allocators.items():
             tables = [sequence.tables[layout].ids for cache in caches for sequence in cache.sequences]
@@ -183,7 +183,7 @@ class LivesOfRequests(RuleBasedStateMachine):
 
     @invariant()
     def every_file_has_its_request(self) -> None:
-        waiting = [request.swapped for request in self.engine._scheduler.requests if request.swapped is not None]
+        waiting = [request.swapped for request in self.engine._scheduler.queues.all if request.swapped is not None]
         folder = self.engine._swaps._folder
         assert {swapped.path for swapped in waiting} == set(() if folder is None else folder.iterdir())
 

@@ -62,7 +62,7 @@ def test_some_places():
 @pytest.mark.parametrize("recipe", ["ktransformers", "snapkv"])
 def test_a_part_that_is_passed_again_is_observed_once(recipe, monkeypatch):
     with engine_of(recipe, longest_gap_s=1e-6) as engine:
-        forward, calls = engine._scheduler._forward, []
+        forward, calls = engine._scheduler.forward, []
         mixed, logits = forward.mixed, forward._logits
 
         def failing(cache, token_ids):

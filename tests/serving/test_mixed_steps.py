@@ -15,7 +15,7 @@ LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 def counted_forwards(engine, monkeypatch):
     """The kinds of forwards of an engine from now on, and the tokens of parts that pass in them."""
-    forward, kinds = engine._scheduler._forward, []
+    forward, kinds = engine._scheduler.forward, []
     for name in ("mixed", "prefill", "decode"):
         original = getattr(forward, name)
 
@@ -42,7 +42,7 @@ def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatc
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(kind, monkeypatch):
     with engine_of("quest", longest_gap_s=1e-6) as engine:
-        forward, failures = engine._scheduler._forward, []
+        forward, failures = engine._scheduler.forward, []
         compute, logits = getattr(forward, kind), forward._logits
 
         def failing(cache, token_ids):
@@ -78,4 +78,4 @@ def test_rows_of_a_model_whose_rotation_follows_the_longest_are_computed_alone(k
         streams = [engine.generate(tokens, LONG) for tokens in PROMPTS[:4]]
         answers = [stream.result().tokens for stream in streams]
         assert answers == [alone(engine, tokens, 40) for tokens in PROMPTS[:4]]
-        assert not engine._scheduler._forward.mixes
+        assert not engine._scheduler.forward.mixes

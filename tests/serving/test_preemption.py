@@ -71,7 +71,7 @@ def require_all_free(engine):
 
 
 def swapped_requests(engine):
-    return [request for request in engine._scheduler.waiting if request.swapped is not None]
+    return [request for request in engine._scheduler.queues.waiting if request.swapped is not None]
 
 
 def step_until(engine, reached):
@@ -135,14 +135,14 @@ _OFTEN = ["dense", "adaptive", "snapkv", "shadowkv", "infinipot", "h2o"]
 def test_a_restored_request_computes_the_same_logits_bit_for_bit(recipe, architecture):
     with engine_of(recipe, architecture, kept_prefixes=0) as engine:
         scheduler, found = engine._scheduler, []
-        decode = scheduler._forward.decode
+        decode = scheduler.forward.decode
         for steps in ((), (1, 4, 5, 9)):
             logits = []
-            scheduler._forward.decode = lambda *rows, logits=logits: logits.append(decode(*rows)) or logits[-1]
+            scheduler.forward.decode = lambda *rows, logits=logits: logits.append(decode(*rows)) or logits[-1]
             stream = engine.generate(PROMPTS[3], replace(LONG, max_new_tokens=14))
             while not stream.is_done:
-                if len(logits) in steps and scheduler.running:
-                    assert scheduler._preempt(scheduler.running[0])
+                if len(logits) in steps and scheduler.queues.running:
+                    assert scheduler.admission.preempt(scheduler.queues.running[0])
                 engine.step()
             found.append(logits)
         assert len(found[0]) == 13
@@ -156,7 +156,7 @@ def test_more_requests_run_than_their_longest_answers_would_let(preempted):
     with engine_of("dense", kv_tokens=400, kept_prefixes=0) as engine:
         endless = SamplingParams(max_new_tokens=380, ignore_eos=True)
         streams = [engine.generate([7 + index] * 15, endless) for index in range(6)]
-        step_until(engine, lambda: len(engine._scheduler.running) == 6)
+        step_until(engine, lambda: len(engine._scheduler.queues.running) == 6)
         for stream in streams:
             stream.cancel()
         engine.step()
@@ -169,8 +169,8 @@ def test_the_request_that_came_last_is_preempted_first_and_goes_on_before_those_
         streams = [engine.generate(tokens, LONG) for tokens in (PROMPTS[2], PROMPTS[6], PROMPTS[0])]
         step_until(engine, lambda: preempted)
         scheduler = engine._scheduler
-        assert [request.stream for request in scheduler.running] == streams[:1]
-        assert [request.stream for request in scheduler.waiting] == streams[1:]
+        assert [request.stream for request in scheduler.queues.running] == streams[:1]
+        assert [request.stream for request in scheduler.queues.waiting] == streams[1:]
         streams[2].result()
         assert all(stream.is_done for stream in streams[:2])
 
@@ -178,13 +178,13 @@ def test_the_request_that_came_last_is_preempted_first_and_goes_on_before_those_
 def test_whoever_enters_gets_some_tokens_before_its_equals_preempt_it(monkeypatch):
     counts: dict[int, list[int]] = {}
     with engine_of("dense", kv_tokens=ROOM, kept_prefixes=0) as engine:
-        scheduler, preempt = engine._scheduler, engine._scheduler._preempt
+        scheduler, preempt = engine._scheduler, engine._scheduler.admission.preempt
 
         def counting(request):
             counts.setdefault(id(request.stream), []).append(len(request.stream._pieces))
             return preempt(request)
 
-        monkeypatch.setattr(scheduler, "_preempt", counting)
+        monkeypatch.setattr(scheduler.admission, "preempt", counting)
         streams = [engine.generate([5 + index] * (9 + index), replace(LONG, max_new_tokens=70)) for index in range(9)]
         for stream in streams:
             stream.result()
@@ -218,9 +218,9 @@ def test_a_prompt_that_passes_begins_again_where_a_more_urgent_request_needs_its
         step_until(engine, lambda: urgent._pieces)
         tokens = prompt(216, 3).tolist()
         patient = engine.generate(tokens, replace(LONG, max_new_tokens=20))
-        step_until(engine, lambda: engine._scheduler.prefilling is not None)
-        step_until(engine, lambda: engine._scheduler.prefilling is None)
-        assert [request.stream for request in engine._scheduler.waiting] == [patient]
+        step_until(engine, lambda: engine._scheduler.queues.prefilling is not None)
+        step_until(engine, lambda: engine._scheduler.queues.prefilling is None)
+        assert [request.stream for request in engine._scheduler.queues.waiting] == [patient]
         assert not patient._pieces
         assert urgent.result().tokens == alone(engine, PROMPTS[4], 70)
         assert patient.result().tokens == alone(engine, tokens, 20)
@@ -243,7 +243,7 @@ def test_without_layers_that_can_be_saved_each_longest_answer_has_its_blocks(mon
     with engine_of("dense", kv_tokens=ROOM, kept_prefixes=0) as engine:
         streams = [engine.generate(tokens, LONG) for tokens in LOAD]
         while engine.step():
-            rows = [*engine._scheduler.running, engine._scheduler.prefilling]
+            rows = [*engine._scheduler.queues.running, engine._scheduler.queues.prefilling]
             assert sum(-(-row.most_stored // 8) * 8 for row in rows if row is not None) <= ROOM
         assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in LOAD]
         assert not preempted
@@ -368,7 +368,7 @@ def test_an_interrupt_on_the_way_to_or_from_the_disk_loses_no_request(place, mon
 
 def test_blocks_that_a_cache_outside_of_the_engine_has_are_named():
     with engine_of("dense", kv_tokens=160) as engine:
-        model = engine._scheduler._forward.model
+        model = engine._scheduler.forward.model
         other = HeteroCache(model, store=engine._store)
         with torch.no_grad():
             model(torch.tensor([PROMPTS[1]]), past_key_values=other)

@@ -154,7 +154,7 @@ def test_a_sequence_of_other_weights_is_not_used(tmp_path):
     saved_first(tmp_path, "dense")
     with engine_of("dense", context_folder=tmp_path) as engine:
         with torch.no_grad():
-            engine._scheduler._forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+            engine._scheduler.forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
         found = engine.generate(FOLLOWING, GREEDY).result()
         assert found.cached_tokens == 0
         assert found.tokens == alone(engine, FOLLOWING)
