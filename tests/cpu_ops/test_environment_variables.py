@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow_variants import with_slow
+
 NAMES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"
 
 
@@ -75,11 +77,19 @@ def has_large_pages(code, **settings):
     return printed(code, **settings).splitlines()[1]
 
 
+# A process imports torch in seconds: in `make test` are those that have no settings, which tests share.
+THREADS = {
+    "no settings": (IMPORTED_FIRST, {}, "1 True"),
+    "a count": (USED_FIRST, {"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}, "0 False"),
+    "a policy": (IMPORTED_FIRST, {"OMP_WAIT_POLICY": "active"}, "0 False"),
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is of Linux's torch")
-def test_openmp_spins_briefly_where_torch_was_imported_first():
-    assert spare_threads(IMPORTED_FIRST) == "1 True"
-    assert spare_threads(USED_FIRST, GOMP_SPINCOUNT="7", THP_MEM_ALLOC_ENABLE="0") == "0 False"
-    assert spare_threads(IMPORTED_FIRST, OMP_WAIT_POLICY="active") == "0 False"
+@pytest.mark.parametrize("case", with_slow(THREADS, slow=("a count", "a policy")))
+def test_openmp_spins_briefly_where_torch_was_imported_first(case):
+    code, settings, expected = case
+    assert spare_threads(code, **settings) == expected
 
 
 def test_benchmarks_run_as_their_users_do_and_peers_as_they_are_started():
@@ -89,13 +99,20 @@ def test_benchmarks_run_as_their_users_do_and_peers_as_they_are_started():
     assert printed(code, GOMP_SPINCOUNT="7") == "7 7"
 
 
+PAGES = {
+    "no settings": (LATER, {}, "True"),
+    "no large ones": (LATER, {"THP_MEM_ALLOC_ENABLE": "0"}, "False"),
+    "torch first": (IMPORTED_FIRST, {}, "True"),
+}
+
+
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent large pages"
 )
-def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise():
-    assert has_large_pages(LATER) == "True"
-    assert has_large_pages(LATER, THP_MEM_ALLOC_ENABLE="0") == "False"
-    assert has_large_pages(IMPORTED_FIRST) == "True"
+@pytest.mark.parametrize("case", with_slow(PAGES, slow=["no large ones"]))
+def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise(case):
+    code, settings, expected = case
+    assert has_large_pages(code, **settings) == expected
 
 
 @pytest.mark.skipif(
@@ -103,5 +120,9 @@ def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise():
 )
 def test_small_pages_of_a_torch_that_was_used_before_are_said():
     assert "import hetero_kv first, or set THP_MEM_ALLOC_ENABLE=1" in said(USED_FIRST)
-    assert said(USED_FIRST, GOMP_SPINCOUNT="7", THP_MEM_ALLOC_ENABLE="0") == ""
     assert said(IMPORTED_FIRST) == ""
+
+
+@pytest.mark.slow
+def test_small_pages_that_the_user_has_asked_for_are_not_said():
+    assert said(USED_FIRST, GOMP_SPINCOUNT="7", THP_MEM_ALLOC_ENABLE="0") == ""

@@ -1,10 +1,10 @@
 """Compiles every Triton kernel for GPUs that need not be present, as it is launched; prints the results.
 
-    python tests/gpu_ops/compiled_kernels.py [all]
+    python tests/gpu_ops/compiled_kernels.py [pairs | all]
 
 A launch's arguments say for what it is specialised, strides and alignment among them: each is made by the function
 that launches the kernel, with tensors of a model's shapes. With `all` each is compiled for every GPU, and those
-of packed weights in every format too, else for one.
+of packed weights in every format too; with `pairs` each for one, else one launch of every kernel.
 test_triton_kernels.py runs it in another process, since the interpreter's tests must not see compiled kernels.
 """
 
@@ -228,6 +228,25 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "unpack packed, Q6_K, bfloat16": unpacking("Q6_K", BRAIN),
     "rows of packed, BF16, bfloat16": looking_up("BF16", BRAIN),
 }
+#: Launches of kernels that others launch too, for the slow tests.
+FURTHER = (
+    "flash, float16",
+    "flash, float16, 64",
+    "flash, bfloat16, 256",
+    "flash, float32",
+    "column sums, float32, of groups",
+    "rebuild, float16, in part",
+    "rotate, float32, in part",
+    "take a token, bfloat16",
+    "take a token, float32",
+    "join parts, float32",
+    "fetch, bytes",
+    "draw",
+    "merge into one, float32",
+    "all but the lowest, int64",
+    "keep, float32, with whole numbers",
+    "multiply packed, Q8_0, float16, nine rows",
+)
 #: Of every format, for the slow tests.
 FORMS: dict[str, Callable[[], Any]] = {
     f"{kernel}, {name}": launch
@@ -263,7 +282,8 @@ def compiled(launch: Callable[[], Any], capability: int) -> list[int]:
 if __name__ == "__main__":
     # One after the other, so that each of the GPUs has its turn.
     is_all = "all" in sys.argv
-    turns = {name: list(SHARED) if is_all else [list(SHARED)[turn % 6]] for turn, name in enumerate(LAUNCHES)}
+    names = [name for name in LAUNCHES if sys.argv[1:] or name not in FURTHER]
+    turns = {name: list(SHARED) if is_all else [list(SHARED)[turn % 6]] for turn, name in enumerate(names)}
     turns |= {name: [list(SHARED)[turn % 6]] for turn, name in enumerate(FORMS if is_all else ())}
     launches = LAUNCHES | FORMS
     sizes = {f"{name}, sm_{each}": compiled(launches[name], each) for name, on in turns.items() for each in on}

@@ -10,7 +10,7 @@ from hetero_kv.gpu_ops.cached_entries import all_but_lowest_in_torch, append_tok
 from hetero_kv.gpu_ops.draws import FACTORS, mixed_in_torch, share_in_torch
 from hetero_kv.gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
 from hetero_kv.gpu_ops.triton_kernels import cached_entries, draws, merged_entries
-from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, random
+from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, multiplied, random
 
 
 def room(dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,8 +103,7 @@ def of_entries() -> dict[str, dict[str, Any]]:
         },
         "most alike": {
             f"{torch.float32} of {dtype}, {count}": most_alike(dtype, count)
-            for dtype in DTYPES
-            for count in (1, 40, 150, 129, 700)
+            for dtype, count in multiplied(DTYPES, (1, 40, 150, 129, 700))
         },
-        "merged into one": {f"{dtype}, {turn}": merged_one(dtype) for dtype in DTYPES for turn in range(5)},
+        "merged into one": {f"{dtype}, {turn}": merged_one(dtype) for dtype, turn in multiplied(DTYPES, range(5))},
     }

@@ -1,7 +1,7 @@
 """Every Triton kernel against its torch function, under Triton's interpreter; prints one JSON object.
 
 test_triton_kernels.py runs it in another process: the definition of a kernel fixes its interpreter. With the argument
-`all` it computes every combination of the cases, else every pair.
+`all` it computes every combination of the cases, with `pairs` every pair, else each of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
 )
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.gpu_ops.interpreted_entries import of_entries
-from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, random
+from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, multiplied, random
 from tests.support.bfloat16_products import mended
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -102,6 +102,11 @@ SUMS: tuple[dict[str, Any], ...] = (
     {"n": 5, "length": 50, "past": 45, "weights": True, "softcap": 2.0},
     {"n": 40, "length": 50, "past": -9, "group_max": True, "weights": True},
 )
+
+#: Of queries and keys.
+SUMMED = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16)
+#: Of slots and of stored values.
+BROUGHT = [(dtype, stored) for dtype in DTYPES for stored in dict.fromkeys((dtype, torch.float16))]
 
 
 def merged(dtype: torch.dtype, other: torch.dtype, shape: tuple[int, ...]) -> float:
@@ -242,19 +247,16 @@ if __name__ == "__main__":
                     for other in dict.fromkeys((dtype, torch.float32))
                     for shape in ((1, 1, 1, 1), (2, 3, 9, 24), (1, 2, 40, 128))
                 },
-                "attended": {f"{dtype}, {case}": attended(dtype, case) for dtype in DTYPES for case in ATTENTION},
+                "attended": {
+                    f"{dtype}, {case}": attended(dtype, case) for dtype, case in multiplied(DTYPES, ATTENTION)
+                },
                 "taken": {
                     f"{dtype}, {case}, {other}": taken(dtype, case, other)
                     for dtype, case, other in combined(DTYPES, TAKEN, (0.0, -200.0, float("-inf")))
                 },
                 "summed": {
                     f"{dtype}, {key_dtype}, {case}": summed(dtype, key_dtype, **case)
-                    for dtype, key_dtype in (
-                        (torch.float32,) * 2,
-                        (torch.bfloat16,) * 2,
-                        (torch.bfloat16, torch.float16),
-                    )
-                    for case in SUMS
+                    for (dtype, key_dtype), case in multiplied(SUMMED, SUMS)
                 },
                 "rebuilt": {
                     f"{dtype}, {layout}, {size}, {rank}, {count}": rebuilt(dtype, layout, size, rank, count)
@@ -270,9 +272,7 @@ if __name__ == "__main__":
                 },
                 "brought": {
                     f"{dtype}, {stored}, {count}": brought(dtype, stored, count)
-                    for dtype in DTYPES
-                    for stored in dict.fromkeys((dtype, torch.float16))
-                    for count in (1, 5, 9)
+                    for (dtype, stored), count in multiplied(BROUGHT, (1, 5, 9))
                 },
                 **of_entries(),
                 "gathered": {

@@ -17,13 +17,24 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=GENERATOR).to(dtype)
 
 
-def combined(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+def _each(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """As many combinations as the longest axis has values, in which every value of every axis comes up."""
+    for number in range(max(map(len, axes))):
+        yield tuple(axis[number % len(axis)] for axis in axes)
+
+
+def multiplied(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """All combinations; where there is no argument as few as have every value."""
+    return itertools.product(*axes) if sys.argv[1:] else _each(*axes)
+
+
+def combined(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Combinations in which every two values of two axes meet; all of them where the argument is `all`.
 
-    The third axis is the shortest.
+    As few as have every value where there is no argument. The third axis is the shortest.
     """
-    if "all" in sys.argv[1:]:
-        yield from itertools.product(first, second, third)
+    if sys.argv[1:] != ["pairs"]:
+        yield from multiplied(first, second, third)
         return
     for (one, a), (other, b) in itertools.product(enumerate(first), enumerate(second)):
         yield a, b, third[(one + other) % len(third)]
