@@ -84,7 +84,9 @@ def saved(model, path, prompt=50, answer=5, batch=1):
     return cache
 
 
-@pytest.mark.parametrize("stored", with_slow(list(STORED), slow=("keys in 8, values in 4 bits",)))
+@pytest.mark.parametrize(
+    "stored", with_slow(list(STORED), slow=("keys in 8, values in 4 bits", "blocks of 16, keys in 4, values in 8 bits"))
+)
 def test_everything_that_a_pool_has_comes_back(stored, tmp_path):
     given, dim = STORED[stored]
     model = made(shape={"num_hidden_layers": 2, "head_dim": dim}, **given)

@@ -166,6 +166,7 @@ def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(mode
     assert read_ranges != []
 
 
+@pytest.mark.slow
 def test_blocks_of_16_tokens_in_few_bits_are_mapped_and_go_on_as_they_were(tmp_path):
     blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 4}
     model = reader({"head_dim": 32}, **blocks, key_type="Q4_0", value_type="Q8_0")

@@ -31,6 +31,8 @@ class Shape(NamedTuple):
     value_dtype: np.dtype | type | None = None
 
 
+#: The tiny models' shape, whose kernel other tests have compiled.
+TINY = Shape(2, group=2, k_dim=16, v_dim=16, block_size=32, dtype=np.float32)
 #: Groups of one tile, of several and of a rest, dims that are whole vectors and not, of every storage type but fp32.
 WIDTH_SHAPES = {
     "group of 7, q4_0": Shape(2, group=7, k_dim=256, v_dim=64, block_size=32, dtype=Q4_0),
@@ -72,6 +74,9 @@ shapes = pytest.mark.parametrize(
             "blocks of one token, fp32",
             # Its keys less an offset are attended to below.
             "group of 7, q4_0",
+            # Groups of 9 and of 7 have several tiles too, and tests/operators/test_storage_types.py has the types.
+            "group of 12, soft-capped, bf16",
+            "group of 16, fp16",
         ),
     ),
 )
@@ -143,9 +148,7 @@ def offsets_of(keys, k_dim, seed):
 _WITH_OFFSETS = [(name, isa) for name in ("qwen2 0.5b, q8_0", "group of 7, q4_0") for isa in available()[:2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "isa"), with_slow(_WITH_OFFSETS, slow=[each for each in _WITH_OFFSETS if each[0] != "group of 7, q4_0"])
-)
+@pytest.mark.parametrize(("name", "isa"), with_slow(_WITH_OFFSETS, slow=_WITH_OFFSETS[:2] + _WITH_OFFSETS[3:]))
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 2), separate=st.booleans(), threads=st.sampled_from([1, None]), seed=st.integers(0, 2**32))
 def test_keys_less_an_offset_are_attended_to_as_with_it(name, isa, rows, separate, threads, seed):
@@ -215,9 +218,10 @@ def test_merging_two_halves_of_the_lists_equals_attending_to_all(shape):
     assert_close(merged, reference(*arguments), arguments)
 
 
+@pytest.mark.parametrize("shape", with_slow({"tiny": TINY, "mla, fp32": SHAPES["mla, fp32"]}, slow=["mla, fp32"]))
 @pytest.mark.parametrize("magnitude", [1e4, -1e4, 0.0])
-def test_extreme_scores_stay_finite_and_exact(magnitude):
-    q, keys, values, ids, counts, lengths, _, _ = problem(SHAPES["mla, fp32"], 1, False, 2)
+def test_extreme_scores_stay_finite_and_exact(magnitude, shape):
+    q, keys, values, ids, counts, lengths, _, _ = problem(shape, 1, False, 2)
     counts[:], lengths[:] = MAX_BLOCKS, 32
     keys[:] = 0
     keys[..., 0] = magnitude
@@ -227,7 +231,7 @@ def test_extreme_scores_stay_finite_and_exact(magnitude):
 
 
 def test_one_dominating_key_returns_its_value():
-    q, keys, values, ids, counts, lengths, _, _ = problem(SHAPES["mla, fp32"], 1, False, 3)
+    q, keys, values, ids, counts, lengths, _, _ = problem(TINY, 1, False, 3)
     counts[:], lengths[:], q[..., 0] = MAX_BLOCKS, 32, 1
     ids[:] = np.arange(MAX_BLOCKS)
     keys[:] = 0
@@ -238,7 +242,7 @@ def test_one_dominating_key_returns_its_value():
 
 
 def test_garbage_past_a_blocks_length_is_never_seen():
-    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["group of 16, fp16"], 1, False, 4)
+    q, keys, values, ids, counts, lengths, scale, _ = problem(TINY, 1, False, 4)
     counts[:], lengths[:] = MAX_BLOCKS, 5
     out, lse = attend_blocks(q, keys, values, ids, counts, lengths, scale)
     keys[:, :, 5:], values[:, :, 5:] = np.nan, np.inf
@@ -249,7 +253,7 @@ def test_garbage_past_a_blocks_length_is_never_seen():
 
 def _without(name, value):
     names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
-    arguments = dict(zip(names, problem(SHAPES["group of 16, fp16"], 1, False, 5)[:6], strict=True))
+    arguments = dict(zip(names, problem(TINY._replace(block_size=7), 1, False, 5)[:6], strict=True))
     arguments[name] = value(arguments[name])
     return arguments
 
@@ -281,7 +285,7 @@ def test_arrays_that_do_not_fit_are_named(name, value, error, message):
 
 def test_more_threads_than_there_are_is_an_error():
     with pytest.raises(ValueError, match="threads is 100000"):
-        attend_blocks(*problem(SHAPES["group of 16, fp16"], 1, False, 6), threads=100_000)
+        attend_blocks(*problem(TINY, 1, False, 6), threads=100_000)
 
 
 def test_compiling_for_an_unknown_storage_type_names_the_known_ones():

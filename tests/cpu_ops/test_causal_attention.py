@@ -27,6 +27,8 @@ class Shape(NamedTuple):
     value_dtype: np.dtype | type | None = None
 
 
+#: The tiny models' shape, whose kernels other tests have compiled.
+TINY = Shape(2, 2, 16, 16, np.float32)
 SHAPES = {
     # As test_attention.py's.
     "large group, fp16": Shape(2, 16, 80, 192, np.float16),
@@ -83,7 +85,7 @@ def assert_close(result, expected, arguments):
 
 # Keys of q4_0 less an offset, of a group of several tiles, are attended to below.
 @pytest.mark.parametrize(
-    "shape", with_slow(SHAPES, slow=("large group, fp16", "mla, q8_0 keys, q4_0 values", "qwen2 0.5b, q4_0"))
+    "shape", with_slow(SHAPES, slow=[name for name in SHAPES if name != "odd sizes, soft-capped, fp32"])
 )
 @settings(max_examples=20, deadline=None)
 @given(
@@ -119,8 +121,7 @@ def test_every_vector_width_computes_the_same(isa, q_len):
 
 
 def test_one_query_equals_attend_blocks():
-    # A shape and a block size that test_attention.py has too.
-    arguments = problem(SHAPES["large group, fp16"], 2, 1, 7, False, 3)
+    arguments = problem(TINY, 2, 1, 7, False, 3)
     out, lse = attend_blocks(arguments[0][:, 0].copy(), *arguments[1:])
     causal_out, causal_lse = attend_blocks_causal(*arguments)
     np.testing.assert_allclose(causal_out[:, 0], out, atol=4e-6)
@@ -128,7 +129,7 @@ def test_one_query_equals_attend_blocks():
 
 
 def test_garbage_past_a_blocks_length_is_never_seen():
-    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["large group, fp16"], 1, 9, 16, False, 4)
+    q, keys, values, ids, counts, lengths, scale, _ = problem(TINY, 1, 9, 16, False, 4)
     lengths[:] = 11
     out, lse = attend_blocks_causal(q, keys, values, ids, counts, lengths, scale)
     keys[:, :, 11:], values[:, :, 11:] = np.nan, np.inf
@@ -142,7 +143,7 @@ def test_garbage_past_a_blocks_length_is_never_seen():
     [
         ("q", lambda a: a[:, 0], ValueError, "q_len >= 1"),
         ("q", lambda a: a.astype(np.float64), ValueError, "float32"),
-        ("keys", lambda a: a[..., :32], ValueError, "kv_heads"),
+        ("keys", lambda a: a[..., :8], ValueError, "kv_heads"),
         ("block_ids", lambda a: a.astype(np.int64), TypeError, "the last int32"),
         ("block_ids", lambda a: a * 0 + NUM_BLOCKS, IndexError, f"0..{NUM_BLOCKS - 1}"),
         ("block_lengths", lambda a: a * 0, ValueError, "fewer tokens than the 9 queries"),
@@ -150,7 +151,7 @@ def test_garbage_past_a_blocks_length_is_never_seen():
 )
 def test_arrays_that_do_not_fit_are_named(name, value, error, message):
     names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
-    arguments = dict(zip(names, problem(SHAPES["large group, fp16"], 1, 9, 16, False, 5)[:6], strict=True))
+    arguments = dict(zip(names, problem(TINY, 1, 9, 16, False, 5)[:6], strict=True))
     arguments[name] = value(arguments[name])
     with pytest.raises(error, match=message):
         attend_blocks_causal(**arguments, scale=1.0)

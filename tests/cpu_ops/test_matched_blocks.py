@@ -14,6 +14,7 @@ from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import with_matched_blocks
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines, runs_of
 from hetero_kv.gpu_ops.chosen_keys import best_matched_blocks
+from tests.support.slow_variants import with_slow
 
 SCALE = 0.1
 LINES = KeyLines.of(np.array([3, 90, 91]), np.array([70]))
@@ -49,7 +50,10 @@ def reference(q, past_k, k, runs, starts, softcap):
 # Keys are multiplied in place if they fill tiles (64 numbers), else while they are gathered.
 @pytest.mark.parametrize(
     ("dtype", "dim", "softcap"),
-    [(torch.float32, 16, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
+    with_slow(
+        [(torch.float32, 16, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
+        slow=[(torch.float32, 20, None)],
+    ),
 )
 @pytest.mark.parametrize(("past", "n"), [(0, 64), (333, 150), (700, 1), (64, 1200)])
 def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, dim, softcap):
@@ -93,7 +97,7 @@ def test_any_number_of_threads_finds_the_same():
 def test_arrays_of_wrong_shapes_are_refused():
     q, past, k = np.zeros((1, 70, 16), np.float32), np.zeros((9, 16), np.float32), np.zeros((70, 16), np.float32)
     runs, starts = np.array([[0, 64], [0, 70]], np.int32), np.array([0, 1, 2])
-    matched_blocks(q, past, k, runs, starts, SCALE)
+    matched_blocks(q, past, k, runs, starts, SCALE, 5.0)
     for arguments in (
         (q[:, :64], past, k, runs, starts),
         (q[:, :, :8], past, k, runs, starts),

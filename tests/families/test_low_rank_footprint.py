@@ -59,7 +59,8 @@ SETTINGS = {
 CASES = [(name, prompt) for name in SETTINGS for prompt in (90, 803, 3000)]
 # A short prompt, and one longer than what is chosen of it, come up with settings that differ most in what they keep.
 SELDOM = [(name, prompt) for name, prompt in CASES if prompt != 803 and name != "defaults"]
-SELDOM.remove(("generated projected", 3000))
+# Of values in eight bits the kernels are others, as tests/operators/test_shadowkv.py has them.
+SELDOM.append(("two rows, q8_0", 803))
 
 
 @pytest.mark.parametrize(("name", "prompt"), with_slow(CASES, slow=SELDOM))

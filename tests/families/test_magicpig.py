@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hetero_kv.families.token_retrieval.choosers.magicpig import MagicPIG, sampling_chance
+from tests.support.slow_variants import with_slow
 from tests.support.token_problem import END, FIRST, LARGER, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +31,10 @@ def reference(problem, bits, tables):
     return (problem.scores + log_weights).softmax(dim=3).float() @ problem.values, sampled
 
 
-@pytest.mark.parametrize(("kv_type", "bits", "tables"), [("FP32", 4, 20), ("FP32", 10, 150), ("BF16", 3, 9)])
+@pytest.mark.parametrize(
+    ("kv_type", "bits", "tables"),
+    with_slow([("FP32", 4, 20), ("FP32", 10, 150), ("BF16", 3, 9)], slow=[("BF16", 3, 9)]),
+)
 def test_a_step_is_that_of_the_formulas(kv_type, bits, tables):
     problem = TokenProblem("magicpig", kv_type=kv_type, hash_bits=bits, hash_tables=tables, **LARGER.get(kv_type, {}))
     answer, out, _ = problem.answered()

@@ -79,6 +79,8 @@ SELDOM = (
 )
 #: What operations on a cache do not tell from another's, where forwards of each are tested besides.
 STORED_ALIKE = (*SELDOM, "short turns", "selections that are reused")
+#: What "all kinds at once", "blocks by attention" and "entries" have too, each in a part: for tests that take seconds.
+PARTLY_ALIKE = "selections that are reused", "single tokens", "entries that are merged", "a catalyst", "windows"
 #: ShadowKV's chunks may lie in other slots afterwards, which changes the order of sums.
 REORDERED = "factors", "factors of answers", "all kinds at once"
 
