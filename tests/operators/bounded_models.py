@@ -23,6 +23,9 @@ SMALL = {
 }
 #: Every policy, for tests of what all have in common; slow are those that score as another does, or not at all.
 POLICIES = with_slow(eviction.names(), slow=("bigbird", "cam", "roco", "snapkv", "tova"))
+_STORED = ("cascade", "d2o", "h2o", "infinipot")
+#: Every policy, for tests of what becomes of what a cache holds: dropped, merged, in strides, and behind a catalyst.
+STORED_APART = with_slow(eviction.names(), slow=[name for name in eviction.names() if name not in _STORED])
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 
 

@@ -15,7 +15,7 @@ from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
-@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names(), quick=("cascade",)), indirect=["device"])
+@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names()), indirect=["device"])
 def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, device):
     parts = conversation(batch=2)
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from hetero_kv import HeteroCache, eject
 from hetero_kv.families.bounded import attention as bounded_attention
 from tests.operators.bounded_models import bounded, logits, relative_error, tokens
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 
@@ -41,7 +42,8 @@ WATCHING = {
 
 # 53 tokens in strides of 13 end with a single one; 20 and 60 leave 13 and nothing over.
 @pytest.mark.parametrize("kwargs", WATCHING.values(), ids=WATCHING)
-@pytest.mark.parametrize("stride", [1, 13, 20])
+# Each stride is a forward of all layers.
+@pytest.mark.parametrize("stride", with_slow([1, 13, 20], slow=[1]))
 def test_retrieval_layers_answer_alike_whether_the_prompt_passes_in_strides_or_not(llama, kwargs, stride):
     answers = []
     for cut in (60, stride):

@@ -12,6 +12,7 @@ from hetero_kv import eject
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.entry_buffer import SLACK, EntryBuffer
 from tests.operators.bounded_models import SMALL, bounded, conversation, logits, tokens
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 # A stride that is more than the room behind what stays.
@@ -99,7 +100,14 @@ def key_value_bytes(layer):
     return _bytes_of(found)
 
 
-@pytest.mark.parametrize(("length", "peak"), [(5, 25), (BUDGET, 25), (50, STRIDE), (160, BUDGET + STRIDE)])
+#: Of prompts, and what is attended to at most.
+LENGTHS = [(5, 25), (BUDGET, 25), (50, STRIDE), (160, BUDGET + STRIDE)]
+
+
+@pytest.mark.parametrize(
+    ("length", "peak"),
+    with_slow(LENGTHS, slow=LENGTHS[:2]),
+)
 @pytest.mark.parametrize(("policy", "settings"), IN_STRIDES)
 def test_attention_spans_at_most_the_budget_and_a_stride_for_every_prompt(
     llama, watched, policy, settings, length, peak

@@ -17,6 +17,7 @@ from tests.support.devices import model_on, simulated_cuda
 from tests.support.launch_counts import counts_of
 from tests.support.simulated_cuda import Launch, SimulatedCudaError
 from tests.support.simulated_cuda.graphs import CUDAGraph
+from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import RECIPES, injected, new_cache, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -255,7 +256,7 @@ def crowded(gpu, llama, monkeypatch, behind_mlp):
     return found
 
 
-@pytest.mark.parametrize("graphs", ["auto", "on"])
+@pytest.mark.parametrize("graphs", with_slow(["auto", "on"], slow=["on"]))
 def test_where_memory_runs_out_tokens_run_as_they_are_and_are_captured_later(gpu, llama, crowded, failed, graphs):
     tokens = random_tokens(PROMPT + 8)
     expected = told(llama, injected(llama, small_recipe("shadowkv", cuda_graphs="off")), tokens, prompt=PROMPT)

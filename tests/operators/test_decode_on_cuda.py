@@ -144,7 +144,9 @@ def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu
     assert cache.get_seq_length() == before
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "quest", "adaptive", "loki"])
+@pytest.mark.parametrize(
+    "recipe", with_slow(["ktransformers", "quest", "adaptive", "loki"], slow=["ktransformers", "loki"])
+)
 def test_a_token_is_two_launches_around_the_cpus_work(gpu, llama_on_gpu, recipe):
     cache = prompted(llama_on_gpu, recipe)
     # What a layer binds and captures is there by now.
@@ -228,7 +230,20 @@ WINDOW_BEFORE_THE_CPU = ("adaptive", "adaptive_lean", "retroinfer", "sparq")
 
 @pytest.mark.parametrize(
     "recipe",
-    with_slow(WINDOW_BESIDE_THE_CPU, slow=("infllm", "kvretrieval", "loki", "quest", "self_extend_quest", "snapkv")),
+    with_slow(
+        WINDOW_BESIDE_THE_CPU,
+        slow=(
+            "infinigen",
+            "infllm",
+            "kvretrieval",
+            "loki",
+            "magicpig",
+            "quest",
+            "self_extend_quest",
+            "snapkv",
+            "streaming",
+        ),
+    ),
 )
 def test_the_cpu_has_its_queries_before_torch_launches_the_window(gpu, recipe, monkeypatch, without_joint_launches):
     before, beside = windows_launched(gpu, recipe, monkeypatch)
@@ -236,7 +251,7 @@ def test_the_cpu_has_its_queries_before_torch_launches_the_window(gpu, recipe, m
     assert min(beside) > 0
 
 
-@pytest.mark.parametrize("recipe", WINDOW_BEFORE_THE_CPU)
+@pytest.mark.parametrize("recipe", with_slow(list(WINDOW_BEFORE_THE_CPU), slow=["adaptive_lean", "sparq"]))
 def test_where_the_window_weighs_in_the_choice_the_cpu_waits_for_it(gpu, recipe, monkeypatch, without_joint_launches):
     before, beside = windows_launched(gpu, recipe, monkeypatch)
     assert min(before) > 0

@@ -114,7 +114,7 @@ def test_a_layer_that_attends_to_everything_needs_no_way_to_score(injected):
 
 
 # Scores that are capped, attention sinks that are learned, and heads of several dimensions.
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", with_slow(["llama", "gemma2", "gpt_oss", "deepseek_v3"], slow=["deepseek_v3"]))
 @pytest.mark.parametrize("target_mass", [pytest.param("none", marks=pytest.mark.slow), 0.9])
 def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, checked, architecture, target_mass):
     whole = {"layer_types": ["full_attention"] * 3} if architecture in ("gemma2", "gpt_oss") else {}
@@ -128,10 +128,9 @@ def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, check
 @pytest.mark.parametrize(
     "stored",
     [
-        ("auto", "FP16"),
         ("Q8_0", "Q8_0"),
         # Types that differ from these by how a number is read, which the kernels' own tests have.
-        *(pytest.param(("auto", kind), marks=pytest.mark.slow) for kind in ("BF16", "Q8_0", "Q4_0")),
+        *(pytest.param(("auto", kind), marks=pytest.mark.slow) for kind in ("FP16", "BF16", "Q8_0", "Q4_0")),
     ],
 )
 def test_every_storage_type_is_estimated_from(injected, checked, stored):
@@ -141,7 +140,9 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
     assert len(checked) >= 3 * 3
 
 
-@pytest.mark.parametrize("kv_type", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_0"])
+# Exactness of such blocks: test_storage_types.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
 def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
     settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
     blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "chunk_size": 64, "top_k_blocks": 2}

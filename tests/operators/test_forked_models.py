@@ -84,7 +84,9 @@ def alone(model, *seeds):
 
 
 @pytest.mark.parametrize(
-    ("case", "device"), on_both(CASES, slow=("mean", "quest", "a window left alone")), indirect=["device"]
+    ("case", "device"),
+    on_both(CASES, slow=("mean", "quest", "a window left alone", "reused selections", "a layer left alone")),
+    indirect=["device"],
 )
 def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, device):
     assert_forks_answer_as_if_each_were_alone(injected(case, device), forks=0)
@@ -111,7 +113,7 @@ def assert_forks_answer_as_if_each_were_alone(model, forks):
     assert second.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("where", ["mirrored", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("where", ["mirrored", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.slow])])
 def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(where, monkeypatch):
     if where == "mirrored":
         monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)

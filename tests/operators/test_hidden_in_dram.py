@@ -72,7 +72,7 @@ def test_nothing_that_hidden_states_are_copied_through_is_pageable(monkeypatch):
 
 @pytest.mark.cuda
 # Methods that note rotations have the tables on the GPU.
-@pytest.mark.parametrize("recipe", ["dense", "self_extend"])
+@pytest.mark.parametrize("recipe", ["dense", pytest.param("self_extend", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_nothing_of_a_prompt_is_copied_pageable(recipe):
     with simulated_cuda() as gpu:

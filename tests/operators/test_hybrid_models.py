@@ -22,7 +22,7 @@ from hetero_kv.planning.plan import Footprint
 from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
 from tests.operators.bounded_models import Letters, relative_error, tokens
-from tests.support.slow_variants import combined
+from tests.support.slow_variants import combined, with_slow
 from tests.support.tiny_models import HYBRIDS, tiny_config, tiny_model
 
 SETTINGS = {"chunk_size": 16, "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256}
@@ -161,7 +161,11 @@ def test_chunks_of_any_length_carry_the_state(architecture, chunk_size):
     assert relative_error(torch.cat(parts, dim=1), whole) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
+#: Whose states are of the same kinds as others': `make test-slow` has their rows and beams too.
+ALIKE = ("qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "lfm2_moe")
+
+
+@pytest.mark.parametrize("architecture", with_slow(list(HYBRIDS), slow=ALIKE))
 def test_rows_of_several_lengths_equal_each_row_alone(architecture):
     model = tiny_model(architecture)
     ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.int64)
@@ -175,7 +179,7 @@ def test_rows_of_several_lengths_equal_each_row_alone(architecture):
     assert relative_error(torch.cat(logits, dim=1), torch.cat(alone)) < 1e-4
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("architecture", with_slow(list(HYBRIDS), slow=ALIKE))
 def test_beams_are_those_of_the_untouched_model(architecture):
     model = tiny_model(architecture)
     beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}

@@ -26,14 +26,14 @@ from tests.operators.shadowkv_models import (
     shadowkv_in,
 )
 from tests.support.devices import on_both
-from tests.support.slow_variants import combined
+from tests.support.slow_variants import combined, with_slow
 from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
 # Heads that share no keys, and rotations of a part, others have as well.
 @pytest.mark.parametrize(
     ("architecture", "device"),
-    on_both(ARCHITECTURES, quick=("glm",), slow=[*ALIKE, "gpt_neox"]),
+    on_both(ARCHITECTURES, slow=[*ALIKE, "deepseek_v3", "gpt_neox"]),
     indirect=["device"],
 )
 def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture, device):
@@ -48,7 +48,11 @@ def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(archi
     assert all(layer.context.length >= 144 and layer.counted.hit_rate > 0.5 for layer in layers)
 
 
-@pytest.mark.parametrize(("architecture", "plus"), combined(["llama", "glm", "smollm3"], [False, True]))
+@pytest.mark.parametrize(
+    ("architecture", "plus"),
+    combined(["llama", "glm"], [False, True])
+    + [pytest.param("smollm3", plus, marks=pytest.mark.slow) for plus in (False, True)],
+)
 def test_it_stays_exact_over_150_generated_tokens_and_a_second_turn(architecture, plus):
     parts = conversation(61, 150, 30, 5)
     error, cache = error_of(model_of(architecture), parts, project_generated=plus)
@@ -67,7 +71,7 @@ def test_scaled_rotations_are_undone_too(scaling):
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("plus", with_slow([False, True], slow=[True]))
 def test_keys_are_rebuilt_with_the_rotation_they_were_stored_with_where_it_changes_as_a_sequence_grows(scaling, plus):
     def new_model():
         # Their rotary modules keep what the longest sequence so far made of them, so that each side needs its own.
@@ -88,6 +92,8 @@ def test_keys_are_rebuilt_with_the_rotation_they_were_stored_with_where_it_chang
     assert relative_error(logits(whole, None, torch.cat(parts, dim=1)), expected) > 0.1
 
 
+# Its kernels in bfloat16: tests/cpu_ops/test_shadowkv_kernels.py.
+@pytest.mark.slow
 def test_half_precision_models_agree_to_their_precision():
     model = copy.deepcopy(model_of("llama")).bfloat16()
     parts = conversation(120, 20, 20, 5)

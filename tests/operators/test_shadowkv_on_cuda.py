@@ -184,6 +184,7 @@ def short(mapped, size):
 
 
 # Memory that is let go while the mistake is handled is complained of where nobody can be told.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("owner", "name", "mistake", "message"),
