@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.support.devices import device_called, simulated_cuda
+from tests.support.shared_compilation import compiled_by_one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +46,16 @@ def one_core_for_each_worker():
         patch.setattr(psutil, "cpu_count", lambda logical=True: 1)
         # For the processes that tests start.
         patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costly_kernels_are_compiled_once(tmp_path_factory):
+    """Where tests run side by side, a worker waits for a kernel that another one compiles."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with compiled_by_one(tmp_path_factory.getbasetemp().parent):
         yield
 
 
