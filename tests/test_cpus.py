@@ -111,8 +111,9 @@ TORCH_FIRST = "import torch, hetero_kv; print(torch.get_num_threads())"
     ("program", "threads", "found"),
     [
         (LIBRARY, {}, "1 1"),
-        (LIBRARY, {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}, "2 2"),
-        (TORCH_FIRST, {}, "1"),
+        pytest.param(LIBRARY, {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}, "2 2", marks=pytest.mark.slow),
+        # How many threads it has is torch's matter there.
+        pytest.param(TORCH_FIRST, {}, "1", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_in_a_group_starts_no_more_threads_than_its_quota(half_a_cpu, program, threads, found):

@@ -13,9 +13,10 @@ from benchmarks.results import CELLS
 from hetero_kv.evals.config_spec import config_specs
 from hetero_kv.evals.outcome import Cost, Result
 from hetero_kv.families.token_retrieval.choosers.magicpig import sampling_chance
+from tests.support.slow_variants import with_slow
 
 
-@pytest.mark.parametrize("length", [4096, 16384])
+@pytest.mark.parametrize("length", with_slow([4096, 16384], slow=[16384]))
 def test_every_recipe_attends_to_its_budget(length):
     chosen = cells(length)
     specs = config_specs([cell.spec for cell in chosen])

@@ -62,6 +62,7 @@ def test_a_row_that_cannot_be_read_is_refused():
         tables_of(PAGE.replace("0.75 (0.55 to 0.90)", "much"))
 
 
+@pytest.mark.slow
 def test_the_page_of_results_has_a_table_for_every_picture_that_it_shows(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "results.md"
     copy = tmp_path / page.name

@@ -182,7 +182,26 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+#: Ways whose cache the model makes, where they bring none: `generate`'s, a plain call's, and an assistant's.
+WITHOUT_A_CACHE = (
+    two_turns, the_returned_cache_goes_on, copies_of_a_prompts_cache, a_cropped_cache, selected_rows, a_loop_by_hand,
+    a_pipeline, an_assistant,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "way"),
+    [
+        *(pytest.param("a cache", way, id=f"a cache-{way.__name__}") for way in WAYS),
+        *(
+            pytest.param(
+                "no cache", way, id=f"no cache-{way.__name__}", marks=() if way in WITHOUT_A_CACHE else pytest.mark.slow
+            )
+            for way in WAYS
+        ),
+    ],
+    indirect=["call"],
+)
 @torch.no_grad()
 def test_a_call_equals_the_untouched_models(call, way):
     expected = way(plain())

@@ -5,6 +5,7 @@ From transformers' documentation of `generate`, of `GenerationConfig`, and of de
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 from hetero_kv.adapter.cache_argument import passed_cache
 from tests.calls.reference_model import OTHER, PROMPT, SAMPLED, TEXT, TOKENIZER, UNTOUCHED, plain, tokens_of
+from tests.support.slow_variants import with_slow
 
 TEXT_IDS = TOKENIZER(TEXT, return_tensors="pt").input_ids
 
@@ -111,7 +113,29 @@ def _last_ones(model, input_ids, **kwargs):
     return input_ids
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+#: What makes a cache of its own, cuts one, or shares it between rows, where `generate` is given none.
+WITHOUT_A_CACHE = (
+    "greedy",
+    "num_beams",
+    "guidance_scale",
+    "prompt_lookup_num_tokens",
+    "prefill_chunk_size",
+    "custom_generate",
+    "cache_implementation='dynamic'",
+    "a padded batch",
+    "inputs_embeds",
+    "use_cache=False without a cache",
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    with_slow(
+        list(itertools.product(["a cache", "no cache"], SETTINGS)),
+        slow=[("no cache", name) for name in SETTINGS if name not in WITHOUT_A_CACHE],
+    ),
+    indirect=["call"],
+)
 @torch.no_grad()
 def test_generate_gives_the_untouched_models_tokens(call, name):
     settings = dict(SETTINGS[name])

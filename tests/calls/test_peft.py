@@ -15,6 +15,7 @@ from peft import (
 
 from hetero_kv import HeteroCache, HeteroKVError, inject
 from tests.calls.reference_model import EVERYTHING, PROMPT, SIZES, Call, tokens_of
+from tests.support.slow_variants import combined
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,9 +48,7 @@ def answer(wrapped, cache=None, **settings):
     return tokens_of(Call(wrapped, None, lambda: cache).generate(None, input_ids=PROMPT, **settings))
 
 
-@pytest.mark.parametrize("with_cache", [True, False], ids=["a cache", "no cache"])
-@pytest.mark.parametrize("order", ["before", "behind"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "order", "with_cache"), combined(list(CONFIGS), ["before", "behind"], [True, False]))
 @torch.no_grad()
 def test_an_adapted_model_gives_the_tokens_that_it_gives_without_rules(name, order, with_cache):
     untouched, _ = adapted(CONFIGS[name], "never")

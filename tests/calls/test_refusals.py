@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hetero_kv import HeteroCache, HeteroKVError, inject
 from tests.calls.reference_model import OTHER, PROMPT, SAMPLED, SIZES, UNTOUCHED, Call, plain, tokens_of
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 
@@ -135,7 +137,15 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+# Refused before a cache is looked at, or made by the way itself: most without one are slow tests.
+@pytest.mark.parametrize(
+    ("call", "name"),
+    with_slow(
+        list(itertools.product(["a cache", "no cache"], REFUSED)),
+        slow=[("no cache", name) for name in [*REFUSED][::2] + [*REFUSED][1::4]],
+    ),
+    indirect=["call"],
+)
 @torch.no_grad()
 def test_a_way_is_refused_by_name(injected, name):
     way, words = REFUSED[name]

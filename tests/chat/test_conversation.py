@@ -16,6 +16,7 @@ from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.models.turns import TurnTokens
 from tests.chat.tiny_conversations import FEW, TOKENIZER, conversation, new_model, replies
 from tests.support.devices import simulated_cuda
+from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizers import END
@@ -60,6 +61,8 @@ def test_the_observation_window_is_the_question_and_not_the_document(monkeypatch
     monkeypatch.setattr("hetero_kv.families.retrieval.prefill.Observation", observation)
     model = tiny_model("llama", vocab_size=len(TOKENIZER), eos_token_id=None, max_position_embeddings=4096)
     settings = {"preselect_block": True, "preselect_block_count": 2, "local_windows_len": 64, "max_seq_len": 3000}
+    # Stored as elsewhere in these tests.
+    settings["kv_type"] = "FP32"
     hetero_kv.inject(model, "ktransformers", command_line=settings)
     talk, turns = conversation(model), TurnTokens(TOKENIZER)
     document, question = "a text of no use\n" * 60, "What is asked?"
@@ -108,7 +111,14 @@ class OutOfMemory(HeteroKVError):
     """An error of ours that the conversation knows nothing of."""
 
 
-@pytest.mark.parametrize("error", [OutOfMemory("no memory"), OSError("no terminal"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemory("no memory"),
+        pytest.param(OSError("no terminal"), marks=pytest.mark.slow),
+        KeyboardInterrupt(),
+    ],
+)
 def test_an_error_while_answering_leaves_the_conversation_as_it_was(model, error):
     def broken(text):
         raise error
@@ -155,7 +165,9 @@ class Interruption:
         return self._step
 
 
-def test_an_interrupt_at_any_moment_of_the_bookkeeping_leaves_a_conversation_that_goes_on(model):
+# Of the last moments every third, or all of them.
+@pytest.mark.parametrize("step", with_slow([3, 1], slow=[1]))
+def test_an_interrupt_at_any_moment_of_the_bookkeeping_leaves_a_conversation_that_goes_on(model, step):
     """The state is the one before the question or, behind the last line, the one after its answer."""
     begun = conversation(model, forks=1)
     begun.ask("hello", **FEW)
@@ -169,7 +181,7 @@ def test_an_interrupt_at_any_moment_of_the_bookkeeping_leaves_a_conversation_tha
     moments = range(counted.passed)
     assert len(moments) > 300
     found = set()
-    for at in [*random.Random(0).sample(moments, 4), *moments[-24:]]:
+    for at in [*random.Random(0).sample(moments, 4), *moments[-1:-25:-step]]:
         talk = begun.fork()
         interruption = Interruption(at)
         with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.chat import formats
@@ -190,8 +190,19 @@ def test_wide_text_that_is_damaged_is_an_error_that_names_the_place(tmp_path: Pa
 TEXTS = st.tuples(st.text(max_size=20), st.sampled_from(ENCODINGS)).map(lambda each: marked(*each))
 
 
+@settings(max_examples=25)
 @given(st.binary(max_size=64) | TEXTS)
 def test_any_bytes_are_text_without_zeros_or_an_error_that_names_the_file(content: bytes):
+    _are_text_or_an_error(content)
+
+
+@pytest.mark.slow
+@given(st.binary(max_size=64) | TEXTS)
+def test_any_more_bytes_are_text_without_zeros_or_an_error_that_names_the_file(content: bytes):
+    _are_text_or_an_error(content)
+
+
+def _are_text_or_an_error(content: bytes) -> None:
     try:
         said = decoded(content, "notes")
     except ConfigError as error:

@@ -53,10 +53,10 @@ def conversation(loaded, **settings):
 
 
 def test_the_answer_is_the_untouched_models(smollm2):
-    untouched = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=16)
+    untouched = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=8)
     inject(smollm2.model, "dense", command_line={"chunk_size": 100, "kv_type": "FP32"})
     try:
-        answer = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=16)
+        answer = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=8)
     finally:
         eject(smollm2.model)
     assert answer.text == untouched.text
@@ -71,6 +71,8 @@ def test_a_second_question_prefills_only_its_own_tokens(injected):
     assert talk.cache.get_seq_length() == talk.context_tokens - 1
 
 
+# Of tokenizers of every kind, without the model: tests/models/test_turns.py.
+@pytest.mark.slow
 def test_a_conversations_tokens_are_those_of_the_chat_template(injected_whole):
     talk = conversation(injected_whole)
     # Short answers that end by themselves.

@@ -264,9 +264,14 @@ def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(
         chat.close()
 
 
-def test_a_prompt_runs_at_once_and_the_history_has_earlier_chats_questions(tiny_model_folder: Path, tmp_path: Path):
+# By a fork, or by an interpreter of its own, as users start it.
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_prompt_runs_at_once_and_the_history_has_earlier_chats_questions(
+    tiny_model_folder: Path, tmp_path: Path, chat_server: ChatServer, forked: bool
+):
     (tmp_path / "chat_history").write_text('"word2 word3"\n')
-    chat = ChatInATerminal(tiny_model_folder, "--prompt", "word1", "--max_new_tokens", 3)
+    server = chat_server if forked else None
+    chat = ChatInATerminal(tiny_model_folder, "--prompt", "word1", "--max_new_tokens", 3, server=server)
     try:
         assert "cut off at --max_new_tokens 3" in chat.until(PROMPT)
         assert "cut off at --max_new_tokens 3" in chat.say("\x1b[A")

@@ -54,11 +54,11 @@ def _is_numeric(function: Any) -> bool:
     return any(str(module).partition(".")[0] in ("torch", "numpy") for module in modules)
 
 
-def sampled(places: int, drawn: int, chance: random.Random) -> list[int]:
-    """The first two of `places`, the last two, and up to `drawn` of those between."""
-    ends = {0, 1, places - 2, places - 1} & set(range(places))
-    between = range(2, max(2, places - 2))
-    return sorted(ends | set(chance.sample(between, min(drawn, len(between)))))
+def sampled(places: int, drawn: int, chance: random.Random, ends: int = 2) -> list[int]:
+    """As many as `ends` of the first of `places`, and of the last, and up to `drawn` of those between."""
+    between = range(ends, max(ends, places - ends))
+    outer = set(range(places)) - set(between)
+    return sorted(outer | set(chance.sample(between, min(drawn, len(between)))))
 
 
 def require_no_leak(*caches: Any) -> None:

@@ -229,7 +229,14 @@ class LivesOfSequences(RuleBasedStateMachine):
 
 
 TestLivesOfSequences = LivesOfSequences.TestCase
-TestLivesOfSequences.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
+TestLivesOfSequences.settings = settings(max_examples=8, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+@pytest.mark.slow
+class TestMoreLivesOfSequences(TestLivesOfSequences):
+    """Three times as many."""
+
+    settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def prompted(*counts):

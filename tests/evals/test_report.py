@@ -272,12 +272,14 @@ def test_a_run_of_data_files_alone_does_not_speak_of_lengths_and_depths(reported
     ("tasks", "files", "haystack", "named"),
     [
         (("needle",), (), None, {"lengths", "depths", "samples", "haystack"}),
-        (("multi_turn_needle",), (), "essays.txt", {"lengths", "samples", "haystack"}),
+        pytest.param(
+            ("multi_turn_needle",), (), "essays.txt", {"lengths", "samples", "haystack"}, marks=pytest.mark.slow
+        ),
         (("ruler/cwe",), (), "essays.txt", {"lengths", "samples"}),
-        (("fidelity",), ("notes.txt",), "essays.txt", {"prompt files"}),
+        pytest.param(("fidelity",), ("notes.txt",), "essays.txt", {"prompt files"}, marks=pytest.mark.slow),
         (("fidelity", "kv_retrieval"), ("notes.txt",), None, {"prompt files", "lengths", "depths", "samples"}),
         (("perplexity",), ("notes.txt",), None, {"prompt files", "lengths", "samples"}),
-        (("perplexity",), (), "essays.txt", {"lengths", "samples", "haystack"}),
+        pytest.param(("perplexity",), (), "essays.txt", {"lengths", "samples", "haystack"}, marks=pytest.mark.slow),
         (("somebody's",), (), None, {"lengths", "depths", "samples", "haystack"}),
     ],
 )

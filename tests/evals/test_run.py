@@ -14,6 +14,7 @@ from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_evaluation import SPARSE, WINDOW, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -77,6 +78,7 @@ def test_the_baseline_answers_what_transformers_alone_generates(loaded, tmp_path
             assert by_method(done)["full"][sample.id][turn] == answer
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_baseline_of_a_real_model_scores_what_transformers_alone_scores(smollm2, tmp_path):
     options = RunOptions(lengths=(120,), depths=(50,))
@@ -108,7 +110,9 @@ def _request(options, model=None):
     )
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "kvretrieval", "quest", "streaming"])
+@pytest.mark.parametrize(
+    "recipe", with_slow(["ktransformers", "kvretrieval", "quest", "streaming"], slow=["quest", "streaming"])
+)
 def test_a_method_answers_from_the_shared_prefill_what_it_answers_in_a_conversation(loaded, tmp_path, recipe):
     model = model_under(loaded, recipe, "infllm")
     done = run(["recite"], model, tmp_path, OPTIONS)

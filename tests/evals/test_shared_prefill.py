@@ -111,11 +111,8 @@ def test_decoding_after_a_shared_prefill_is_bit_for_bit_that_after_a_real_one(mo
     assert differing(model, cache, expected_cache) == []
 
 
-@pytest.mark.parametrize(
-    "model",
-    with_slow(list(ARCHITECTURES), slow=ALIKE),
-    indirect=True,
-)
+# Groups of one query have kernels of their own, which test_exactness.py has.
+@pytest.mark.parametrize("model", with_slow(list(ARCHITECTURES), slow=[*ALIKE, "gpt_neox"]), indirect=True)
 def test_every_architecture_shares_its_prefill(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
@@ -133,7 +130,9 @@ def test_the_untouched_model_goes_on_from_the_recording(model):
     assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize(
+    "model", with_slow(["llama", "gemma3_text", "deepseek_v3"], slow=["deepseek_v3"]), indirect=True
+)
 def test_layers_left_as_they_are_load_the_prefill_too(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
@@ -152,7 +151,7 @@ def test_layers_left_as_they_are_load_the_prefill_too(model):
 def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model):
     prompt, answer, turn = random_tokens(PROMPT), random_tokens(5, 1), random_tokens(12, 2)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
-    for recipe in (*RECIPES, *RECIPES):
+    for recipe in (*RECIPES, *RECIPES[:2]):
         inject(model, recipe, command_line=small(recipe))
         caches = recording.cache_for(model), prefilled(model, prompt)[0]
         with torch.no_grad():
@@ -163,7 +162,10 @@ def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "question"), combined(["llama", "gemma3_text", "deepseek_v3"], [9, 30]), indirect=["model"]
+    ("model", "question"),
+    combined(["llama", "deepseek_v3"], [9, 30])
+    + [pytest.param("gemma3_text", question, marks=pytest.mark.slow) for question in (9, 30)],
+    indirect=["model"],
 )
 def test_a_recording_that_goes_on_from_another_is_that_of_the_whole_prompt(model, question):
     prompt, answer = random_tokens(2 * CHUNK + question), random_tokens(DECODED, 1)

@@ -195,6 +195,7 @@ def test_weights_that_are_missing_are_named(write_tiny_gguf, tmp_path):
         open_model(path, dtype="float32").load()
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_small_real_model_is_as_large_as_its_file(smollm2):
     opened = open_model("smollm2-135m-instruct", dtype="float32")

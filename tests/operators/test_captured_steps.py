@@ -275,6 +275,8 @@ def test_where_memory_runs_out_tokens_run_as_they_are_and_are_captured_later(gpu
     assert not failed
 
 
+# As often as where graphs are required, which the next test has.
+@pytest.mark.slow
 def test_it_is_tried_a_few_times_to_find_memory(gpu, llama, crowded):
     told(llama, injected(llama, small_recipe("shadowkv")), random_tokens(PROMPT + 20), prompt=PROMPT)
     state = llama.hetero_kv_injection.captures.state

@@ -79,6 +79,7 @@ def test_grouped_positions_are_turned_by_few_launches():
     assert (stream.waits, stream.pageable) == (1 + 1 / 8, 0)
 
 
+@pytest.mark.slow
 def test_a_layer_with_learned_sinks_waits_once_as_well():
     whole = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
     # Of all methods DYNAMIC alone wants to know how much attention the window and the sink have.

@@ -39,13 +39,13 @@ def on_gpu(model):
     return model_on(torch.device("cuda", 0), model)
 
 
-@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+@pytest.mark.parametrize("refactor_above", with_slow([0.0, 1.0], slow=[1.0]))
 def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
     model = on_gpu(llama().to(torch.bfloat16))
     cache = injected(model, **SPARSE, refactor_above=refactor_above, project_generated=True)
-    tokens = random_tokens(190, batch=2).to("cuda")
+    tokens = random_tokens(179, batch=2).to("cuda")
     # A model whose rotation is not known yet; tokens that join the Context as they leave Recent; and a later turn.
-    for part in tokens.split([100, *[1] * 20, 70], dim=1):
+    for part in tokens.split([100, *[1] * 9, 70], dim=1):
         gpu.record.clear()
         with torch.no_grad():
             model(part, past_key_values=cache)
@@ -55,12 +55,12 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
 
 
 @pytest.mark.parametrize("value_type", ["FP16", pytest.param("FP32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("refactor_above", [0.0, pytest.param(0.99, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("refactor_above", with_slow([0.0, 0.99, 1.0], slow=[0.99, 1.0]))
 def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
     model = on_gpu(llama().to(torch.bfloat16))
     settings = {**SPARSE, "value_type": value_type, "refactor_above": refactor_above}
     cache = injected(model, **settings)
-    *before, turn = random_tokens(190, batch=2).to("cuda").split([100, *[1] * 20, 70], dim=1)
+    *before, turn = random_tokens(178, batch=2).to("cuda").split([100, *[1] * 8, 70], dim=1)
     logits(model, cache, *before)
     gpu.record.clear()
     with torch.no_grad():

@@ -119,8 +119,13 @@ def test_derived_arrays_of_a_turn_equal_those_by_the_buffer(buffered, method):
 
 
 # Soft-capped scores; learned sinks; keys and values of several dimensions; no groups; groups of two.
+# DeepSeek's shape has a kernel of its own: test_exactness.py.
 @pytest.mark.parametrize(
-    ("architecture", "method"), combined(["gemma2", "gpt_oss", "deepseek_v3", "phi", "qwen3"], ["DYNAMIC", "MEAN"])
+    ("architecture", "method"),
+    [
+        *combined(["gemma2", "gpt_oss", "phi", "qwen3"], ["DYNAMIC", "MEAN"]),
+        *(pytest.param("deepseek_v3", method, marks=pytest.mark.slow) for method in ("DYNAMIC", "MEAN")),
+    ],
 )
 def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
     model, script = tiny_model(architecture), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(70, 3)]
@@ -130,7 +135,7 @@ def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
     assert error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize("kv_type", with_slow(storage.names(), slow=("FP32", "BF16", "Q8_0")))
+@pytest.mark.parametrize("kv_type", with_slow(storage.names(), slow=("FP32", "BF16", "Q8_0", "Q4_0")))
 def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv_type):
     # Types in groups of 32 numbers want heads and blocks of as many.
     in_groups = kv_type.startswith("Q")
@@ -145,7 +150,9 @@ def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv
 
 
 @pytest.mark.parametrize(
-    ("architecture", "method"), combined(["llama", "gemma2", "gpt_oss"], ["DYNAMIC", "preselection"])
+    ("architecture", "method"),
+    combined(["llama", "gemma2"], ["DYNAMIC", "preselection"])
+    + [pytest.param("gpt_oss", method, marks=pytest.mark.slow) for method in ("DYNAMIC", "preselection")],
 )
 def test_rows_equal_each_row_alone(architecture, method):
     model = tiny_model(architecture, max_position_embeddings=1024)
@@ -164,7 +171,11 @@ def test_rows_equal_each_row_alone(architecture, method):
         assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"row {row}")
 
 
-@pytest.mark.parametrize("settings", [METHODS["DYNAMIC"], METHODS["QUEST"], OFFSET], ids=["DYNAMIC", "QUEST", "offset"])
+@pytest.mark.parametrize(
+    "settings",
+    # Keys less an offset have kernels of their own, which tests/cpu_ops/test_causal_attention.py has.
+    with_slow({"DYNAMIC": METHODS["DYNAMIC"], "QUEST": METHODS["QUEST"], "offset": OFFSET}, slow=["offset"]),
+)
 def test_forks_that_share_a_block_answer_as_if_each_were_alone(settings):
     model = tiny_model("llama")
     # The last of the shared blocks has room for both forks' tokens.

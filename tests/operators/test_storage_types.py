@@ -128,14 +128,18 @@ def test_blocks_of_16_tokens_the_least_that_few_bits_take_are_exact(llama, expec
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
 
 
-@pytest.mark.parametrize("pair", MIXED)
+@pytest.mark.parametrize(
+    "pair", [pytest.param(each, marks=pytest.mark.slow if "FP16" in each else ()) for each in MIXED]
+)
 def test_keys_of_one_type_and_values_of_another_are_exact(llama, expected, pair):
     types = {"kv_type": pair[1], "key_type": pair[0]} if pair[0] == "FP16" else dict(zip(TYPES, pair, strict=True))
     inject(llama, "ktransformers", command_line={**SMALL, **COVERING, "preselect_block": True, **types})
     assert error(logits(HeteroCache(llama)), expected[pair]) < MIXED[pair]
 
 
-@pytest.mark.parametrize("representative_type", ["MAX", "MEAN", "MEANSTD", "QUEST"])
+@pytest.mark.parametrize(
+    "representative_type", with_slow(["MAX", "MEAN", "MEANSTD", "QUEST"], slow=["MEAN", "MEANSTD"])
+)
 def test_representatives_of_eight_bits_are_exact_too(llama, expected, representative_type):
     kinds = {"kv_type": "FP32", "representative_storage": "Q8_0", "representative_type": representative_type}
     counts = {"representative_num": REPRESENTATIVES[representative_type], "preselect_block": True}
@@ -149,7 +153,7 @@ def test_representatives_that_groups_of_32_do_not_divide_keep_half_precision():
     assert settings.representative_kind(64, 80).name == settings.representative_kind(16, 64).name == "FP16"
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "quest"])
+@pytest.mark.parametrize("recipe", with_slow(["ktransformers", "quest"], slow=["quest"]))
 def test_keys_that_differ_from_their_blocks_mean_are_exact(llama, expected, recipe):
     types = {"kv_type": "FP32", "key_offset": "block_mean"}
     inject(llama, recipe, command_line={**SMALL, **COVERING, **types})

@@ -94,6 +94,7 @@ def said(model, cache, *script):
     return alone(model, cache, script)
 
 
+@pytest.mark.parametrize("model", with_slow(CHOOSERS, slow=["loki", "magicpig", "sparq"]), indirect=True)
 def test_forks_go_on_by_themselves(model):
     cache = new_cache(model)
     said(model, cache, prompt(61, 0), 9)
@@ -106,12 +107,21 @@ def test_forks_go_on_by_themselves(model):
         assert torch.equal(said(model, fresh, *script), answer)
 
 
-# One chooser that learns, and the one that keeps clusters, after every crop.
+# One chooser that learns, and the one that keeps clusters, after a short crop and a long one.
 @pytest.mark.parametrize(
     ("model", "kept"),
     with_slow(
         list(itertools.product(CHOOSERS, [58, 43, 21])),
-        slow=[("loki", 43), ("loki", 21), ("magicpig", 58), ("magicpig", 21), ("sparq", 58), ("sparq", 43)],
+        slow=[
+            ("infinigen", 43),
+            ("retroinfer", 43),
+            ("loki", 43),
+            ("loki", 21),
+            ("magicpig", 58),
+            ("magicpig", 21),
+            ("sparq", 58),
+            ("sparq", 43),
+        ],
     ),
     indirect=["model"],
 )
@@ -132,6 +142,7 @@ def test_cropped_tokens_leave_no_trace(model, kept, request):
     assert torch.equal(said(model, other, *script), said(model, whole, *script))
 
 
+@pytest.mark.parametrize("model", with_slow(CHOOSERS, slow=["loki", "magicpig", "sparq"]), indirect=True)
 @pytest.mark.parametrize(("script", "forgotten"), [((prompt(62, 0),), 4), ((prompt(61, 0), 9), 8)])
 def test_a_cropped_context_can_be_saved(model, tmp_path, script, forgotten):
     cache = new_cache(model)
@@ -270,7 +281,7 @@ def test_a_failed_turn_leaves_the_index_unchanged(model_of, chooser, monkeypatch
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("chooser", LEARNERS)
+@pytest.mark.parametrize("chooser", ONE_LEARNER)
 def test_each_row_rebuilds_its_index_from_its_own_tokens(model_of, chooser):
     model = learner(model_of("llama"), chooser)
     rows, turns = [prompt(47, 0), prompt(47, 3)], [prompt(3, 4), prompt(300, 1)]
@@ -281,6 +292,7 @@ def test_each_row_rebuilds_its_index_from_its_own_tokens(model_of, chooser):
         assert_same_but_for_rounding(logits, said(model, new_cache(model), row, turn, 6))
 
 
+@pytest.mark.parametrize("model", with_slow(CHOOSERS, slow=["loki", "sparq"]), indirect=True)
 def test_a_saved_context_goes_on_bit_for_bit(model, tmp_path):
     cache = new_cache(model)
     said(model, cache, prompt(61, 0), 9)

@@ -42,7 +42,7 @@ def test_a_budget_that_covers_everything_is_full_attention(gpu, recipe, monkeypa
     eject(model)
 
 
-@pytest.mark.parametrize("recipe", ["infinigen", "sparq", *OTHERS])
+@pytest.mark.parametrize("recipe", ["infinigen", pytest.param("sparq", marks=pytest.mark.slow), *OTHERS])
 def test_a_token_waits_once_in_a_layer_and_is_copied_down_and_back(recipe):
     counts = counts_of((recipe,), as_shipped=False, tokens=8)[recipe]
     assert (counts.waits, counts.pageable) == (1, 0)

@@ -74,7 +74,9 @@ def test_a_gpu_holds_two_layers_and_no_more_than_was_planned():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", with_slow(["dense", "ktransformers", "shadowkv", "h2o"], slow=("dense", "shadowkv")))
+@pytest.mark.parametrize(
+    "recipe", with_slow(["dense", "ktransformers", "shadowkv", "h2o"], slow=("dense", "h2o", "shadowkv"))
+)
 def test_a_model_larger_than_its_gpu_answers_as_on_a_cpu(recipe):
     whole = tiny_model("llama", num_hidden_layers=8, intermediate_size=1024)
     small = {"later": (ids(20, 4), ids(1, 5)), "max_seq_len": 128, "chunk_size": 32}
