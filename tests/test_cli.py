@@ -32,18 +32,27 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
     [
         ([], 2, "usage: hetero-kv COMMAND"),
         (["--help"], 0, "usage: hetero-kv COMMAND"),
-        (["help"], 0, "lists the flags of a command"),
-        (["--version"], 0, "hetero-kv "),
+        pytest.param(["help"], 0, "lists the flags of a command", marks=pytest.mark.slow),
+        pytest.param(["--version"], 0, "hetero-kv ", marks=pytest.mark.slow),
         (["plam", "--model", "x"], 2, "hetero-kv has no command 'plam'; did you mean plan?"),
-        (["--json", "x"], 2, "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, "),
+        pytest.param(
+            ["--json", "x"],
+            2,
+            "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, ",
+            marks=pytest.mark.slow,
+        ),
         (["local_chat.py", "--help"], 0, "--top_k_blocks"),
-        (["local_chat.py", "--top-k-block", "9"], 2, "did you mean --top_k_blocks?"),
+        pytest.param(
+            ["local_chat.py", "--top-k-block", "9"], 2, "did you mean --top_k_blocks?", marks=pytest.mark.slow
+        ),
         (["eval", "--taks", "x"], 2, "unknown flag '--taks'; did you mean --task?"),
-        (["plan", "--devise", "x"], 2, "unknown flag '--devise'; did you mean --device?"),
-        (["contexts", "lst"], 2, "contexts has no action 'lst'"),
+        pytest.param(
+            ["plan", "--devise", "x"], 2, "unknown flag '--devise'; did you mean --device?", marks=pytest.mark.slow
+        ),
+        pytest.param(["contexts", "lst"], 2, "contexts has no action 'lst'", marks=pytest.mark.slow),
         (["methods"], 0, "streaming_llm"),
         (["lm_eval", "--help"], 0, "usage: hetero-kv lm_eval ARG"),
-        (["rules", "layered"], 2, "there is no rules file 'layered'"),
+        pytest.param(["rules", "layered"], 2, "there is no rules file 'layered'", marks=pytest.mark.slow),
         (["rules", "quest:block_size=32"], 0, "block_size 32"),
         (["rules", "tova", "--json"], 0, '"operator": "BoundedAttention"'),
     ],

@@ -143,13 +143,28 @@ drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(MOMENTS), st.booleans()),
                    min_size=1, max_size=2),
     weights=st.sampled_from(["as_stored", "q8_0"]),
 )  # fmt: skip
 def test_foreign_hooks_and_wrappers_work_or_are_refused(drawn, weights):
+    work_or_are_refused(drawn, weights)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(MOMENTS), st.booleans()),
+                   min_size=1, max_size=2),
+    weights=st.sampled_from(["as_stored", "q8_0"]),
+)  # fmt: skip
+def test_more_foreign_hooks_and_wrappers_work_or_are_refused(drawn, weights):
+    work_or_are_refused(drawn, weights)
+
+
+def work_or_are_refused(drawn, weights):
     plain, model = llama(), llama()
     try:
         for (change, path), _, _ in sorted(drawn, key=lambda each: MOMENTS.index(each[1])):
