@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,16 @@ def _adapters(module: nn.Module) -> tuple[frozenset[str], frozenset[str]] | None
     merged = frozenset(layer.merged_adapters)
     active = frozenset() if layer.disable_adapters else frozenset(layer.active_adapters)
     return (active & every) | merged, every | merged
+
+
+def adapted_modules(model: nn.Module) -> list[nn.Module]:
+    """The PEFT layers of a model."""
+    return [module for module in model.modules() if _adapters(module) is not None]
+
+
+def effective_adapters(modules: Iterable[nn.Module]) -> tuple[frozenset[str], ...]:
+    """The adapters that take part in the computation of each of these PEFT layers."""
+    return tuple(adapters[0] for module in modules if (adapters := _adapters(module)) is not None)
 
 
 def description_of(part: ActivePart) -> str:

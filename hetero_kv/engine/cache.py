@@ -83,6 +83,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.forward_batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
+        #: The adapters that computed the newest tokens; None before any.
+        self._adapters: tuple[frozenset[str], ...] | None = None
         #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
         CacheStatistics.__init__(self, maker, max_seq_len, forks, resident, store)
@@ -174,7 +176,9 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.require_unchanged_files()
         if is_decode is None:
             is_decode = self._stride is None and slices[0].tokens == 1
-        if not is_decode:
+        if is_decode:
+            self.record_adapters()
+        else:
             self._record_state()
         whole, row = len(slices) > 1, 0
         steps = []
@@ -210,6 +214,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         if part.is_first or part.is_last:
             # Reading all weights' samples takes as long as a small part; parts in between have the same weights.
             self._record_state()
+        else:
+            self.record_adapters()
         (group,) = self.groups
         return ForwardBatch.of(decoding, group, tokens, part)
 
@@ -217,6 +223,12 @@ class HeteroCache(PrefillProgress, HFInterface):
         """Record the state of the model that computes the tokens of a prompt."""
         now, before = self._maker.state(), self.computed_under if self.columns.count else ()
         self.computed_under = before if any(now.is_like(each) for each in before) else (*before, now)
+        self._adapters = self._maker.adapters()
+
+    def record_adapters(self) -> None:
+        """Record the model's state if other adapters compute these tokens than the ones before."""
+        if self._maker.adapters() != self._adapters:
+            self._record_state()
 
     @property
     def tokenizer(self) -> Any:

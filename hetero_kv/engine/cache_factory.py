@@ -51,6 +51,9 @@ class CacheFactory(Protocol):
     def state(self) -> ModelState:
         """The model's weights, adapters and hooks at this moment."""
 
+    def adapters(self) -> tuple[frozenset[str], ...]:
+        """The effective adapters of each adapted module at this moment, as known since the last `state`; fast."""
+
     def save(self, path: str | Path, cache: Any, tokens: Any) -> None:
         """Write the contents of a HeteroCache into a file; see `HeteroCache.save`."""
 

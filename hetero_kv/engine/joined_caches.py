@@ -65,6 +65,7 @@ def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> It
         for cache in caches:
             cache.columns = cache.columns.grown(1, [1] * len(cache.sequences))
             cache.depth = joint.depth
+            cache.record_adapters()
         if prompt is not None:
             prompt.cache.columns = prompt.cache.columns.grown(prompt.tokens, [prompt.tokens])
             prompt.cache.depth = joint.depth

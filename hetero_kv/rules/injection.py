@@ -20,6 +20,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import mark_own
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
+from hetero_kv.contexts.active_state import adapted_modules, effective_adapters
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.present_state import PresentState
 from hetero_kv.contexts.saving import load_context, save_context
@@ -106,6 +107,8 @@ class Injection:
     captures: CaptureState = field(default_factory=CaptureState)
     digests: TensorDigests = field(default_factory=TensorDigests)
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
+    # The PEFT layers at the last call of `state`.
+    _adapted: list[nn.Module] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InjectionError(
@@ -244,7 +247,12 @@ class Injection:
 
     def state(self) -> PresentState:
         """See CacheFactory."""
+        self._adapted = adapted_modules(self.model)
         return PresentState(self.model)
+
+    def adapters(self) -> tuple[frozenset[str], ...]:
+        """See CacheFactory."""
+        return effective_adapters(self._adapted)
 
     def save(self, path: str | Path, cache: HeteroCache, tokens: Tokens | None) -> None:
         """See CacheFactory."""

@@ -12,7 +12,7 @@ import torch
 
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.foreign import has_hooks
+from hetero_kv.adapter.foreign import has_global_hooks, has_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
@@ -72,8 +72,12 @@ class ModelForward:
     @property
     def mixes(self) -> bool:
         """Whether parts of prompts can pass beside decoded tokens."""
-        # Hooks behind the layers may read the states of all tokens.
         return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether others' hooks are in the model. They may look across the tokens that pass together."""
+        return has_global_hooks() or any(has_own_hooks(module) for module in self.model.modules())
 
     def new_cache(self, store: Store) -> HeteroCache:
         """An empty cache of one row in a store that the model's caches share."""

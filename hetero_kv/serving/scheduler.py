@@ -67,7 +67,7 @@ class Scheduler:
         """The next part of a request's prompt."""
         prompt, start = request.tokens, request.stored
         size = remaining = len(prompt) - start
-        if self._splits_prompts:
+        if self._splits_prompts and not self.forward.is_hooked:
             size = self._part_size.of(remaining, len(self.queues.running), beside)
         return Part(prompt, start, start + size, request.cached_tokens, request.question)
 
@@ -77,7 +77,9 @@ class Scheduler:
         Returns whether that was done; after an error, and for a large part, each is computed by itself.
         """
         request, rows = self.queues.prefilling, list(rows)
-        if request is None or not rows or not self._splits_prompts or not self.forward.mixes:
+        if request is None or not rows or not self._splits_prompts:
+            return False
+        if self.forward.is_hooked or not self.forward.mixes:
             return False
         part = self._part_of(request, beside=True)
         if len(part.tokens) > SMALL:

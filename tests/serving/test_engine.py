@@ -36,7 +36,9 @@ def alone(engine, tokens, count=GREEDY.max_new_tokens):
     """The likeliest tokens that follow a prompt, by transformers' generate and a cache of its own."""
     model = engine._scheduler.forward.model
     cache = HeteroCache(model, 400, tokenizer=engine.tokenizer)
-    output = model.generate(torch.tensor([tokens]), past_key_values=cache, max_new_tokens=count, do_sample=False)
+    ids = torch.tensor([tokens])
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=count, do_sample=False)
     return tuple(output[0, len(tokens) :].tolist())
 
 
