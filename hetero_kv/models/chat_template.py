@@ -52,7 +52,9 @@ def rendered(
     key = secrets.token_hex(8)
     stand_ins = [f"{key}-{number}{_SAMPLE}{number}-{key}" for number in range(len(messages))]
     shown = [
-        {**message, "content": f"{_SPACE}{name}{_SPACE}"} for message, name in zip(messages, stand_ins, strict=True)
+        # An empty text is shown as such: templates ask whether there is one.
+        {**message, "content": message["content"] and f"{_SPACE}{name}{_SPACE}"}
+        for message, name in zip(messages, stand_ins, strict=True)
     ]
     # [written, space, stand-in, space, written, …, written]
     parts = re.split(
@@ -65,7 +67,8 @@ def rendered(
                 "each question"
             )
         parts = parts[len(parts) - parts[::-1].index(stand_ins[after]) + 1 :]
-    if stand_ins[-1] not in parts or any(key in written.casefold() for written in parts[::4]):
+    is_missing = messages[-1]["content"] and stand_ins[-1] not in parts
+    if is_missing or any(key in written.casefold() for written in parts[::4]):
         raise HeteroKVError(
             "the model's chat template changes the text of messages, so text cannot be distinguished from control "
             "tokens; give the tokenizer a chat_template that writes messages unchanged"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.models.chat_template import Messages, rendered, thinking_variable
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
@@ -67,9 +67,11 @@ class TurnTokens:
         """
         if not self.tokenizer.chat_template:
             raise HeteroKVError("the model has no chat template for messages; pass it a text, which it continues")
-        if not messages:
-            raise HeteroKVError('there are no messages; give at least one, {"role": "user", "content": "…"}')
+        if not messages or isinstance(messages, str | Mapping):
+            raise HeteroKVError('there are no messages; give a list of at least one, {"role": "user", "content": "…"}')
         for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise HeteroKVError(f"messages[{number}] is {shown(message, 80)}; give a mapping of role and content")
             for name in ("role", "content"):
                 value = message.get(name)
                 if not isinstance(value, str):

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import index
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.models.chat_template import Messages
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens
@@ -49,9 +50,11 @@ class Engine:
     requests wait in memory, and one fails if none can go on. Engines whose cache layers cannot be saved admit a request
     with memory for its longest answer.
 
-    Under sparse prefill and fixed memory, and where RoPE frequencies follow from a prompt's length (`dynamic`,
-    `longrope`), prompts pass whole, whatever `longest_gap_s` and `part` are, because parts would be computed otherwise.
-    No sequence is kept where a later prompt is not computed exactly.
+    Under sparse prefill and fixed memory, where RoPE frequencies follow from a prompt's length (`dynamic`, `longrope`),
+    and while others' hooks are in the model, prompts pass whole, whatever `longest_gap_s` and `part` are, because parts
+    would be computed otherwise. No sequence is kept where a later prompt is not computed exactly. A prompt that repeats
+    an earlier answer goes on from the answer's keys and values as they were decoded, as a conversation does; under
+    sparse recipes a prefill of the same text gives other ones.
 
     Args:
         model: with rules injected: the result of `hetero_kv.load_model(name, config=...)`.
@@ -128,8 +131,9 @@ class Engine:
         self._scheduler = Scheduler(forward, self._queues, admission, self._prefixes, size, splits_prompts=splits)
         config = model.model.config.get_text_config(decoder=True)
         self._vocab_size: int = config.vocab_size
-        ends = model.model.generation_config.eos_token_id
-        self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self._generation = model.model.generation_config
+        added = model.tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: number for number, token in added if token.special}
         self._new: deque[Request] = deque()
         self._cancelled: deque[Stream] = deque()
         self._changed = threading.Condition()
@@ -171,7 +175,8 @@ class Engine:
         from the template alone: `<|im_end|>` in a message is plain text.
 
         Args:
-            messages: each with "role" and "content", a text.
+            messages: each with "role" and "content", a text. A template sees no texts, so that it removes no thoughts:
+                give an earlier answer without what stands before its `</think>`, where the model expects that.
             thinks: whether a reasoning model thinks before it answers; None for the template's default.
 
         Raises HeteroKVError as `hetero_kv.models.turns.TurnTokens`.
@@ -203,6 +208,8 @@ class Engine:
             HeteroKVError: the prompt is empty or has tokens that the model has not, or the engine is closed.
         """
         params = sampling or SamplingParams()
+        for token in params.ends:
+            self._require_token(token, "ends has")
         tokens = self._tokens(prompt)
         capacity = self.max_seq_len
         if len(tokens) > capacity:
@@ -217,6 +224,7 @@ class Engine:
             TextStream(self.tokenizer, params.stop),
             Stream(self._cancel, None if self._thread is not None else self.step),
             ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self._ends),
+            stop_tokens={self._special[text]: text for text in params.stop if text in self._special},
             # The last token of an answer is not stored.
             limit=min(params.max_new_tokens, capacity + 1 - len(tokens)),
             question=question,
@@ -233,15 +241,27 @@ class Engine:
         if isinstance(prompt, str):
             tokens = self._turns.raw(prompt)
         else:
-            tokens = [int(token) for token in prompt]
+            try:
+                tokens = [index(token) for token in prompt]
+            except TypeError:
+                raise HeteroKVError(
+                    f"the prompt is {shown(prompt, 80)}; give a text, or one list of token ids"
+                ) from None
             for token in tokens:
-                if not 0 <= token < self._vocab_size:
-                    raise HeteroKVError(
-                        f"the prompt has token {token}; the model has tokens 0 to {self._vocab_size - 1}"
-                    )
+                self._require_token(token, "the prompt has")
         if not tokens:
             raise HeteroKVError("the prompt is empty; give at least one token")
         return tokens
+
+    def _require_token(self, token: int, whose: str) -> None:
+        if not 0 <= token < self._vocab_size:
+            raise HeteroKVError(f"{whose} token {token}; the model has tokens 0 to {self._vocab_size - 1}")
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The model's own end-of-turn tokens at this moment."""
+        ends = self._generation.eos_token_id
+        return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def _cancel(self, stream: Stream) -> None:
         with self._changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.sampler import Choice, Sampler
@@ -30,7 +30,8 @@ class Request:
 
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream, stream: Stream, *,
-        ends: frozenset[int], limit: int, question: int | None = None, priority: int = 0,
+        ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str], question: int | None = None,
+        priority: int = 0,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
@@ -40,7 +41,7 @@ class Request:
         self.swapped: Swapped | None = None
         self.cached_tokens = 0
         self.is_cancelled = False
-        self._ends, self._text = ends, text
+        self._ends, self._stop_tokens, self._text = ends, stop_tokens, text
         self._pieces: list[Piece] = []
         self.began, self._first_token_s = time.perf_counter(), None
 
@@ -72,6 +73,9 @@ class Request:
         is_end = choice.token in self._ends
         reason: FinishReason | None = "end" if is_end else None
         piece = self._text.add(choice.token)
+        if choice.token in self._stop_tokens and self._text.found is None:
+            piece += self._text.end()
+            self._text.found = self._stop_tokens[choice.token]
         if self._text.found is not None:
             reason = "stop_text"
         elif reason is None and len(self.tokens) - self.prompt_tokens == self.limit:

@@ -15,7 +15,7 @@ from hetero_kv.serving.sampling import SamplingParams
 
 
 class LogitsError(HeteroKVError):
-    """No token can be chosen: the logits are not numbers, or every token is forbidden."""
+    """No token can be chosen: the logits are not numbers, every token is forbidden, or a mask does not do its part."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,12 @@ class Sampler:
         found = None if params.logprobs is None else torch.log_softmax(own, dim=-1)
         self._penalize(own)
         if params.mask is not None:
-            params.mask.apply(own)
+            returned: object = params.mask.apply(own)  # type: ignore[func-returns-value]
+            if returned is not None:
+                raise LogitsError(
+                    f"the mask's apply returned a {type(returned).__name__}; it must change the logits in place, and "
+                    "return nothing"
+                )
         token = _likeliest(own) if params.is_greedy else self._drawn(own)
         if params.mask is not None:
             params.mask.accept(token)

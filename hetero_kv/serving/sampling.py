@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,10 @@ class TokenMask(Protocol):
 
     def accept(self, token: int) -> None:
         """Take note of the token that was chosen."""
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class SamplingParams:
         frequency_penalty: subtracted once for every time that a token is in the answer.
         logit_bias: token id -> a number that is added to its logit.
         seed: makes sampling repeatable, whichever requests are computed beside this one; None draws another seed.
-        stop: non-empty texts; the first one that appears ends the answer, which ends before it.
+        stop: non-empty texts; the first one that appears ends the answer, which ends before it. A text that spells a
+            control token stands for that token, which has no text.
         ends: token ids that end the answer besides the model's own.
         ignore_eos: whether the model's own end-of-turn tokens do not end the answer.
         logprobs: how many alternatives of each token get log-probabilities; 0 for the chosen token's alone; None for
@@ -72,6 +78,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "ends", tuple(self.ends))
+        for name in ("max_new_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            self._require(name, value is None or _is_whole(value), "a whole number")
+        self._require("ends", all(map(_is_whole, self.ends)), "token ids")
+        self._require("logit_bias", all(map(_is_whole, self.logit_bias)), "numbers by token id")
         self._require("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._require("temperature", 0 <= self.temperature < math.inf, "at least 0; 0 takes the likeliest token")
         self._require("top_k", self.top_k >= 0, "at least 0; 0 samples from all tokens")

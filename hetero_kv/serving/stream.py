@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -89,14 +90,18 @@ class Stream:
         """The whole answer, once it is there.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: seconds to wait; None waits as long as it takes. Where this call computes, a step that has begun
+                is computed to its end.
 
         Raises the request's error if it failed, and TimeoutError.
         """
         with self._changed:
             if self._compute is None and not self._changed.wait_for(lambda: self.is_done, timeout):
-                raise TimeoutError(f"the answer is not complete after {timeout} seconds; wait longer, or cancel it")
+                raise _late(timeout)
+        began = time.monotonic()
         while not self.is_done and self._compute is not None:
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise _late(timeout)
             self._compute()
         if self._error is not None:
             raise self._error
@@ -193,3 +198,7 @@ class Stream:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
         self._waiting = []
+
+
+def _late(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"the answer is not complete after {timeout} seconds; wait longer, or cancel it")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# What decoders write for bytes that are no character, or not a whole one yet.
+# What decoders write for bytes that are no character, or not a whole one yet. Byte fallback writes it for every byte of
+# a run that is not whole, so that any number of them may still change.
 _UNFINISHED = "\ufffd"
-# A character has at most four bytes, and a token at least one: with more tokens, what is unfinished stays so.
-_MOST_UNFINISHED = 8
 
 
 class TextStream:
@@ -37,8 +36,7 @@ class TextStream:
         """The text that has become certain with this token; often ""."""
         self._tokens.append(token)
         before, now = self._decoded(self._first, self._read), self._decoded(self._first, len(self._tokens))
-        is_unfinished = now.endswith(_UNFINISHED) and len(self._tokens) - self._read < _MOST_UNFINISHED
-        if is_unfinished or len(now) <= len(before):
+        if now.endswith(_UNFINISHED) or len(now) <= len(before):
             return ""
         self._first, self._read = self._read, len(self._tokens)
         return self._certain(now[len(before) :], is_last=False)

@@ -42,6 +42,22 @@ def test_bytes_that_are_no_character_come_in_the_end():
     assert streamed([0xFF] * 40)[0].text == "\ufffd" * 40
 
 
+@pytest.mark.parametrize("text", ["\ufffd\ufffd😀", "a\ufffd\ufffd\ufffd日本", "\ufffd" * 9 + "é"])
+def test_characters_behind_replacement_characters_are_not_lost(text):
+    stream, pieces = streamed(text.encode())
+    assert stream.text == text == "".join(pieces)
+
+
+def test_characters_that_tokens_split_are_not_lost_however_many_there_are():
+    class Pairs:
+        """Token 0 is the first byte of "é", token 2 its last, and token 1 a last byte and the next first one."""
+
+        def decode(self, tokens, skip_special_tokens):
+            return b"".join([b"\xc3", b"\xa9\xc3", b"\xa9"][token] for token in tokens).decode(errors="replace")
+
+    assert streamed([0, *[1] * 20, 2], tokenizer=Pairs())[0].text == "é" * 21
+
+
 def test_special_tokens_have_no_text():
     assert streamed([97, 256, 98, 256])[0].text == "ab"
 

@@ -1,0 +1,75 @@
+"""What a request cannot mean is refused; what it means has an effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hetero_kv import SamplingParams
+from hetero_kv.errors import ConfigError, HeteroKVError
+from tests.serving.test_engine import GREEDY, PROMPTS, engine_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 2.5), ("top_k", 2.5), ("seed", 1.0), ("logprobs", True), ("ends", (1.5,)),
+        ("logit_bias", {5.7: 1.0}), ("logit_bias", {"5": 1.0}),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_not_whole_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("prompt", [[5.7, 6.2], ["5", "6"], torch.tensor([[5, 6]])], ids=["floats", "texts", "rows"])
+def test_a_prompt_is_a_text_or_a_list_of_token_ids(prompt):
+    with engine_of("dense") as engine, pytest.raises(HeteroKVError, match="give a text, or one list of token ids"):
+        engine.generate(prompt)
+
+
+def test_token_ids_of_any_integer_type_are_a_prompt():
+    with engine_of("dense") as engine:
+        expected = engine.generate(PROMPTS[2], GREEDY).result().tokens
+        assert engine.generate(torch.tensor(PROMPTS[2]), GREEDY).result().tokens == expected
+
+
+def test_ends_that_the_model_does_not_have_are_refused():
+    with engine_of("dense") as engine, pytest.raises(HeteroKVError, match="ends has token 99999"):
+        engine.generate(PROMPTS[0], SamplingParams(ends=(99999,)))
+
+
+def test_the_models_ends_are_those_of_the_moment():
+    with engine_of("dense") as engine:
+        second = engine.generate(PROMPTS[2], GREEDY).result().tokens[1]
+        engine._scheduler.forward.model.generation_config.eos_token_id = second
+        answer = engine.generate(PROMPTS[2], replace(GREEDY, ignore_eos=False)).result()
+        assert answer.finish_reason == "end"
+        assert answer.tokens[-1] == second
+
+
+def test_a_stop_text_that_spells_a_control_token_stops_at_the_token(monkeypatch):
+    with engine_of("dense") as engine:
+        tokens = engine.generate(PROMPTS[2], GREEDY).result().tokens
+        monkeypatch.setitem(engine._special, "<|end|>", tokens[1])
+        answer = engine.generate(PROMPTS[2], replace(GREEDY, stop=("<|end|>",))).result()
+        assert (answer.finish_reason, answer.stop_text, answer.tokens) == ("stop_text", "<|end|>", tokens[:2])
+
+
+def test_a_wait_ends_in_time_where_the_reader_computes():
+    with engine_of("dense") as engine:
+        stream = engine.generate(PROMPTS[2], GREEDY)
+        with pytest.raises(TimeoutError):
+            stream.result(timeout=0)
+        assert stream.result().tokens
+
+
+def test_a_mask_that_returns_logits_fails_its_request():
+    mask = SimpleNamespace(apply=lambda logits: logits.clone(), accept=lambda token: None)
+    with engine_of("dense") as engine, pytest.raises(HeteroKVError, match="must change the logits in place"):
+        engine.generate(PROMPTS[2], replace(GREEDY, mask=mask)).result()
