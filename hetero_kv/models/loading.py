@@ -19,7 +19,8 @@ from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.vocabulary import suppressed_ids, token_id
-from hetero_kv.models.gguf.weights import WeightMap, load_weights
+from hetero_kv.models.gguf.weight_loading import load_weights
+from hetero_kv.models.gguf.weights import WeightMap
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.placing import GPU, placed

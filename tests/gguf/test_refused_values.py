@@ -125,6 +125,17 @@ def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):
         load_model(tmp_path / "two.gguf")
 
 
+def test_a_parameter_without_one_of_its_parts_is_named(written, tmp_path):
+    layout = Layout.of(written("deepseek2").path)
+    layout.tensors = [tensor for tensor in layout.tensors if tensor.name != "blk.1.attn_v_b.weight"]
+    end = 0
+    for tensor in layout.tensors:
+        tensor.offset, end = end, end + -(-len(tensor.data) // 32) * 32
+    layout.write(tmp_path / "part.gguf")
+    with pytest.raises(ModelError, match=r"no weights for 1 parameters .*layers\.1\.self_attn\.kv_b_proj\.weight"):
+        load_model(tmp_path / "part.gguf")
+
+
 def test_a_file_of_solar_open_that_rotates_half_a_head_is_refused(written, tmp_path):
     layout = Layout.of(written("glm4moe").path)
     key = "tokenizer.ggml.pre"

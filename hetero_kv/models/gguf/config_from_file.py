@@ -115,7 +115,7 @@ def adapt(config: Any, file: GGUFFile) -> None:
 
 
 #: Settings for which None is a value; if it were left out, the class would use another one.
-_NONE = frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"})
+_NONE = frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "q_lora_rank"})
 
 
 def _rows(file: GGUFFile) -> int:

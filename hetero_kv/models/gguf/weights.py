@@ -1,22 +1,18 @@
-"""Loads the tensors of a GGUF file into a model that is built without weights.
+"""Maps the tensors of a GGUF file to the parameters and buffers of a model.
 
 The architecture's table gives each tensor's parameter, and the transform that undoes the converter's.
-`models/gguf/experts.py` finds the parameters of experts. A module with a method `load_blocks` or `load_experts` takes
-the file's quantized blocks unchanged, if the transform only reorders rows. All other tensors are unpacked to numbers. A
-file is refused unless each tensor has a parameter, and each parameter and persistent buffer a tensor.
+`models/gguf/experts.py` finds the parameters of experts. A file is refused unless each tensor has a parameter, and each
+parameter and persistent buffer a tensor.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from torch import nn
 
 from hetero_kv.models.errors import ModelError
@@ -25,28 +21,26 @@ from hetero_kv.models.gguf.architectures.declaration import Architecture, Parame
 from hetero_kv.models.gguf.architectures.inverse_transforms import InverseTransform
 from hetero_kv.models.gguf.architectures.rope import ROPE_TENSORS
 from hetero_kv.models.gguf.contract import BLOCK
-from hetero_kv.models.gguf.experts import ExpertPlace, expert_places, load_expert_tensor
+from hetero_kv.models.gguf.experts import ExpertPlace, expert_places
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
-from hetero_kv.models.gguf.shapes import require_shape
-from hetero_kv.models.gguf.tensor_reader import tensor_data
-from hetero_kv.models.parameters import parameter_dtype, set_tensor, tie, tied_parameters
+from hetero_kv.models.gguf.row_parts import PartRows, are_whole, common_types
+from hetero_kv.models.parameters import tied_parameters
 from hetero_kv.models.placing import decoder_layers
-from hetero_kv.models.progress import ProgressReport
 
-_logger = logging.getLogger(__name__)
-_ROW = "{row}"
+ROW = "{row}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """The parameter or buffer that a tensor fills; with `{row}` in `path`, one for each of its rows."""
+    """The parameter or buffer that a tensor fills; see `ParameterPlace`."""
 
     path: str
     transform: InverseTransform | None
+    part: PartRows | None = None
 
     def paths(self, info: TensorInfo) -> list[str]:
         """The paths of all parameters that the tensor fills."""
-        return [self.path.replace(_ROW, str(row)) for row in range(info.shape[0])] if _ROW in self.path else [self.path]
+        return [self.path.replace(ROW, str(row)) for row in range(info.shape[0])] if ROW in self.path else [self.path]
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,12 @@ class WeightMap:
 
     def _require_all_filled(self, model: Any, file: GGUFFile, parameters: set[str]) -> None:
         known = [(info, self.targets[info.name]) for info in file.tensors if info.name in self.targets]
-        filled = [path for info, target in known for path in target.paths(info)]
+        filled = [path for info, target in known if target.part is None for path in target.paths(info)]
+        rows: dict[str, list[np.ndarray]] = {}
+        for info, target in known:
+            if target.part is not None:
+                rows.setdefault(target.path, []).append(self.part_rows(info))
+        filled += [path for path, found in rows.items() if are_whole(found, shape_of(*owner_of(model, path))[0])]
         parts: dict[str, list[str]] = {}
         for place in self.experts.values():
             parts.setdefault(place.parameter, []).append(place.part)
@@ -112,7 +111,7 @@ class WeightMap:
             )
 
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
-        """The tensor's row for each row of the parameter; None if the transform does more than reorder rows."""
+        """The tensor's row for each row of the parameter or part; None if the transform does more than reorder rows."""
         transform = self.targets[info.name].transform
         if transform is None:
             return np.arange(info.shape[0])
@@ -121,6 +120,12 @@ class WeightMap:
             if transform.keeps_blocks and transform.rows is not None
             else None
         )
+
+    def part_rows(self, info: TensorInfo) -> np.ndarray:
+        """The parameter's row for each row of a tensor that is a part of it."""
+        part = self.targets[info.name].part
+        assert part is not None
+        return part(self.config)
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
         """Parameter -> GGML's type of its blocks, for the parameters whose modules may take blocks.
@@ -132,11 +137,16 @@ class WeightMap:
             for info in file.tensors
             if (place := self.experts.get(info.name)) is not None and len(info.shape) == 3
         }
-        return experts | {
-            self.targets[info.name].path: info.quantization.name
-            for info in file.tensors
-            if info.name in self.targets and len(info.shape) == 2 and self.row_order(info) is not None
-        }
+        types: dict[str, list[str | None]] = {}
+        for info in file.tensors:
+            if info.name in self.targets:
+                name = info.quantization.name if self.keeps_blocks(info) else None
+                types.setdefault(self.targets[info.name].path, []).append(name)
+        return experts | common_types(types)
+
+    def keeps_blocks(self, info: TensorInfo) -> bool:
+        """Whether the rows of a tensor's blocks are rows of the parameter."""
+        return len(info.shape) == 2 and self.row_order(info) is not None
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
         """The tensor as numbers of the parameter, with the converter's transform undone."""
@@ -172,7 +182,7 @@ class _ParameterPaths:
     def _first_existing(self, places: Places, name: str, prefix: str, info: TensorInfo) -> Target | None:
         for place, suffix in _matching(places, name):
             path = place.path[1:] if place.path.startswith("/") else f"{prefix}.{place.path}"
-            target = Target(path + suffix, place.transform)
+            target = Target(path + suffix, place.transform, place.part)
             if all(each in self.parameters for each in target.paths(info)):
                 return target
         return None
@@ -191,63 +201,12 @@ def _matching(places: Places, name: str) -> Iterator[tuple[ParameterPlace, str]]
             yield (each if isinstance(each, ParameterPlace) else ParameterPlace(each)), rest
 
 
-def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dtype, report: ProgressReport) -> None:
-    """Load the tensors of `file` into `model`, whose parameters are on the meta device.
-
-    Args:
-        dtype: the dtype of unquantized parameters.
-        report: called with "reading weights", the bytes done and the total bytes.
-
-    Raises ModelError if a tensor's shape is not its parameter's.
-    """
-    tied = tied_parameters(model)
-    done, total = 0, sum(info.nbytes for info in file.tensors)
-    converted: Counter[tuple[str, str]] = Counter()
-    for info, data in tensor_data(file):
-        kept = None
-        if info.name in weights.experts:
-            kept = load_expert_tensor(model, file, weights.experts[info.name], info, data, dtype)
-        elif info.name in weights.targets:
-            kept = _load(model, file, weights, info, data, dtype)
-        if kept is not None:
-            converted[info.quantization.name, kept] += 1
-        done += info.nbytes
-        report("reading weights", done, total)
-    for place, source in tied.items():
-        tie(model, place, source)
-    if converted:
-        counts = (f"{count} of {stored} to {kept}" for (stored, kept), count in sorted(converted.items()))
-        _logger.warning("%s: tensors of types without kernels are converted: %s", file.path, ", ".join(counts))
-
-
-def _load(
-    model: nn.Module, file: GGUFFile, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
-) -> str | None:
-    target = weights.targets[info.name]
-    paths = target.paths(info)
-    module, leaf = _owner(model, paths[0])
-    load_blocks = getattr(module, "load_blocks", None)
-    if load_blocks is not None and leaf == "weight" and len(info.shape) == 2 and _ROW not in target.path:
-        order = weights.row_order(info)
-        if order is not None:
-            require_shape(file, info, _shape(module, leaf), info.shape)
-            rows = data.reshape(info.shape[0], -1)
-            blocks = rows if (order == np.arange(len(order))).all() else rows[order]
-            kept: str | None = load_blocks(np.ascontiguousarray(blocks).view(np.uint8), info.quantization, info.shape)
-            return kept
-    numbers = weights.numbers(info, data)
-    for path, part in zip(paths, numbers if _ROW in target.path else (numbers,), strict=True):
-        module, leaf = _owner(model, path)
-        require_shape(file, info, _shape(module, leaf), part.shape)
-        # A copy: the numbers may be a view of the file's bytes.
-        set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(parameter_dtype(model, path, dtype)))
-    return None
-
-
-def _owner(model: nn.Module, path: str) -> tuple[Any, str]:
+def owner_of(model: nn.Module, path: str) -> tuple[Any, str]:
+    """The module of a parameter or buffer, and its name there."""
     parent, _, leaf = path.rpartition(".")
     return model.get_submodule(parent), leaf
 
 
-def _shape(module: Any, leaf: str) -> tuple[int, ...]:
+def shape_of(module: Any, leaf: str) -> tuple[int, ...]:
+    """The shape of a parameter or buffer; that of a packed one too."""
     return tuple(getattr(module, leaf).shape)

@@ -68,6 +68,15 @@ def columns_first(tensor: np.ndarray, config: Any) -> np.ndarray:
     return tensor.swapaxes(1, 2)
 
 
+def latent_keys_and_values(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Each head's keys and values -> keys [head, latent, key], values [head, value, latent]; older files have one."""
+    if getattr(config, "is_of_older_converter", False):
+        return {"attn_kv_b.weight": tensor}
+    heads = tensor.reshape(config.num_attention_heads, -1, tensor.shape[1])
+    keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": values}
+
+
 def queries_before_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
     """Of Bloom and GPT-NeoX, [head, (query, key, value), ...] -> [(query, key, value), head, ...]."""
     parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])

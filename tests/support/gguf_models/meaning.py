@@ -56,6 +56,8 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "granitemoe": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
     "dots1": _ROUTED,
+    # No groups are the same as all four.
+    "deepseek2": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
     "glm4moe": _ROUTED,
     "exaone-moe": _ROUTED,
 }
@@ -63,7 +65,7 @@ _ROTATION = re.compile(
     r"rope\.(freq_base|freq_base_swa|dimension_count|scale_linear"
     r"|scaling\.(type|factor|original_context_length|yarn_beta_fast|yarn_beta_slow|yarn_attn_factor))"
 )
-#: Of Mistral 3.
+#: Of Mistral 3, and the first of DeepSeek.
 _BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
 
 
@@ -121,7 +123,7 @@ class Base:
         """The logits that the changed file stands for, where they are those of a model with other settings."""
         setting = layout_of(self.original.config).keys.get(suffix)
         settings = self.original.config.to_dict()
-        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture == "mistral3"):
+        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture in ("mistral3", "deepseek2")):
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
@@ -172,6 +174,10 @@ class Base:
                 more["llama_4_scaling_beta"] = said.get("attention.temperature_scale", 0.0)
                 if multiplier := said.get("rope.scaling.yarn_log_multiplier"):
                     more |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+            elif "mscale_all_dim" in old:
+                more |= dict.fromkeys(
+                    ("mscale", "mscale_all_dim"), said.get("rope.scaling.yarn_log_multiplier", 0) / 0.1
+                )
             new |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
             new |= {name: value for name, value in more.items() if value is not None}
         elif kind == "linear" and factor != 1:

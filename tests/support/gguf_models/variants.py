@@ -46,6 +46,19 @@ def _rotation(kind: str = "default", theta: float = 1e4, **more: Any) -> dict[st
 _YARN = {"factor": 16.0, "original_max_position_embeddings": 32}
 _LONG = {"long_factor": [1 + 0.3 * n for n in range(8)], "short_factor": [1 + 0.1 * n for n in range(8)]}
 
+_LATENT = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+_GROUPS = {**_ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+_V2 = {"norm_topk_prob": False}
+_ROUTED_YARN = _rotation("yarn", 1e4, **_YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)
+
 #: Name -> (transformers' model type, settings). The part before a colon is the file's architecture.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _rotation(theta=5e4)),
@@ -220,6 +233,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 4,
         },
     ),
+    "deepseek2": ("deepseek_v3", {**_LATENT, **_GROUPS, **_ROUTED_YARN}),
+    "deepseek2: V2 Lite": ("deepseek_v2", {**_LATENT, **_ROUTED, **_V2, "q_lora_rank": None}),
+    "deepseek2: V2 with groups": ("deepseek_v2", {**_LATENT, **_GROUPS, **_V2, "topk_method": "group_limited_greedy"}),
+    "deepseek2: GLM 4.7 Flash": ("glm4_moe_lite", {**_LATENT, **_ROUTED}),
+    "deepseek2: Youtu": ("youtu", {**_LATENT, **_TIED}),
+    "deepseek2: older converter": ("deepseek_v3", {**_LATENT, **_ROUTED, "is_of_older_converter": True}),
 }  # fmt: skip
 #: Settings that these have by other names.
 _NOT_THEIRS = {

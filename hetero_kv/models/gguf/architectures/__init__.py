@@ -7,13 +7,23 @@ of this package.
 from __future__ import annotations
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf.architectures import delta_net, dense, gemma, hybrid, llama, mixtures, older, qwen
+from hetero_kv.models.gguf.architectures import (
+    deepseek,
+    delta_net,
+    dense,
+    gemma,
+    hybrid,
+    llama,
+    mixtures,
+    older,
+    qwen,
+)
 from hetero_kv.models.gguf.architectures.declaration import Architecture
 from hetero_kv.models.gguf.file import GGUFFile
 
 ARCHITECTURES: dict[str, Architecture] = {
     table.name: table
-    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures)
+    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek)
     for table in module.TABLES
 }
 

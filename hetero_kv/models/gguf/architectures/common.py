@@ -16,8 +16,8 @@ SIZES: Mapping[str, str] = {
 }
 RMS_NORM: Mapping[str, str] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 
-#: A value of `expert_gating_func`.
-SIGMOID = 2
+#: Values of `expert_gating_func`.
+SOFTMAX, SIGMOID = 1, 2
 
 MODEL: Places = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "/lm_head"}
 ATTENTION: Places = {

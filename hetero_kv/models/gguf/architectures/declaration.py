@@ -9,6 +9,7 @@ from typing import Any
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures.inverse_transforms import InverseTransform
 from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.row_parts import PartRows
 from hetero_kv.models.gguf.tensor_reader import numbers_of
 
 
@@ -19,10 +20,12 @@ class ParameterPlace:
     Attributes:
         path: as in the tables of `Architecture`; with `{row}` each of the tensor's rows is a parameter.
         transform: None if the file stores the parameter unchanged.
+        part: the parameter's rows that the tensor fills, if it is not the whole parameter.
     """
 
     path: str
     transform: InverseTransform | None = None
+    part: PartRows | None = None
 
 
 #: Tensor -> its place; of several places, the first that exists in the model counts.

@@ -101,3 +101,20 @@ VALUE_HEADS, VALUE_HEADS_BEHIND = InverseTransform(rows=_value_heads), InverseTr
 VALUE_HEAD_COLUMNS = InverseTransform(columns=_value_heads)
 VALUE_HEADS_CONVOLUTION = InverseTransform(rows=_values_behind, numbers=CONVOLUTION.numbers)
 VALUE_HEADS_LOGARITHM = InverseTransform(rows=_value_heads, numbers=LOGARITHM.numbers)
+
+
+def _key_rows(config: Any) -> np.ndarray:
+    starts = np.arange(config.num_attention_heads) * (config.qk_nope_head_dim + config.v_head_dim)
+    return (starts[:, None] + np.arange(config.qk_nope_head_dim)).reshape(-1)
+
+
+def _value_rows(config: Any) -> np.ndarray:
+    starts = np.arange(config.num_attention_heads) * (config.qk_nope_head_dim + config.v_head_dim)
+    return (starts[:, None] + config.qk_nope_head_dim + np.arange(config.v_head_dim)).reshape(-1)
+
+
+#: Multi-head latent attention: a file has matrices by head, [heads, latent, key] and [heads, value, latent]; in the
+#: parameter, the rows of each head's keys and values follow each other.
+LATENT_KEYS = InverseTransform(numbers=lambda numbers: numbers.swapaxes(1, 2).reshape(-1, numbers.shape[1]))
+LATENT_VALUES = InverseTransform(numbers=lambda numbers: numbers.reshape(-1, numbers.shape[2]))
+LATENT_KEY_ROWS, LATENT_VALUE_ROWS = _key_rows, _value_rows

@@ -141,7 +141,7 @@ def _hunyuan_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 _KEYS = {**SIZES, **RMS_NORM}
 _SAME_WIDTH = {"feed_forward_length": f"{WIDTH} is the width, and every layer has experts"}
-_SHARED: Places = {
+SHARED_EXPERTS: Places = {
     **ROUTER,
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
@@ -181,19 +181,21 @@ GLM4_MOE = Architecture(
         **{name: place for name, place in ATTENTION.items() if name != "ffn_norm"},
         **NORMED_HEADS,
         **GATED,
-        **_SHARED,
+        **SHARED_EXPERTS,
         "post_attention_norm": "post_attention_layernorm",
     },
     _glm4_moe,
     predicts=True,
 )
-DOTS1 = Architecture("dots1", ("dots1",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **GATED, **_SHARED}, _dots1)
+DOTS1 = Architecture(
+    "dots1", ("dots1",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **GATED, **SHARED_EXPERTS}, _dots1
+)
 EXAONE_MOE = Architecture(
     "exaone-moe",
     ("exaone_moe",),
     _KEYS,
     MODEL,
-    {**ATTENTION, **NORMED_HEADS, **GATED, **_SHARED},
+    {**ATTENTION, **NORMED_HEADS, **GATED, **SHARED_EXPERTS},
     _exaone_moe,
     predicts=True,
 )
@@ -207,7 +209,7 @@ ERNIE_MOE = Architecture(
     {
         **ATTENTION,
         **GATED,
-        **_SHARED,
+        **SHARED_EXPERTS,
         "exp_probs_b.bias": ParameterPlace("mlp.gate.moe_statics.e_score_correction_bias", ONE_ROW),
     },
     _ernie_moe,

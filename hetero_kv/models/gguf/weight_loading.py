@@ -1,0 +1,121 @@
+"""Loads the tensors of a GGUF file into a model that is built without weights.
+
+`WeightMap` says where each belongs. A module with a method `load_blocks` or `load_experts` takes the file's quantized
+blocks unchanged, if the transform only reorders rows. All other tensors are unpacked to numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hetero_kv.models.gguf.experts import load_expert_tensor
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.row_parts import joined
+from hetero_kv.models.gguf.shapes import require_shape
+from hetero_kv.models.gguf.tensor_reader import tensor_data
+from hetero_kv.models.gguf.weights import ROW, WeightMap, owner_of, shape_of
+from hetero_kv.models.parameters import parameter_dtype, set_tensor, tie, tied_parameters
+from hetero_kv.models.progress import ProgressReport
+
+_logger = logging.getLogger(__name__)
+
+
+def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dtype, report: ProgressReport) -> None:
+    """Load the tensors of `file` into `model`, whose parameters are on the meta device.
+
+    Args:
+        dtype: the dtype of unquantized parameters.
+        report: called with "reading weights", the bytes done and the total bytes.
+
+    Raises ModelError if a tensor's shape is not its parameter's.
+    """
+    tied = tied_parameters(model)
+    done, total = 0, sum(info.nbytes for info in file.tensors)
+    converted: Counter[tuple[str, str]] = Counter()
+    parts: dict[str, list[tuple[TensorInfo, np.ndarray]]] = {}
+    for info, data in tensor_data(file):
+        kept = None
+        if info.name in weights.experts:
+            kept = load_expert_tensor(model, file, weights.experts[info.name], info, data, dtype)
+        elif info.name in weights.targets:
+            load = _load if weights.targets[info.name].part is None else partial(_load_part, parts)
+            kept = load(model, file, weights, info, data, dtype)
+        if kept is not None:
+            converted[info.quantization.name, kept] += 1
+        done += info.nbytes
+        report("reading weights", done, total)
+    for place, source in tied.items():
+        tie(model, place, source)
+    if converted:
+        counts = (f"{count} of {stored} to {kept}" for (stored, kept), count in sorted(converted.items()))
+        _logger.warning("%s: tensors of types without kernels are converted: %s", file.path, ", ".join(counts))
+
+
+def _load(
+    model: nn.Module, file: GGUFFile, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
+) -> str | None:
+    target = weights.targets[info.name]
+    paths = target.paths(info)
+    module, leaf = owner_of(model, paths[0])
+    load_blocks = getattr(module, "load_blocks", None)
+    if load_blocks is not None and leaf == "weight" and weights.keeps_blocks(info) and ROW not in target.path:
+        require_shape(file, info, shape_of(module, leaf), info.shape)
+        kept: str | None = load_blocks(_blocks(weights, info, data), info.quantization, info.shape)
+        return kept
+    numbers = weights.numbers(info, data)
+    for path, part in zip(paths, numbers if ROW in target.path else (numbers,), strict=True):
+        module, leaf = owner_of(model, path)
+        require_shape(file, info, shape_of(module, leaf), part.shape)
+        # A copy: the numbers may be a view of the file's bytes.
+        set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(parameter_dtype(model, path, dtype)))
+    return None
+
+
+def _load_part(
+    parts: dict[str, list[tuple[TensorInfo, np.ndarray]]],
+    model: nn.Module,
+    file: GGUFFile,
+    weights: WeightMap,
+    info: TensorInfo,
+    data: np.ndarray,
+    dtype: torch.dtype,
+) -> str | None:
+    """Load a parameter when the last of its parts is read; `parts` has those that are read, by the parameter's path."""
+    path = weights.targets[info.name].path
+    module, leaf = owner_of(model, path)
+    shape = shape_of(module, leaf)
+    found = parts.setdefault(path, [])
+    found.append((info, data))
+    rows = [weights.part_rows(each) for each, _ in found]
+    if sum(map(len, rows)) < shape[0]:
+        return None
+    del parts[path]
+    load_blocks = getattr(module, "load_blocks", None)
+    same_blocks = all(weights.keeps_blocks(each) and each.quantization == info.quantization for each, _ in found)
+    if load_blocks is not None and leaf == "weight" and same_blocks:
+        shapes, data_of_parts = [each.shape for each, _ in found], [_blocks(weights, *each) for each in found]
+    else:
+        data_of_parts = [weights.numbers(*each) for each in found]
+        shapes = [each.shape for each in data_of_parts]
+    for (each, _), places, found_shape in zip(found, rows, shapes, strict=True):
+        require_shape(file, each, (len(places), *shape[1:]), found_shape)
+    whole = joined(rows, data_of_parts)
+    if load_blocks is not None and leaf == "weight" and same_blocks:
+        kept: str | None = load_blocks(whole, info.quantization, shape)
+        return kept
+    set_tensor(module, leaf, torch.from_numpy(whole).to(parameter_dtype(model, path, dtype)))
+    return None
+
+
+def _blocks(weights: WeightMap, info: TensorInfo, data: np.ndarray) -> np.ndarray:
+    """The bytes of a tensor's blocks, in the order of the parameter's or part's rows."""
+    order, rows = weights.row_order(info), data.reshape(info.shape[0], -1)
+    blocks = rows if order is None or (order == np.arange(len(rows))).all() else rows[order]
+    return np.ascontiguousarray(blocks).view(np.uint8)
