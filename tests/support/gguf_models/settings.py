@@ -1,0 +1,54 @@
+"""Settings that variants share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW = 16
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+DIM = {"head_dim": 32}
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+GEMMA = {**DIM, **TIED, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
+
+
+def rotation(kind: str = "default", theta: float = 1e4, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+# Trained on fewer tokens than the tests have, so that whatever depends on that acts.
+YARN = {"factor": 16.0, "original_max_position_embeddings": 32}
+LONG = {"long_factor": [1 + 0.3 * n for n in range(8)], "short_factor": [1 + 0.1 * n for n in range(8)]}
+
+LATENT = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+GROUPS = {**ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+V2 = {"norm_topk_prob": False}
+ROUTED_YARN = rotation("yarn", 1e4, **YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)
