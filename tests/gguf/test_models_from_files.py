@@ -25,7 +25,7 @@ COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
 WITHOUT_RULES = {"falcon", "bloom", "mamba"}
 #: Whose files this package does not write yet: heads of the state are reordered.
-WITHOUT_LAYOUT = {"qwen35", "qwen35moe", "qwen3next"}
+WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [

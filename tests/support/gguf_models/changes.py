@@ -77,6 +77,17 @@ def latent_keys_and_values(tensor: np.ndarray, config: Any) -> dict[str, np.ndar
     return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": values}
 
 
+def split_by_key_head(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Of Qwen3-Next, queries, keys, values and gates of each key head -> all of each; older files keep the order."""
+    if getattr(config, "is_of_older_converter", False):
+        return {"ssm_in.weight": tensor}
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads * config.linear_value_head_dim // heads
+    parts = np.split(tensor.reshape(heads, -1, tensor.shape[1]), np.cumsum([key, key, value]), axis=1)
+    *before, gate = (part.reshape(-1, tensor.shape[1]) for part in parts)
+    return {"attn_qkv.weight": np.concatenate(before), "attn_gate.weight": gate}
+
+
 def queries_before_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
     """Of Bloom and GPT-NeoX, [head, (query, key, value), ...] -> [(query, key, value), head, ...]."""
     parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])

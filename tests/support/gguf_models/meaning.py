@@ -108,6 +108,9 @@ class Base:
             # The text is longer than either, and what scales attention is another key.
             short = suffix == "rope.scaling.original_context_length" and isinstance(value, int)
             neutral |= short and value < IDS.shape[1]
+            # A list of the layers that attend stands before how often they do.
+            named = f"{self.architecture}.attention.recurrent_layers" in self.said
+            neutral |= suffix == "full_attention_interval" and named
             return None if neutral or value == known else "is passed over"
         known = suffix in layout_of(self.original.config).keys or suffix.startswith("rope.")
         return None if known else "changes the logits, and is no key of such a model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import EXPERTS, TIED
+from tests.support.gguf_models.settings import DELTA, EXPERTS, TIED, rotation
 
 #: As `variants.VARIANTS`.
 RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,5 +26,12 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
             "conv_L_cache": 3,
         },
+    ),
+    "qwen3next": (
+        "qwen3_next",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, **rotation(partial_rotary_factor=0.25)},
+    ),
+    "qwen3next: older converter": (
+        "qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, "is_of_older_converter": True}
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Qwen 3.5: layers with a gated delta net between attention layers.
+"""Qwen3-Next and Qwen 3.5: layers with a gated delta net between attention layers.
 
-Sources: `conversion/qwen.py` and `src/models/qwen35.cpp` of https://github.com/ggml-org/llama.cpp.
+Sources: `conversion/qwen.py`, `src/models/qwen3next.cpp` and `qwen35.cpp` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from hetero_kv.models.gguf.architectures.declaration import (
     Places,
 )
 from hetero_kv.models.gguf.architectures.inverse_transforms import (
+    CONVOLUTION,
+    DELTA_GATE_ROWS,
+    DELTA_QKV_ROWS,
+    LOGARITHM,
     NORM_PLUS_ONE,
     VALUE_HEAD_COLUMNS,
     VALUE_HEADS,
@@ -38,9 +42,13 @@ RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
 def _qwen35(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _put_delta_net(metadata, settings, axes=True)
+
+
+def _put_delta_net(metadata: MetadataReader, settings: ConfigSettings, *, axes: bool) -> None:
     put_layers_without_predictors(metadata, settings)
     put_heads(metadata, settings)
-    put_rope(metadata, settings, partial=True, axes=True)
+    put_rope(metadata, settings, partial=True, axes=axes)
     layers = settings["num_hidden_layers"]
     interval = metadata.scalar(INTERVAL, 4)
     recurrent = metadata.get(RECURRENT, tuple((layer + 1) % interval != 0 for layer in range(layers)))[:layers]
@@ -66,18 +74,31 @@ def _qwen35_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
 
 
+def _qwen3_next(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _put_delta_net(metadata, settings, axes=False)
+    put_experts(metadata, settings, "num_experts")
+    settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
+    # Every layer has experts, and the weights of those chosen are normalized.
+    settings.put("decoder_sparse_step", 1)
+    settings.put("mlp_only_layers", [])
+    settings.put("norm_topk_prob", True)
+
+
 def _norm(path: str) -> ParameterPlace:
     return ParameterPlace(path, NORM_PLUS_ONE)
 
 
 _KEYS = {**SIZES, **RMS_NORM}
 _MODEL: Places = {**MODEL, "output_norm": _norm("norm")}
-_LAYER: Places = {
+_ATTENTION: Places = {
     **{name: place for name, place in ATTENTION.items() if not name.endswith("norm")},
     "attn_norm": _norm("input_layernorm"),
     "attn_q_norm": _norm("self_attn.q_norm"),
     "attn_k_norm": _norm("self_attn.k_norm"),
     "post_attention_norm": _norm("post_attention_layernorm"),
+}
+_LAYER: Places = {
+    **_ATTENTION,
     "attn_qkv": ParameterPlace("linear_attn.in_proj_qkv", VALUE_HEADS_BEHIND),
     "attn_gate": ParameterPlace("linear_attn.in_proj_z", VALUE_HEADS),
     "ssm_alpha": ParameterPlace("linear_attn.in_proj_a", VALUE_HEADS),
@@ -89,7 +110,33 @@ _LAYER: Places = {
     "ssm_out": ParameterPlace("linear_attn.out_proj", VALUE_HEAD_COLUMNS),
 }
 
+_NEXT_LAYER: Places = {
+    **_ATTENTION,
+    **ROUTER,
+    **SHARED_EXPERT,
+    "attn_qkv": ParameterPlace("linear_attn.in_proj_qkvz", part=DELTA_QKV_ROWS),
+    "attn_gate": ParameterPlace("linear_attn.in_proj_qkvz", part=DELTA_GATE_ROWS),
+    # Older files have one matrix for both.
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_a": ParameterPlace("linear_attn.A_log", LOGARITHM),
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d.weight": ParameterPlace("linear_attn.conv1d.weight", CONVOLUTION),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+
 TABLES = (
+    Architecture(
+        "qwen3next",
+        ("qwen3_next",),
+        _KEYS,
+        _MODEL,
+        _NEXT_LAYER,
+        _qwen3_next,
+        optional=frozenset({"feed_forward_length"}),
+        predicts=True,
+    ),
     Architecture("qwen35", ("qwen3_5_text",), _KEYS, _MODEL, {**_LAYER, **GATED}, _qwen35, predicts=True),
     Architecture(
         "qwen35moe",

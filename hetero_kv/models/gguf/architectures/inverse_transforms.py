@@ -103,6 +103,26 @@ VALUE_HEADS_CONVOLUTION = InverseTransform(rows=_values_behind, numbers=CONVOLUT
 VALUE_HEADS_LOGARITHM = InverseTransform(rows=_value_heads, numbers=LOGARITHM.numbers)
 
 
+def _by_key_head(config: Any) -> list[np.ndarray]:
+    """Of Qwen3-Next's merged projection, the rows of queries, keys, values and gates, each [key heads, rows]."""
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    rows = np.arange(heads * 2 * (key + value)).reshape(heads, -1)
+    return np.split(rows, np.cumsum([key, key, value]), axis=1)
+
+
+def _qkv_by_key_head(config: Any) -> np.ndarray:
+    return np.concatenate([part.reshape(-1) for part in _by_key_head(config)[:3]])
+
+
+def _gate_by_key_head(config: Any) -> np.ndarray:
+    return _by_key_head(config)[3].reshape(-1)
+
+
+#: Parts of Qwen3-Next's merged projection, whose rows are grouped by key head.
+DELTA_QKV_ROWS, DELTA_GATE_ROWS = _qkv_by_key_head, _gate_by_key_head
+
+
 def _key_rows(config: Any) -> np.ndarray:
     starts = np.arange(config.num_attention_heads) * (config.qk_nope_head_dim + config.v_head_dim)
     return (starts[:, None] + np.arange(config.qk_nope_head_dim)).reshape(-1)

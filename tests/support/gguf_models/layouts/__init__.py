@@ -4,7 +4,17 @@ Written independently of `hetero_kv`, which reverses these layouts. Sources: `co
 `gguf/tensor_mapping.py` of llama.cpp (https://github.com/ggml-org/llama.cpp).
 """
 
-from tests.support.gguf_models.layouts import deepseek, dense, experts, gemma, llama, qwen, recurrent, ungated
+from tests.support.gguf_models.layouts import (
+    deepseek,
+    delta_net,
+    dense,
+    experts,
+    gemma,
+    llama,
+    qwen,
+    recurrent,
+    ungated,
+)
 from tests.support.gguf_models.layouts.layout import Layout, Place, Value
 
 __all__ = ["LAYOUTS", "Layout", "Place", "Value"]
@@ -19,4 +29,5 @@ LAYOUTS: dict[str, Layout] = {
     **experts.LAYOUTS,
     **recurrent.LAYOUTS,
     **deepseek.LAYOUTS,
+    **delta_net.LAYOUTS,
 }
