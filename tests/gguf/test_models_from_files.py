@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
+from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.rules.matching import InjectionError
@@ -24,6 +25,8 @@ PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
 WITHOUT_RULES = {"falcon", "bloom", "mamba"}
+#: Layers use the keys and values of others.
+SHARED_KEYS = "gemma4: keys of other layers"
 #: Whose files this package does not write yet: heads of the state are reordered.
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
@@ -31,7 +34,7 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES
+    if name.partition(":")[0] not in WITHOUT_RULES and name != SHARED_KEYS
 ]
 
 
@@ -117,6 +120,12 @@ def test_packed_weights_compute_what_the_original_does(written, name):
 def test_rules_that_find_no_attention_are_refused_by_name(written, name):
     opened = open_model(written(name).path, dtype="float32", device="cpu")
     with pytest.raises(InjectionError, match="matches no module"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+def test_rules_for_layers_with_keys_of_others_are_refused_by_name(written):
+    opened = open_model(written(SHARED_KEYS).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn .*the keys and values of another layer"):
         inject(opened.model, "dense", command_line=COVERING)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import architecture_of
 from hetero_kv.models.gguf.architectures.declaration import ConfigSettings, MetadataReader, same, shown
-from hetero_kv.models.gguf.architectures.rope import same_rope
+from hetero_kv.models.gguf.architectures.rope import head_dim_of, same_rope
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.ignored_keys import require_all_used
 from hetero_kv.models.gguf.vocabulary import token_id
@@ -100,8 +100,7 @@ def adapt(config: Any, file: GGUFFile) -> None:
     for name, (key, value) in settings.from_file.items():
         other = getattr(text, name, None)
         if name == "rope_parameters":
-            dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            agree = same_rope(value, other or {}, dim)
+            agree = same_rope(value, other or {}, head_dim_of(settings))
         else:
             agree = same(value, other) or (other is None and not value) or (name == "head_dim" and other is None)
         if not agree:

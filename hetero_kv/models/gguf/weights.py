@@ -70,7 +70,7 @@ class WeightMap:
         targets: dict[str, Target] = {}
         unplaced = []
         for info in file.tensors:
-            if info.name in ROPE_TENSORS or info.name in experts or known.is_predictor(info.name):
+            if info.name in ROPE_TENSORS or info.name in experts or known.is_unused(info.name):
                 continue
             target = known.target(info)
             if target is None:
@@ -165,11 +165,23 @@ class _ParameterPaths:
             raise ModelError(f"{type(model).__name__} has no list of its layers; give the model in Hugging Face format")
         self.architecture, self.parameters = architecture, parameters
         self.layers, self.base, self.count = path, path.rpartition(".")[0], len(layers or ())
+        attentions = [getattr(layer, "self_attn", None) for layer in layers or ()]
+        self.with_others_keys = {
+            number for number, each in enumerate(attentions) if getattr(each, "is_kv_shared_layer", False)
+        }
 
-    def is_predictor(self, name: str) -> bool:
-        """Whether a tensor belongs to a block after the model's layers, which predicts further tokens."""
+    def is_unused(self, name: str) -> bool:
+        """Whether the model computes without a tensor.
+
+        It belongs to a block after the model's layers, which predicts further tokens, or makes keys or values of a
+        layer that uses another layer's.
+        """
         match = BLOCK.match(name)
-        return match is not None and int(match[1]) >= self.count and self.architecture.predicts
+        if match is None:
+            return False
+        if int(match[1]) >= self.count:
+            return self.architecture.predicts
+        return name[match.end() :] in self.architecture.of_own_keys and int(match[1]) in self.with_others_keys
 
     def target(self, info: TensorInfo) -> Target | None:
         """A tensor's target; None if the model has no place for it."""

@@ -7,6 +7,7 @@ from typing import Any
 from tests.support.gguf_models.settings import (
     DIM,
     EXPERTS,
+    GEMMA4,
     GROUPS,
     LATENT,
     LOCAL_EXPERTS,
@@ -83,4 +84,10 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2: GLM 4.7 Flash": ("glm4_moe_lite", {**LATENT, **ROUTED}),
     "deepseek2: Youtu": ("youtu", {**LATENT, **TIED}),
     "deepseek2: older converter": ("deepseek_v3", {**LATENT, **ROUTED, "is_of_older_converter": True}),
+    "gemma4: experts": (
+        "gemma4_text",
+        {
+            **GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32
+        },
+    ),
 }  # fmt: skip

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
         "final_logit_softcapping": ("final_logit_softcapping", 30.0),
         "attention.sliding_window": ("sliding_window", 4096),
     },
+    "gemma4": {"final_logit_softcapping": ("final_logit_softcapping", None)},
     "gemma3": {
         "final_logit_softcapping": ("final_logit_softcapping", None),
         "attention.sliding_window": _FULL,
@@ -157,6 +158,10 @@ class Base:
         old = config.rope_parameters["full_attention"] if nested else config.rope_parameters
         if old["rope_type"] in ("llama3", "longrope"):
             return None
+        window = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 1e4)}
+        if old["rope_type"] == "proportional":
+            full = {**old, "rope_theta": said.get("rope.freq_base", 1e4)}
+            return {"full_attention": full, "sliding_attention": window}
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = said.get("rope.dimension_count", dim)
         if rotated != dim and "partial_rotary_factor" not in old:
@@ -189,7 +194,6 @@ class Base:
             new |= {"rope_type": "default"}
         else:
             return None
-        window = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 1e4)}
         return {"full_attention": new, "sliding_attention": window} if nested else new
 
     def _logits(self, model: Any) -> torch.Tensor:

@@ -59,5 +59,18 @@ DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+GEMMA4 = {
+    **DIM,
+    **TIED,
+    "global_head_dim": 64,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 9.0,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+}
 V2 = {"norm_topk_prob": False}
 ROUTED_YARN = rotation("yarn", 1e4, **YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)

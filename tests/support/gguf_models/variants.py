@@ -80,6 +80,9 @@ def _randomise(model: PreTrainedModel, random: torch.Generator) -> None:
             numbers *= 0.3
         elif tensor.dim() > 1:
             numbers *= 0.6 if "conv" in name else 1.3 / inputs**0.5
+        if name.endswith("q_norm.weight") and model.config.model_type == "gemma4_text":
+            # Instead of a scale of attention, which this model does not have.
+            numbers *= tensor.shape[0] ** -0.5
         tensor.copy_(numbers)
     for name, buffer in model.named_buffers():
         if name in model.state_dict() and buffer.is_floating_point():

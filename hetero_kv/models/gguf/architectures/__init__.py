@@ -12,6 +12,7 @@ from hetero_kv.models.gguf.architectures import (
     delta_net,
     dense,
     gemma,
+    gemma4,
     hybrid,
     llama,
     mixtures,
@@ -23,7 +24,7 @@ from hetero_kv.models.gguf.file import GGUFFile
 
 ARCHITECTURES: dict[str, Architecture] = {
     table.name: table
-    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek)
+    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek, gemma4)
     for table in module.TABLES
 }
 

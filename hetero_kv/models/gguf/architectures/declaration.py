@@ -44,6 +44,7 @@ class Architecture:
         optional: the subset of `keys` that a file may omit.
         settings: puts the settings that need more than a new name.
         predicts: whether blocks after the model's layers may predict further tokens (MTP); they are not loaded.
+        of_own_keys: the tensors that a layer with the keys and values of another one does not use.
         without_effect: key -> why it does not change the computation.
         model: tensor -> place. A name without `.weight` or `.bias` stands for both. Paths are relative to the module
             that contains the layers, or to the model if they begin with "/".
@@ -58,6 +59,7 @@ class Architecture:
     settings: Callable[[MetadataReader, ConfigSettings], None] = lambda metadata, settings: None
     optional: frozenset[str] = frozenset()
     predicts: bool = False
+    of_own_keys: frozenset[str] = frozenset()
     without_effect: Mapping[str, str] = field(default_factory=dict)
 
 

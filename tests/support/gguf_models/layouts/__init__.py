@@ -10,6 +10,7 @@ from tests.support.gguf_models.layouts import (
     dense,
     experts,
     gemma,
+    gemma4,
     llama,
     qwen,
     recurrent,
@@ -30,4 +31,5 @@ LAYOUTS: dict[str, Layout] = {
     **recurrent.LAYOUTS,
     **deepseek.LAYOUTS,
     **delta_net.LAYOUTS,
+    **gemma4.LAYOUTS,
 }
