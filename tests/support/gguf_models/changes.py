@@ -39,6 +39,21 @@ def squeezed(tensor: np.ndarray, config: Any) -> np.ndarray:
     return tensor[:, 0] if tensor.ndim == 3 else tensor
 
 
+def one_column(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Numbers of heads, [heads] -> [heads, 1]."""
+    return tensor[:, None]
+
+
+def minus_exponential_column(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Both of them."""
+    return one_column(minus_exponential(tensor, config), config)
+
+
+def by_mamba_group(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """A norm over groups, [inner] -> [groups, inner / groups]."""
+    return tensor.reshape(config.mamba_n_groups, -1)
+
+
 def minus_exponential(tensor: np.ndarray, config: Any) -> np.ndarray:
     """The logarithm of a decay becomes the decay."""
     return -np.exp(tensor)
@@ -51,9 +66,15 @@ def gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 
 
 def shared_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    """The expert that all tokens have: gate rows and then up rows."""
+    """The expert that all tokens have, or the only one: gate rows and then up rows."""
     gate, up = np.split(tensor, 2)
-    return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+    end = "_shexp" if config.num_local_experts else ""
+    return {f"ffn_gate{end}.weight": gate, f"ffn_up{end}.weight": up}
+
+
+def shared_down(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Its other matrix."""
+    return {"ffn_down_shexp.weight" if config.num_local_experts else "ffn_down.weight": tensor}
 
 
 def alternating_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:

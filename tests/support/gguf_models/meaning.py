@@ -25,6 +25,8 @@ OF_NO_VALUE = {
     "context_length": "the longest text, which no token's logits depend on",
     "rope.scaling.finetuned": "says whether it was trained so",
 }
+#: The architecture in which this key is the switch for a rotation.
+ROTATES_IF_FINETUNED = ("granitehybrid", "rope.scaling.finetuned")
 #: Values that say that something is not there.
 NEUTRAL: tuple[Any, ...] = (0, 0.0, False, "none", "", [])
 #: Keys on which the order of rows in a file depends, so that other values are other weights.
@@ -55,6 +57,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "command-r": {"logit_scale": ("logit_scale", 1.0)},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
+    "granitehybrid": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
     "dots1": _ROUTED,
     # No groups are the same as all four.
@@ -121,7 +124,8 @@ class Base:
         table = ARCHITECTURES[self.architecture].without_effect
         suffix = key.removeprefix(f"{self.architecture}.")
         listed = any(re.fullmatch(pattern, key) for pattern in WITHOUT_EFFECT)
-        return listed or (suffix != key and (suffix in table or suffix in OF_NO_VALUE))
+        listed |= suffix in OF_NO_VALUE and (self.architecture, suffix) != ROTATES_IF_FINETUNED
+        return listed or (suffix != key and suffix in table)
 
     def _expected(self, suffix: str, value: Any) -> torch.Tensor | None:
         """The logits that the changed file stands for, where they are those of a model with other settings."""
@@ -131,6 +135,8 @@ class Base:
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
+        elif (self.architecture, suffix) == ROTATES_IF_FINETUNED:
+            settings["position_embedding_type"] = None if value is False else "rope"
         elif value is None and self.architecture == "exaone4" and suffix.startswith("attention.sliding_window"):
             # A model without windows, as the small one is.
             settings |= {"sliding_window": None, "layer_types": ["full_attention"] * len(settings["layer_types"])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DELTA, EXPERTS, TIED, rotation
+from tests.support.gguf_models.settings import DELTA, EXPERTS, LOCAL_EXPERTS, MAMBA2, TIED, rotation
 
 #: As `variants.VARIANTS`.
 RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,5 +33,29 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3next: older converter": (
         "qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, "is_of_older_converter": True}
+    ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        {
+            **MAMBA2,
+            **LOCAL_EXPERTS,
+            "shared_intermediate_size": 64,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granitehybrid: dense, rotated": (
+        "granitemoehybrid",
+        {
+            **MAMBA2,
+            **TIED,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 96,
+            "attention_multiplier": 0.2,
+            "position_embedding_type": "rope",
+        },
     ),
 }  # fmt: skip

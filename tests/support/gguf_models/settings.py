@@ -72,5 +72,13 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
     },
 }
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 V2 = {"norm_topk_prob": False}
 ROUTED_YARN = rotation("yarn", 1e4, **YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)

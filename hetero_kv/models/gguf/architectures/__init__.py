@@ -13,6 +13,7 @@ from hetero_kv.models.gguf.architectures import (
     dense,
     gemma,
     gemma4,
+    granite_hybrid,
     hybrid,
     llama,
     mixtures,
@@ -24,7 +25,7 @@ from hetero_kv.models.gguf.file import GGUFFile
 
 ARCHITECTURES: dict[str, Architecture] = {
     table.name: table
-    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek, gemma4)
+    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek, gemma4, granite_hybrid)
     for table in module.TABLES
 }
 

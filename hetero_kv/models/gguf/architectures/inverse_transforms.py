@@ -84,6 +84,10 @@ ONE_ROW = InverseTransform(numbers=lambda numbers: numbers.reshape(1, -1))
 #: Mamba's A; the parameter is log(-A).
 LOGARITHM = InverseTransform(numbers=lambda numbers: np.log(-numbers))
 
+#: A tensor of one dimension that a file has with two.
+FLAT = InverseTransform(numbers=lambda numbers: numbers.reshape(-1))
+FLAT_LOGARITHM = InverseTransform(numbers=lambda numbers: np.log(-numbers.reshape(-1)))
+
 
 def _value_heads(count: int, config: Any) -> np.ndarray:
     # A file has the first value head of every key head, then the second ones; the parameter groups them by key head.
@@ -138,3 +142,15 @@ def _value_rows(config: Any) -> np.ndarray:
 LATENT_KEYS = InverseTransform(numbers=lambda numbers: numbers.swapaxes(1, 2).reshape(-1, numbers.shape[1]))
 LATENT_VALUES = InverseTransform(numbers=lambda numbers: numbers.reshape(-1, numbers.shape[2]))
 LATENT_KEY_ROWS, LATENT_VALUE_ROWS = _key_rows, _value_rows
+
+
+def _shared_gate_rows(config: Any) -> np.ndarray:
+    return np.arange(config.shared_intermediate_size)
+
+
+def _shared_up_rows(config: Any) -> np.ndarray:
+    return config.shared_intermediate_size + np.arange(config.shared_intermediate_size)
+
+
+#: Gate and up of Granite's shared expert, which are one matrix.
+SHARED_GATE_ROWS, SHARED_UP_ROWS = _shared_gate_rows, _shared_up_rows

@@ -79,6 +79,11 @@ def _granite(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     # With False, llama.cpp applies no RoPE.
     metadata.expect("rope.scaling.finetuned", True, "means a model without RoPE")
+    put_granite_scales(metadata, settings)
+
+
+def put_granite_scales(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put the factors of attention, embeddings, residuals and logits."""
     settings.put("attention_multiplier", metadata.scalar("attention.scale", 0.0) or 0.0, "attention.scale")
     if not settings["attention_multiplier"]:
         dim = settings["hidden_size"] // settings["num_attention_heads"]

@@ -11,6 +11,7 @@ from tests.support.gguf_models.layouts import (
     experts,
     gemma,
     gemma4,
+    granite_hybrid,
     llama,
     qwen,
     recurrent,
@@ -32,4 +33,5 @@ LAYOUTS: dict[str, Layout] = {
     **deepseek.LAYOUTS,
     **delta_net.LAYOUTS,
     **gemma4.LAYOUTS,
+    **granite_hybrid.LAYOUTS,
 }
