@@ -17,8 +17,8 @@ HEAD = "lm_head.weight"
 
 
 def layout_of(config: Any) -> Layout:
-    """The layout of a configuration's model type."""
-    return LAYOUTS[config.model_type]
+    """The layout of a configuration's model type, or that which it names."""
+    return LAYOUTS[getattr(config, "layout", config.model_type)]
 
 
 def metadata(config: Any) -> dict[str, Any]:

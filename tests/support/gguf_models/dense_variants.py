@@ -118,4 +118,6 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 329,
         },
     ),
+    "qwen2vl": ("qwen2", {"layout": "qwen2vl", **rotation(theta=1e6)}),
+    "qwen3vl": ("qwen3", {"layout": "qwen3vl", **DIM, **TIED, **rotation(theta=1e6)}),
 }  # fmt: skip

@@ -90,4 +90,5 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32
         },
     ),
+    "qwen3vlmoe": ("qwen3_moe", {"layout": "qwen3vlmoe", **DIM, **EXPERTS, "norm_topk_prob": True}),
 }  # fmt: skip

@@ -109,6 +109,8 @@ def _refuse_other_scalings(metadata: MetadataReader, yarn: tuple[str, ...], axes
         raise metadata.unsupported(
             "rope.dimension_sections", "divides a head among axes of positions, and this model has one axis"
         )
+    if any(tuple(sections or ())[3:]):
+        raise metadata.unsupported("rope.dimension_sections", "has a fourth axis, on which text has no positions")
 
 
 def _scaling(metadata: MetadataReader, base: float, rotated: int) -> tuple[str, dict[str, Any]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from tests.support.gguf_models.layouts.keys import EXPERT_WIDTH, EXPERTS, USUAL
-from tests.support.gguf_models.layouts.layout import Layout
+from tests.support.gguf_models.layouts.layout import Layout, Value, always
 from tests.support.gguf_models.layouts.names import ATTENTION, HEAD_NORMS, MIXED, MODEL, NORMS, USUAL_LAYER
 
-#: transformers' model type -> layout.
+AXES: dict[str, Value] = {"rope.dimension_sections": always([4, 2, 2, 0])}
+DEEPSTACK: dict[str, Value] = {**AXES, "n_deepstack_layers": always(3)}
+
+#: transformers' model type, or the name of a layout -> layout.
 LAYOUTS: dict[str, Layout] = {
     "qwen2": Layout("qwen2", USUAL, USUAL_LAYER, MODEL),
     "qwen2_moe": Layout(
@@ -27,6 +30,14 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_moe": Layout(
         "qwen3moe",
         {**USUAL, **EXPERTS, **EXPERT_WIDTH},
+        {**NORMS, **ATTENTION, **HEAD_NORMS, **MIXED},
+        MODEL,
+    ),
+    "qwen2vl": Layout("qwen2vl", {**USUAL, **AXES}, USUAL_LAYER, MODEL),
+    "qwen3vl": Layout("qwen3vl", {**USUAL, **DEEPSTACK}, {**USUAL_LAYER, **HEAD_NORMS}, MODEL),
+    "qwen3vlmoe": Layout(
+        "qwen3vlmoe",
+        {**USUAL, **EXPERTS, **EXPERT_WIDTH, **DEEPSTACK},
         {**NORMS, **ATTENTION, **HEAD_NORMS, **MIXED},
         MODEL,
     ),
