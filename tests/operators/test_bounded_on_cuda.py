@@ -34,8 +34,8 @@ LAUNCHES = {
     "sirllm": 9,
 }
 BOUNDED = tuple(LAUNCHES)
-# One policy without scores, and two with scores that merge.
-QUICK_AT_EVERY_TOKEN, QUICK_IN_STRIDES = ("cam", "d2o"), ("streaming_llm",)
+# A policy with scores that merges, and one without scores.
+AT_EVERY_TOKEN, IN_STRIDES = ("cam",), ("streaming_llm",)
 
 
 def test_every_policy_is_counted_below():
@@ -47,12 +47,10 @@ def test_every_policy_is_counted_below():
 @pytest.mark.parametrize(
     ("recipes", "tokens"),
     [
-        (QUICK_AT_EVERY_TOKEN, 8),
+        (AT_EVERY_TOKEN, 8),
         # One stride.
-        (QUICK_IN_STRIDES, 16),
-        pytest.param(
-            tuple(sorted({*BOUNDED} - {*QUICK_AT_EVERY_TOKEN, *QUICK_IN_STRIDES})), 16, marks=pytest.mark.slow
-        ),
+        pytest.param(IN_STRIDES, 16, marks=pytest.mark.slow),
+        pytest.param(tuple(sorted({*BOUNDED} - {*AT_EVERY_TOKEN, *IN_STRIDES})), 16, marks=pytest.mark.slow),
     ],
     ids=["at every token", "in strides", "the others"],
 )
@@ -86,7 +84,7 @@ def test_evicted_entries_are_found_on_a_gpu_without_a_wait(dropped):
     "policy",
     with_slow(
         ["bigbird", "cam", "cascade", "d2o", "random", "roco", "streaming_llm"],
-        slow=("bigbird", "d2o", "roco", "streaming_llm"),
+        slow=("bigbird", "cascade", "d2o", "roco", "streaming_llm"),
     ),
 )
 @torch.no_grad()
@@ -110,7 +108,7 @@ def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):
     assert (answers[1] - answers[0]).norm() < (1e-5 if dtype == torch.float32 else 0.02) * answers[0].norm()
 
 
-@pytest.mark.parametrize("policy", ["cam", "d2o"])
+@pytest.mark.parametrize("policy", with_slow(["cam", "d2o"], slow=["d2o"]))
 @torch.no_grad()
 def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(policy):
     """Kept entries are updated in place: an earlier fork has its own copy."""

@@ -83,6 +83,7 @@ def test_logits_are_those_without_graphs(gpu, llama, recipe):
     assert state == "on" or recipe == "infinigen"
 
 
+@pytest.mark.slow
 def test_a_layer_is_a_graph_and_what_its_attention_launches():
     plain, captured = (
         counts_of(("ktransformers",), as_shipped=False, cuda_graphs=graphs, tokens=8, num_hidden_layers=2)

@@ -9,6 +9,7 @@ from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.gpu_ops import page_locked
 from tests.support.devices import model_on, simulated_cuda
+from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -48,14 +49,13 @@ def test_answers_are_the_same_wherever_hidden_states_lie(architecture):
 
 
 @pytest.mark.cuda
-def test_batches_and_logits_to_keep_work_with_hidden_states_in_dram():
+@pytest.mark.parametrize("call", with_slow({"all": {}, "the last two": {"logits_to_keep": 2}}, slow=["all"]))
+def test_batches_and_logits_to_keep_work_with_hidden_states_in_dram(call):
     prompts = [ids(rows=3)]
     with simulated_cuda():
         model = model_on(torch.device("cuda"), tiny_model("llama"))
-        for call in ({}, {"logits_to_keep": 2}, {"logits_to_keep": torch.tensor([5, 179])}):
-            decoded = {} if isinstance(call.get("logits_to_keep"), torch.Tensor) else call
-            expected, actual = (answers(model, where, prompts, **decoded)[0] for where in ("gpu", "auto"))
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        expected, actual = (answers(model, where, prompts, **call)[0] for where in ("gpu", "auto"))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.cuda

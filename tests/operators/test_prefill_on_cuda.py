@@ -11,6 +11,7 @@ from hetero_kv import HeteroKVError
 from hetero_kv.families.gpu_prefill import pieces
 from hetero_kv.families.retrieval import representatives
 from tests.support.simulated_cuda import Launch, Wait
+from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import injected, small_recipe
 
 pytestmark = pytest.mark.cuda
@@ -25,7 +26,7 @@ def prompt(model, cache, tokens):
     return model(ids, past_key_values=cache).logits
 
 
-@pytest.mark.parametrize(("recipe", "beside"), [("quest", 0), ("infllm", 1)])
+@pytest.mark.parametrize(("recipe", "beside"), with_slow([("quest", 0), ("infllm", 1)], slow=[("quest", 0)]))
 def test_nothing_is_pageable_and_layers_wait_for_sent_pieces(gpu, llama_on_gpu, recipe, beside):
     cache = injected(llama_on_gpu, small_recipe(recipe, hidden_device="gpu"))
     # The device learns once whether Triton runs on it.

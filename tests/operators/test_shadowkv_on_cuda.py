@@ -50,6 +50,8 @@ def test_no_layer_waits_and_nothing_is_copied():
     assert counts.launches <= 18
 
 
+# That they are projected, and where their values are, is in the next one.
+@pytest.mark.slow
 def test_generated_tokens_are_projected_without_a_wait_in_a_layer():
     # A chunk of every four tokens leaves Recent.
     stored = counts_of(("shadowkv_plus",), tokens=8)["shadowkv_plus"]
@@ -86,6 +88,7 @@ def test_beams_select_their_rows_by_one_index_without_a_wait(gpu):
     eject(model)
 
 
+@pytest.mark.slow
 def test_values_are_looked_at_once_for_a_token():
     counts = counts_of(("shadowkv",), tokens=8, num_hidden_layers=LAYERS)["shadowkv"]
     assert (counts.waits * LAYERS, counts.pinned * LAYERS, counts.pageable) == pytest.approx((1, 1, 0))
@@ -106,6 +109,7 @@ def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkey
     assert all(0 < rate < 1 for rate in hit_rates)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
     model = model_on(torch.device("cuda", 0), llama())
     cache = injected(model, **SPARSE)
@@ -203,6 +207,7 @@ def test_mistakes_are_seen(gpu, monkeypatch, owner, name, mistake, message):
     gpu.memory.faults.clear()
 
 
+@pytest.mark.slow
 def test_another_table_is_seen(gpu, monkeypatch):
     model = model_on(torch.device("cuda", 0), llama())
     expected = seeded(model)

@@ -54,8 +54,10 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
     assert {layer.counted.factored for layer in cache.layers} == {1 if refactor_above else 2}
 
 
-@pytest.mark.parametrize("value_type", ["FP16", pytest.param("FP32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("refactor_above", with_slow([0.0, 0.99, 1.0], slow=[0.99, 1.0]))
+# What blocks is seen above, and that chunks do not wait for those before below.
+@pytest.mark.slow
+@pytest.mark.parametrize("value_type", ["FP16", "FP32"])
+@pytest.mark.parametrize("refactor_above", [0.0, 0.99, 1.0])
 def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
     model = on_gpu(llama().to(torch.bfloat16))
     settings = {**SPARSE, "value_type": value_type, "refactor_above": refactor_above}
@@ -139,7 +141,7 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, val
 
 
 @pytest.mark.usefixtures("in_small_pieces")
-@pytest.mark.parametrize("refactor_above", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     model = on_gpu(llama().to(torch.bfloat16))
     cache = injected(model, **SPARSE, max_seq_len=1024, refactor_above=refactor_above)
@@ -150,7 +152,7 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     of_one_layer = 2 * HEADS * DIM * 2 * PAST
     # Growing or rebuilt arrays exist twice in one layer at a time, Recent until the turn has passed: a forward
     # that fails goes back.
-    assert torch.cuda.max_memory_allocated() - live < kept / LAYERS + of_one_layer / 2
+    assert torch.cuda.max_memory_allocated() - live < kept / LAYERS + of_one_layer / 4
     assert torch.cuda.memory_allocated() - live < of_one_layer / 4
 
 
@@ -220,6 +222,8 @@ def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu)
     assert relative_error(logits(model, cache, second), expected[:, 100:]) < 1e-5
 
 
+# What is undone, above, forks as well.
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_small_pieces")
 def test_a_fork_s_turn_is_its_own(gpu):
     model = on_gpu(llama())

@@ -38,7 +38,10 @@ def answers(model, recipe="dense", later=(), **engine):
 
 @pytest.mark.cuda
 # Odd: then the last layer and the first take turns in one place. Tied: one matrix in two places.
-@pytest.mark.parametrize(("layers", "tied", "fetched"), [(3, False, 3 + 1 + 3 * 2), (2, True, 2)])
+@pytest.mark.parametrize(
+    ("layers", "tied", "fetched"),
+    with_slow([(3, False, 3 + 1 + 3 * 2), (2, True, 2)], slow=[(3, False, 3 + 1 + 3 * 2)]),
+)
 def test_answers_are_the_same_wherever_weights_lie(layers, tied, fetched):
     whole = tiny_model("llama", num_hidden_layers=layers, tie_word_embeddings=tied)
     with simulated_cuda() as gpu:
@@ -78,7 +81,7 @@ def test_a_gpu_holds_two_layers_and_no_more_than_was_planned():
     "recipe", with_slow(["dense", "ktransformers", "shadowkv", "h2o"], slow=("dense", "h2o", "shadowkv"))
 )
 def test_a_model_larger_than_its_gpu_answers_as_on_a_cpu(recipe):
-    whole = tiny_model("llama", num_hidden_layers=8, intermediate_size=1024)
+    whole = tiny_model("llama", num_hidden_layers=5, intermediate_size=1024)
     small = {"later": (ids(20, 4), ids(1, 5)), "max_seq_len": 128, "chunk_size": 32}
     expected = answers(whole, recipe, **small)
     most = weight_bytes(whole.parameters()) * 2 // 3
