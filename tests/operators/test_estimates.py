@@ -125,14 +125,9 @@ def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, check
     assert all(0 < each < 1 for each in share)
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        ("Q8_0", "Q8_0"),
-        # Types that differ from these by how a number is read, which the kernels' own tests have.
-        *(pytest.param(("auto", kind), marks=pytest.mark.slow) for kind in ("FP16", "BF16", "Q8_0", "Q4_0")),
-    ],
-)
+# Types differ by how a number is read, which the kernels' own tests have.
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [("Q8_0", "Q8_0"), *(("auto", kind) for kind in ("FP16", "BF16", "Q8_0", "Q4_0"))])
 def test_every_storage_type_is_estimated_from(injected, checked, stored):
     settings = dict(zip(("representative_storage", "kv_type"), stored, strict=True))
     model, cache = injected("llama", {"head_dim": 32}, **settings, block_size=32, sink_tokens=32, top_k_blocks=1)
@@ -254,14 +249,15 @@ def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, ta
 
 @pytest.mark.parametrize(
     ("looked_at", "attend_to"),
-    combined(
-        [
-            {"rerank": 100, "key_offset": "none"},
-            {"rerank": 100, "key_offset": "block_mean"},
-            {"rerank": "all", "key_offset": "none"},
-        ],
-        ["blocks", "tokens"],
-    ),
+    [
+        *combined(
+            [{"rerank": 100, "key_offset": "none"}, {"rerank": "all", "key_offset": "none"}], ["blocks", "tokens"]
+        ),
+        *(
+            pytest.param({"rerank": 100, "key_offset": "block_mean"}, attend_to, marks=pytest.mark.slow)
+            for attend_to in ("blocks", "tokens")
+        ),
+    ],
 )
 def test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share(injected, looked_at, attend_to):
     model, cache = injected(measure_recall=True, top_k_blocks=4, attend_to=attend_to, **looked_at)
@@ -344,15 +340,14 @@ def test_a_covering_budget_is_exact(injected, architecture, settings):
     assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected):
-    shape = {"head_dim": 32}
-    for kv_type, has_codes in (("FP16", True), ("Q8_0", False)):
-        model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=32, top_k_blocks=1)
-        logits(model, cache, tokens(150), *answer(2))
-        pool = cache.layers[0].pool
-        assert (pool.key_codes is not None) == has_codes
-        if pool.key_codes is not None:
-            ids = cache.layers[0].block_ids(0)[1:3].astype(int)
-            keys = pool.keys[ids].float()
-            differences = keys - pool.representatives[ids][:, :, :1].float()
-            torch.testing.assert_close(pool.key_codes[ids], encode(differences), rtol=0, atol=0)
+@pytest.mark.parametrize(("kv_type", "has_codes"), with_slow([("FP16", True), ("Q8_0", False)], slow=[("Q8_0", False)]))
+def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected, kv_type, has_codes):
+    model, cache = injected("llama", {"head_dim": 32}, kv_type=kv_type, rerank=2, block_size=32, top_k_blocks=1)
+    logits(model, cache, tokens(150), *answer(2))
+    pool = cache.layers[0].pool
+    assert (pool.key_codes is not None) == has_codes
+    if pool.key_codes is not None:
+        ids = cache.layers[0].block_ids(0)[1:3].astype(int)
+        keys = pool.keys[ids].float()
+        differences = keys - pool.representatives[ids][:, :, :1].float()
+        torch.testing.assert_close(pool.key_codes[ids], encode(differences), rtol=0, atol=0)

@@ -62,11 +62,11 @@ def test_groups_of_two_stores_attend_one_by_one(monkeypatch):
     ("recipe", "settings", "groups"),
     [
         ("dense", {}, {4}),
-        ("quest", {"top_k_blocks": 3}, {4}),
+        pytest.param("quest", {"top_k_blocks": 3}, {4}, marks=pytest.mark.slow),
         # With a schedule each group keeps its selection; the first layers attend to everything.
         ("quest", {"top_k_blocks": 3, "token_step": 2}, {1, 4}),
         ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6}, {1}),
-        ("adaptive", {}, {4}),
+        pytest.param("adaptive", {}, {4}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_several_lengths_take_arrays_and_are_what_they_are_alone(recipe, settings, groups, monkeypatch):

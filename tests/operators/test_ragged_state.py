@@ -9,6 +9,7 @@ from hetero_kv import eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
+from tests.support.slow_variants import combined
 from tests.support.small_recipes import ENGINE, injected, new_cache, small_recipe, with_settings
 from tests.support.tiny_models import tiny_model, tiny_multi_axis_model
 
@@ -101,8 +102,7 @@ def test_after_a_crop_rows_choose_together_again(batch):
 
 
 # As many rows as axes, one less and one more: which dimension has the rows is not to be guessed from its size.
-@pytest.mark.parametrize("rows", [2, 3, 4])
-@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv", "tova"])
+@pytest.mark.parametrize(("recipe", "rows"), combined(["ktransformers", "shadowkv", "tova"], [2, 3, 4]))
 def test_positions_along_several_axes_are_cut_by_rows(recipe, rows):
     model = tiny_multi_axis_model()
     cache = injected(model, small_recipe(recipe))

@@ -12,7 +12,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
 from tests.operators.retrieval_models import injected, logits, random_tokens, recorded
-from tests.support.slow_variants import combined
+from tests.support.slow_variants import combined, with_slow
 from tests.support.tiny_models import tiny_model
 
 TYPES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
@@ -86,7 +86,7 @@ def _by_head(*vectors):
 
 
 # Scores that are capped, and attention sinks that are learned, are part of what keys have received.
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("architecture", with_slow(["llama", "gemma2", "gpt_oss"], slow=["llama"]))
 def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(architecture):
     windowless = {} if architecture == "llama" else {"layer_types": ["full_attention"] * 3}
     model = tiny_model(architecture, **windowless)

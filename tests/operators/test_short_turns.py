@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -81,7 +83,13 @@ def loads(monkeypatch):
     return record
 
 
-@pytest.mark.parametrize(("method", "turns"), combined(list(METHODS), TURNS))
+_QUICK_TURNS = ("QUEST", TURNS[2]), ("preselection", TURNS[3]), ("DYNAMIC and preselection", TURNS[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "turns"),
+    with_slow(list(itertools.product(METHODS, TURNS)), slow={*itertools.product(METHODS, TURNS)} - {*_QUICK_TURNS}),
+)
 def test_answers_are_those_of_turns_that_go_through_the_buffer(monkeypatch, buffered, method, turns):
     model, script = tiny_model("llama"), conversation(*turns)
     # Attention received is added up in several pieces.
@@ -96,7 +104,7 @@ def test_answers_are_those_of_turns_that_go_through_the_buffer(monkeypatch, buff
     assert_same_but_for_rounding(actual, expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_slow(list(METHODS), slow=["DYNAMIC", "MEAN", "preselection"]))
 def test_derived_arrays_of_a_turn_equal_those_by_the_buffer(buffered, method):
     model = tiny_model("llama")
     caches = [injected(model, retrieval(**METHODS[method])), new_cache(model)]
@@ -123,8 +131,12 @@ def test_derived_arrays_of_a_turn_equal_those_by_the_buffer(buffered, method):
 @pytest.mark.parametrize(
     ("architecture", "method"),
     [
-        *combined(["gemma2", "gpt_oss", "phi", "qwen3"], ["DYNAMIC", "MEAN"]),
-        *(pytest.param("deepseek_v3", method, marks=pytest.mark.slow) for method in ("DYNAMIC", "MEAN")),
+        *combined(["gemma2", "gpt_oss", "phi"], ["DYNAMIC", "MEAN"]),
+        *(
+            pytest.param(name, method, marks=pytest.mark.slow)
+            for name in ("qwen3", "deepseek_v3")
+            for method in ("DYNAMIC", "MEAN")
+        ),
     ],
 )
 def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
@@ -151,8 +163,10 @@ def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv
 
 @pytest.mark.parametrize(
     ("architecture", "method"),
-    combined(["llama", "gemma2"], ["DYNAMIC", "preselection"])
-    + [pytest.param("gpt_oss", method, marks=pytest.mark.slow) for method in ("DYNAMIC", "preselection")],
+    with_slow(
+        list(itertools.product(["llama", "gemma2", "gpt_oss"], ["DYNAMIC", "preselection"])),
+        slow={*itertools.product(["llama", "gemma2", "gpt_oss"], ["DYNAMIC", "preselection"])} - {("llama", "DYNAMIC")},
+    ),
 )
 def test_rows_equal_each_row_alone(architecture, method):
     model = tiny_model(architecture, max_position_embeddings=1024)
@@ -174,7 +188,7 @@ def test_rows_equal_each_row_alone(architecture, method):
 @pytest.mark.parametrize(
     "settings",
     # Keys less an offset have kernels of their own, which tests/cpu_ops/test_causal_attention.py has.
-    with_slow({"DYNAMIC": METHODS["DYNAMIC"], "QUEST": METHODS["QUEST"], "offset": OFFSET}, slow=["offset"]),
+    with_slow({"DYNAMIC": METHODS["DYNAMIC"], "QUEST": METHODS["QUEST"], "offset": OFFSET}, slow=["QUEST", "offset"]),
 )
 def test_forks_that_share_a_block_answer_as_if_each_were_alone(settings):
     model = tiny_model("llama")
@@ -192,8 +206,7 @@ def test_forks_that_share_a_block_answer_as_if_each_were_alone(settings):
         assert torch.equal(logits, expected[-len(logits) :])
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("layer_idx", [0, 2])
+@pytest.mark.parametrize(("stored", "layer_idx"), combined([False, True], [0, 2]))
 def test_an_interrupted_turn_leaves_the_conversation_as_it_was(monkeypatch, stored, layer_idx):
     model, script = tiny_model("llama"), [prompt(90, 0), 11]
     cache = injected(model, retrieval(**METHODS["DYNAMIC and preselection"]))

@@ -17,7 +17,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
-from tests.support.slow_variants import combined, with_slow
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
@@ -91,7 +91,15 @@ def error(actual, expected):
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize(("number_and_kind", "kv_type"), combined(KINDS, storage.names()))
+# Every representative, both head modes and every type.
+_EXACT = [(kind, kv_type) for kind in KINDS for kv_type in storage.names()]
+_QUICK = {(0, "FP16"), (2, "BF16"), (3, "Q8_0"), (5, "FP16"), (6, "FP32"), (9, "Q4_0"), (10, "FP16")}
+
+
+@pytest.mark.parametrize(
+    ("number_and_kind", "kv_type"),
+    with_slow(_EXACT, slow=[(kind, kv_type) for kind, kv_type in _EXACT if (kind[0], kv_type) not in _QUICK]),
+)
 def test_every_representative_and_head_mode_is_exact(llama, expected, number_and_kind, kv_type):
     number, (representative_type, head_select_mode) = number_and_kind
     every = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
@@ -108,7 +116,14 @@ def test_every_representative_and_head_mode_is_exact(llama, expected, number_and
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
 
 
-@pytest.mark.parametrize(("recipe", "kv_type"), combined(RECIPES, storage.names()))
+@pytest.mark.parametrize(
+    ("recipe", "kv_type"),
+    with_slow(
+        list(itertools.product(RECIPES, storage.names())),
+        slow={*itertools.product(RECIPES, storage.names())}
+        - {("dense", "FP16"), ("quest", "Q8_0"), ("snapkv", "Q4_0")},
+    ),
+)
 def test_every_recipe_is_exact(llama, expected, recipe, kv_type):
     inject(llama, recipe, command_line={**SMALL, **COVERING, "kv_type": kv_type, "key_offset": "none"})
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
@@ -138,7 +153,7 @@ def test_keys_of_one_type_and_values_of_another_are_exact(llama, expected, pair)
 
 
 @pytest.mark.parametrize(
-    "representative_type", with_slow(["MAX", "MEAN", "MEANSTD", "QUEST"], slow=["MEAN", "MEANSTD"])
+    "representative_type", with_slow(["MAX", "MEAN", "MEANSTD", "QUEST"], slow=["MAX", "MEAN", "MEANSTD"])
 )
 def test_representatives_of_eight_bits_are_exact_too(llama, expected, representative_type):
     kinds = {"kv_type": "FP32", "representative_storage": "Q8_0", "representative_type": representative_type}
@@ -153,7 +168,9 @@ def test_representatives_that_groups_of_32_do_not_divide_keep_half_precision():
     assert settings.representative_kind(64, 80).name == settings.representative_kind(16, 64).name == "FP16"
 
 
-@pytest.mark.parametrize("recipe", with_slow(["ktransformers", "quest"], slow=["quest"]))
+# The kernels for them: tests/cpu_ops. In a model: the next test.
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ktransformers", "quest"])
 def test_keys_that_differ_from_their_blocks_mean_are_exact(llama, expected, recipe):
     types = {"kv_type": "FP32", "key_offset": "block_mean"}
     inject(llama, recipe, command_line={**SMALL, **COVERING, **types})
