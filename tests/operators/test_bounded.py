@@ -15,7 +15,11 @@ from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
-@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names()), indirect=["device"])
+@pytest.mark.parametrize(
+    ("policy", "device"),
+    on_both(eviction.names(), slow=("bigbird", "cam", "roco", "snapkv", "tova")),
+    indirect=["device"],
+)
 def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, device):
     parts = conversation(batch=2)
     with torch.no_grad():
@@ -26,7 +30,9 @@ def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, devic
     assert cache.statistics["cached_entries"] == [95, 95, 95]
 
 
-@pytest.mark.parametrize("architecture", with_slow(list(ARCHITECTURES), slow=ALIKE))
+@pytest.mark.parametrize(
+    "architecture", with_slow(list(ARCHITECTURES), slow=[*ALIKE, "phi", "gpt_neox", "qwen3_moe", "smollm3"])
+)
 def test_places_among_the_entries_are_positions_while_nothing_is_dropped_in_every_model(architecture):
     model = tiny_model(architecture)
     parts = conversation()

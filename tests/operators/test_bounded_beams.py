@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache
-from tests.operators.bounded_models import STORED_APART, Letters, bounded, logits, positions, tokens
+from tests.operators.bounded_models import ANY_STORED, MERGED_OR_ASKED, Letters, bounded, logits, positions, tokens
 from tests.support.tiny_models import tiny_model
 
 PROMPT, NEW, BEAMS, BATCH, BUDGET = 50, 9, 3, 2, 24
 LAYERS = 2
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped(policy):
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     cache = bounded(model, policy=policy, budget=BUDGET)
@@ -42,7 +42,7 @@ def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped
         torch.testing.assert_close(at_its_rows, forced, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", ANY_STORED)
 def test_a_beam_takes_its_entries_with_it(policy):
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     prompts, answers = tokens(PROMPT, batch=BEAMS), tokens(6, 1, batch=BEAMS).split(1, dim=1)

@@ -7,7 +7,18 @@ import torch
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
-from tests.operators.bounded_models import STORED_APART, Letters, bounded, conversation, logits, positions, tokens
+from tests.operators.bounded_models import (
+    ANY_STORED,
+    MERGED_OR_ASKED,
+    STORED_APART,
+    Letters,
+    bounded,
+    conversation,
+    logits,
+    positions,
+    tokens,
+)
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 LAYERS = 2
@@ -26,7 +37,7 @@ def llama(shared_llama):
         eject(shared_llama)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", ANY_STORED)
 def test_generate_is_the_models_own_where_the_budget_covers(llama, policy):
     settings = {"max_new_tokens": 12, "do_sample": False}
     expected = llama.generate(tokens(40), **settings)
@@ -47,7 +58,7 @@ def test_beams_are_the_models_own_where_the_budget_covers(llama, policy):
     assert llama.generate(tokens(30), past_key_values=cache, **settings).equal(expected)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_a_reordered_row_goes_on_as_the_one_it_was(llama, policy):
     prompts, answers = tokens(50, 4, batch=2), tokens(8, 5)
     cache = bounded(llama, policy=policy, budget=24)
@@ -63,7 +74,7 @@ def test_a_reordered_row_goes_on_as_the_one_it_was(llama, policy):
     )
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_forks_go_their_own_ways(llama, policy):
     cache = bounded(llama, policy=policy, budget=24)
     logits(llama, cache, tokens(50))
@@ -77,7 +88,7 @@ def test_forks_go_their_own_ways(llama, policy):
 
 
 @pytest.mark.parametrize("policy", STORED_APART)
-@pytest.mark.parametrize("at", [1, 3 * LAYERS])
+@pytest.mark.parametrize("at", with_slow([1, 3 * LAYERS], slow=[1]))
 def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
     cache = bounded(llama, policy=policy, budget=24)
     logits(llama, cache, tokens(50), *tokens(5, 1).split(1, dim=1))

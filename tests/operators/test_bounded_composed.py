@@ -43,7 +43,7 @@ WATCHING = {
 # 53 tokens in strides of 13 end with a single one; 20 and 60 leave 13 and nothing over.
 @pytest.mark.parametrize("kwargs", WATCHING.values(), ids=WATCHING)
 # Each stride is a forward of all layers.
-@pytest.mark.parametrize("stride", with_slow([1, 13, 20], slow=[1]))
+@pytest.mark.parametrize("stride", with_slow([1, 13, 20], slow=[1, 20]))
 def test_retrieval_layers_answer_alike_whether_the_prompt_passes_in_strides_or_not(llama, kwargs, stride):
     answers = []
     for cut in (60, stride):
@@ -114,7 +114,7 @@ def test_a_catalyst_takes_no_blocks_from_forks(llama):
     assert allocator_of(fork.layers[1]).free_blocks == 0
 
 
-@pytest.mark.parametrize("catalyst", ["a", "abcdef"])
+@pytest.mark.parametrize("catalyst", with_slow(["a", "abcdef"], slow=["a"]))
 def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, catalyst):
     parts_of_sequence = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8}
     above = retrieval(representative_type="DYNAMIC", observation_len=12, top_k_blocks=2, **parts_of_sequence)

@@ -29,9 +29,19 @@ def small(policy):
 
 
 _STRIDED = {name: eviction.get(name).implementation.strided for name in eviction.names()}
-IN_STRIDES = [pytest.param(name, small(name), id=name) for name in _STRIDED if _STRIDED[name]]
+# Of those that take prompts alike, by what they do with entries, one is quick.
+_ALIKE = {"bigbird", "tova", "sirllm", "cam", "random", "roco", "snapkv"}
+
+
+def each_of(strided):
+    """Parameters of policies: a name and settings."""
+    marks = {name: pytest.mark.slow if name in _ALIKE else () for name in _STRIDED if _STRIDED[name] == strided}
+    return [pytest.param(name, small(name), id=name, marks=mark) for name, mark in marks.items()]
+
+
+IN_STRIDES = each_of(strided=True)
 IN_STRIDES += [pytest.param("random", {"prefill": "strided", "stride": STRIDE}, id="random in strides")]
-WHOLE = [pytest.param(name, small(name), id=name) for name in _STRIDED if not _STRIDED[name]]
+WHOLE = each_of(strided=False)
 
 
 @pytest.fixture(scope="module")

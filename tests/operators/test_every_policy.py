@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from hetero_kv import eject
-from tests.operators.bounded_models import POLICIES, STORED_APART, bounded, conversation, logits, positions, tokens
+from tests.operators.bounded_models import (
+    ANY_STORED,
+    MERGED_OR_ASKED,
+    POLICIES,
+    bounded,
+    conversation,
+    logits,
+    positions,
+    tokens,
+)
 from tests.support.tiny_models import tiny_model
 
 BUDGET = 24
@@ -50,14 +59,14 @@ def said_once(policy):
     return conversed(policy)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_the_same_conversation_again_is_the_same_to_the_bit(policy):
     first = said_once(policy)
     torch.manual_seed(1234)
     assert_same(conversed(policy), first, exactly=True)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_how_a_prompt_is_chunked_changes_nothing(policy):
     # Chunks of two cut the catalyst too, and those of one are no decoded tokens.
     whole = conversed(policy, chunk_size=512)
@@ -65,7 +74,7 @@ def test_how_a_prompt_is_chunked_changes_nothing(policy):
         assert_same(conversed(policy, chunk_size=chunk_size), whole, exactly=False)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_rows_of_a_batch_equal_each_row_alone(policy):
     found, layers = conversed(policy, batch=3)
     together = found[1:2], [layer.selected(torch.tensor([1])) for layer in layers]
@@ -84,7 +93,7 @@ def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
             assert kept.max() < cache.get_seq_length()
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 def test_the_dropped_entries_make_the_difference(policy):
     found, _ = said_once(policy)
     everything, _ = conversed(policy, budget=200)
@@ -92,7 +101,7 @@ def test_the_dropped_entries_make_the_difference(policy):
     assert not torch.allclose(found[:, -5:], everything[:, -5:], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", STORED_APART)
+@pytest.mark.parametrize("policy", ANY_STORED)
 def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     logits(_MODEL, cache, tokens(30))

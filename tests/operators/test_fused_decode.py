@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.cpu_ops.fused_decode_layer import gate_region
 from hetero_kv.cpu_ops.gates import GELU_TANH
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
@@ -39,8 +42,13 @@ def relative(mine, expected):
     return float((mine - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("architecture", "rows"),
+    with_slow(
+        list(itertools.product(["llama", "qwen2", "qwen3", "mistral"], [1, 3])),
+        slow=[("llama", 3), ("qwen2", 1), ("qwen3", 3), ("mistral", 1), ("mistral", 3)],
+    ),
+)
 def test_tokens_are_the_same_the_native_way(architecture, rows):
     model = tiny_model(architecture)
     inject(model, "quest", command_line=SETTINGS)
@@ -105,7 +113,8 @@ def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
     assert "it is not used, and" in caplog.text
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "phi3", "gpt_neox", "mixtral"])
+# As its prompts do: test_fused_prefill.py.
+@pytest.mark.parametrize("architecture", with_slow(["gemma2", "phi3", "gpt_neox", "mixtral"], slow=["gpt_neox"]))
 def test_other_layers_take_the_general_way(architecture):
     model = tiny_model(architecture)
     inject(model, "quest", command_line=SETTINGS)

@@ -14,6 +14,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.adapter.llama_layer import largest_difference
 from hetero_kv.errors import UnsupportedModelError
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 EVERYTHING = {"max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
@@ -52,7 +53,7 @@ def relative(mine, expected):
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", with_slow(["llama", "qwen2", "qwen3", "mistral"], slow=["mistral"]))
 def test_prompts_are_the_same_the_short_way(architecture, weights, taken):
     model = tiny_model(architecture)
     inject(model, "dense", command_line=EVERYTHING | {"weights": weights})
@@ -75,8 +76,11 @@ def test_prompts_are_the_same_the_short_way_in_bfloat16(architecture, taken):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["adaptive", "cascade", "h2o", "infinigen", "infinipot", "infllm_stream", "minference", "self_extend", "shadowkv",
-     "streaming_llm", "snapkv"],
+    with_slow(
+        ["adaptive", "cascade", "h2o", "infinigen", "infinipot", "infllm_stream", "minference", "self_extend",
+         "shadowkv", "streaming_llm", "snapkv"],
+        slow=["infinipot", "self_extend", "snapkv", "streaming_llm"],
+    ),
 )  # fmt: skip
 def test_prompts_of_every_family_take_the_short_way(recipe, taken):
     """Families record rotations, replace them or re-index positions through the arguments of attention."""

@@ -51,7 +51,11 @@ def states(cache):
     return [state for layer in cache.layers if is_state(layer) for state in named_states(layer).values()]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+#: Whose states are of the same kinds as others': `make test-slow` has them too.
+ALIKE = ("qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "lfm2_moe")
+
+
+@pytest.fixture(scope="module", params=with_slow(list(HYBRIDS), slow=ALIKE))
 def talk(request):
     """An injected model with what it said and holds; one conversation for all tests, which go on from forks of it."""
     model = tiny_model(request.param)
@@ -159,10 +163,6 @@ def test_chunks_of_any_length_carry_the_state(architecture, chunk_size):
     cache = HeteroCache(model)
     parts = [answered(model, cache, part) for part in (IDS[:, :PROMPT], IDS[:, PROMPT:TURN], IDS[:, TURN:])]
     assert relative_error(torch.cat(parts, dim=1), whole) < 1e-4
-
-
-#: Whose states are of the same kinds as others': `make test-slow` has their rows and beams too.
-ALIKE = ("qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "lfm2_moe")
 
 
 @pytest.mark.parametrize("architecture", with_slow(list(HYBRIDS), slow=ALIKE))

@@ -8,6 +8,7 @@ import torch
 from hetero_kv import inject
 from hetero_kv.adapter import chunked_decoder_layer
 from hetero_kv.cpu_ops import fused_prefill_layer as kernels
+from tests.support.slow_variants import combined
 from tests.support.small_recipes import new_cache, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -48,9 +49,11 @@ def last_logits(model, count):
 
 
 # Within a chunk of 32 tokens, and across two.
-@pytest.mark.parametrize("count", [1, 15])
 @pytest.mark.parametrize(
-    "recipe", ["dense", "adaptive", "snapkv", "h2o", "cascade", "infinipot", "sirllm", "shadowkv", "infinigen"]
+    ("recipe", "count"),
+    combined(
+        ["dense", "adaptive", "snapkv", "h2o", "cascade", "infinipot", "sirllm", "shadowkv", "infinigen"], [15, 1]
+    ),
 )
 @pytest.mark.usefixtures("few_together")
 def test_the_head_gets_its_rows_of_the_last_layer(recipe, count, rows):

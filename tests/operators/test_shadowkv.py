@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -26,14 +27,14 @@ from tests.operators.shadowkv_models import (
     shadowkv_in,
 )
 from tests.support.devices import on_both
-from tests.support.slow_variants import combined, with_slow
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
 
 
 # Heads that share no keys, and rotations of a part, others have as well.
 @pytest.mark.parametrize(
     ("architecture", "device"),
-    on_both(ARCHITECTURES, slow=[*ALIKE, "deepseek_v3", "gpt_neox"]),
+    on_both(ARCHITECTURES, slow=[*ALIKE, "deepseek_v3", "gpt_neox", "phi", "qwen3_moe"]),
     indirect=["device"],
 )
 def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture, device):
@@ -50,8 +51,10 @@ def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(archi
 
 @pytest.mark.parametrize(
     ("architecture", "plus"),
-    combined(["llama", "glm"], [False, True])
-    + [pytest.param("smollm3", plus, marks=pytest.mark.slow) for plus in (False, True)],
+    with_slow(
+        list(itertools.product(["llama", "glm", "smollm3"], [False, True])),
+        slow={*itertools.product(["llama", "glm", "smollm3"], [False, True])} - {("glm", True)},
+    ),
 )
 def test_it_stays_exact_over_150_generated_tokens_and_a_second_turn(architecture, plus):
     parts = conversation(61, 150, 30, 5)
@@ -140,7 +143,7 @@ def attended_by_definition(operator, layer, call):
     return (scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(dim=-1) @ values).flatten(1, 2)
 
 
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("plus", with_slow([False, True], slow=[False]))
 def test_a_step_attends_to_outliers_chosen_and_recent_tokens_by_the_keys_of_rank_r(llama, monkeypatch, plus):
     record, expected = recorded(monkeypatch), []
     cache = injected(llama, rank=9, sparse_budget=20, project_generated=plus)

@@ -17,6 +17,7 @@ from tests.operators.shadowkv_models import (
     random_tokens,
     relative_error,
 )
+from tests.support.slow_variants import combined, with_slow
 
 
 def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
@@ -30,7 +31,7 @@ def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
     assert again.statistics["block_recall"] == [None] * 3
 
 
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("plus", with_slow([False, True], slow=[False]))
 def test_going_back_after_a_failure_leaves_no_trace(llama, plus):
     settings = {"rank": 9, "sparse_budget": 12, "project_generated": plus, "refactor_above": 0.0}
     start = [random_tokens(100, 1), *random_tokens(9, 2).split(1, dim=1)]
@@ -54,8 +55,7 @@ def test_going_back_after_a_failure_leaves_no_trace(llama, plus):
     assert relative_error(logits(llama, cache, *after), logits(llama, other, *after)) < 1e-5
 
 
-@pytest.mark.parametrize("plus", [False, True])
-@pytest.mark.parametrize("back", [3, 25, 90])
+@pytest.mark.parametrize(("back", "plus"), combined([3, 25, 90], [True, False]))
 def test_cropped_tokens_are_forgotten(llama, plus, back):
     cache = injected(llama, project_generated=plus)
     parts = [random_tokens(120, 1), *random_tokens(20, 2).split(1, dim=1)]
