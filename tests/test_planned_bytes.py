@@ -32,6 +32,7 @@ from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 from tests.support.caches import append, forward, new_cache, prefill
 from tests.support.planned_models import K, footprint_of, llama_plan
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 
@@ -53,7 +54,7 @@ def test_every_layer_takes_what_its_pool_takes(model_type):
         assert planned.shape == KVShape(keys.shape[1], keys.shape[3], values.shape[3])
 
 
-@pytest.mark.parametrize("representative_type", representatives.names())
+@pytest.mark.parametrize("representative_type", with_few(representatives.names(), quick=2))
 @pytest.mark.parametrize("kv_type", storage.names())
 def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     count = representatives.get(representative_type).counts[0]

@@ -18,12 +18,16 @@ from hetero_kv.planning.plan import (
 )
 from hetero_kv.rules.injecting import inject
 from tests.support.planned_models import INTERNLM_7B, LLAMA_8B, LLAMA_70B, K, llama_plan, without_weights
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 
 @pytest.mark.parametrize(
     ("thousands", "article", "last_digit"),
-    [(4, 0.5, 0.1), (32, 4.29, 0.01), (64, 8.58, 0.01), (128, 17.1, 0.1), (512, 68.7, 0.1), (1024, 137.4, 0.1)],
+    with_few(
+        [(4, 0.5, 0.1), (32, 4.29, 0.01), (64, 8.58, 0.01), (128, 17.1, 0.1), (512, 68.7, 0.1), (1024, 137.4, 0.1)],
+        quick=[(4, 0.5, 0.1), (1024, 137.4, 0.1)],
+    ),
 )
 def test_the_table_of_the_article_for_a_7b_model_is_reproduced(thousands, article, last_digit):
     gigabytes = llama_plan().footprint.memory(thousands * K).keys_values / 1e9
@@ -52,7 +56,7 @@ def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("gigabytes", [17, 20, 24, 48])
+@pytest.mark.parametrize("gigabytes", with_few([17, 20, 24, 48], quick=[20]))
 def test_a_model_is_planned_for_the_length_that_its_run_accepts(on_gpu, gigabytes):
     plan = llama_plan(dram=gigabytes * 10**9, gpu=gigabytes * 10**9 if on_gpu else None, on_gpu=on_gpu)
     weights = plan.footprint.weights

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv import eject, inject
 from hetero_kv.planning.plan import Footprint
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few, with_slow
 from tests.support.small_recipes import RECIPES, new_cache
 from tests.support.tiny_models import tiny_model
 
@@ -35,7 +35,13 @@ def small():
     return tiny_model("qwen2")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    with_few(
+        RECIPES,
+        quick=["adaptive", "dense", "infinipot", "minference", "quest", "retroinfer", "self_extend", "shadowkv"],
+    ),
+)
 def test_every_recipe_fits_the_default_model_without_flags(default_shape, recipe):
     injection = inject(default_shape, recipe)
     try:

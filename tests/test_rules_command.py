@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from hetero_kv.cli import main
 from hetero_kv.commands.layer_report import grouped
 from hetero_kv.rules.injecting import inject
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 
@@ -146,13 +147,16 @@ def test_the_policy_of_bounded_layers_is_shown(rules):
 
 @pytest.mark.parametrize(
     ("recipe", "method"),
-    [
-        ("quest", "QUEST, 2 per block, SEPARATE"),
-        ("ktransformers", "DYNAMIC, 1 per block, SHARED"),
-        ("shadowkv:rank=16", "rank 16"),
-        ("tova", "policy tova"),
-        ("dense", "DYNAMIC, 1 per block, SHARED"),
-    ],
+    with_few(
+        [
+            ("quest", "QUEST, 2 per block, SEPARATE"),
+            ("ktransformers", "DYNAMIC, 1 per block, SHARED"),
+            ("shadowkv:rank=16", "rank 16"),
+            ("tova", "policy tova"),
+            ("dense", "DYNAMIC, 1 per block, SHARED"),
+        ],
+        quick=3,
+    ),
 )
 def test_every_row_says_its_method_in_words(rules, recipe, method):
     rows = rules(recipe, "--json")["modules"]

@@ -182,17 +182,22 @@ WAYS = [
 ]  # fmt: skip
 
 
-#: Ways whose cache the model makes, where they bring none: `generate`'s, a plain call's, and an assistant's.
+#: Ways whose cache the model makes, where they bring none: `generate`'s and a plain call's.
 WITHOUT_A_CACHE = (
     two_turns, the_returned_cache_goes_on, copies_of_a_prompts_cache, a_cropped_cache, selected_rows, a_loop_by_hand,
-    a_pipeline, an_assistant,
+    a_pipeline,
 )  # fmt: skip
+#: What other ways with a cache have in parts: an assistant, its tokens, and rows.
+ALIKE = an_assistant_without_rules, an_assistant_with_a_tokenizer_of_its_own, a_pipeline_of_batches
 
 
 @pytest.mark.parametrize(
     ("call", "way"),
     [
-        *(pytest.param("a cache", way, id=f"a cache-{way.__name__}") for way in WAYS),
+        *(
+            pytest.param("a cache", way, id=f"a cache-{way.__name__}", marks=pytest.mark.slow if way in ALIKE else ())
+            for way in WAYS
+        ),
         *(
             pytest.param(
                 "no cache", way, id=f"no cache-{way.__name__}", marks=() if way in WITHOUT_A_CACHE else pytest.mark.slow

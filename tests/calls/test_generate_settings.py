@@ -113,6 +113,14 @@ def _last_ones(model, input_ids, **kwargs):
     return input_ids
 
 
+#: What only changes the logits of a step, as "top_k" and "repetition_penalty" do, or is another of a kind.
+ALIKE = (
+    "max_length", "min_length", "max_time", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id",
+    "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values",
+    "renormalize_logits", "length_penalty", "early_stopping", "num_beams, do_sample", "max_matching_ngram_size",
+    "synced_gpus", "disable_compile", "generation_config", "inputs_embeds, use_cache=False",
+)  # fmt: skip
 #: What makes a cache of its own, cuts one, or shares it between rows, where `generate` is given none.
 WITHOUT_A_CACHE = (
     "greedy",
@@ -132,7 +140,10 @@ WITHOUT_A_CACHE = (
     ("call", "name"),
     with_slow(
         list(itertools.product(["a cache", "no cache"], SETTINGS)),
-        slow=[("no cache", name) for name in SETTINGS if name not in WITHOUT_A_CACHE],
+        slow=[
+            *(("a cache", name) for name in ALIKE),
+            *(("no cache", name) for name in SETTINGS if name not in WITHOUT_A_CACHE),
+        ],
     ),
     indirect=["call"],
 )

@@ -19,6 +19,7 @@ from hetero_kv.chat.documents import document_in, documents_at
 from hetero_kv.errors import ConfigError
 from hetero_kv.text_decoding import decoded
 from tests.chat.sample_documents import HTML, docx, pdf
+from tests.support.slow_variants import with_few
 
 SAMPLES = {
     "notes.txt": (b"It was cut.\r\n", "It was cut.\n"),
@@ -59,7 +60,7 @@ def test_a_pdf_without_text_says_what_to_do(tmp_path: Path):
     assert "is empty; its pages are pictures" in error_of(tmp_path / "scan.pdf")
 
 
-@pytest.mark.parametrize("share", [0.02, 0.4, 0.97])
+@pytest.mark.parametrize("share", with_few([0.02, 0.4, 0.97], quick=[0.4]))
 @pytest.mark.parametrize("name", ["notes.docx", "notes.pdf"])
 def test_a_document_that_is_cut_off_is_read_or_an_error_of_ours(tmp_path: Path, name: str, share: float):
     content = SAMPLES[name][0]
@@ -166,7 +167,7 @@ def test_text_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str, text
     assert document_in(tmp_path / "notes.txt").text == text
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", with_few(ENCODINGS, quick=["utf-8-sig", "utf-16-le", "utf-32-be"]))
 def test_a_page_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str):
     (tmp_path / "notes").write_bytes(marked("<!doctype html><p>Cut <b>by half</b>", encoding))
     assert document_in(tmp_path / "notes").text.strip() == "Cut **by half**"

@@ -7,6 +7,7 @@ import pytest
 from hetero_kv.chat.conversation import MOST_UNDONE, Conversation
 from hetero_kv.errors import HeteroKVError
 from tests.chat.tiny_conversations import FEW, conversation, new_model, replies
+from tests.support.slow_variants import with_few
 from tests.support.tiny_tokenizers import TEMPLATE, byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +45,9 @@ def test_a_fork_goes_its_own_way_and_undoes_its_own_turns(model):
     assert talk.fork().context_tokens == talk.context_tokens
 
 
-@pytest.mark.parametrize("recipe", [None, "ktransformers", "h2o", "infllm", "shadowkv"])
+@pytest.mark.parametrize(
+    "recipe", with_few([None, "ktransformers", "h2o", "infllm", "shadowkv"], quick=["ktransformers", "h2o"])
+)
 def test_undo_restores_the_state_before_the_question(recipe):
     model = new_model(recipe)
     talk, other = conversation(model), conversation(model)

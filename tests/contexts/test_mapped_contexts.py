@@ -10,6 +10,7 @@ from hetero_kv.contexts import tensor_file
 from hetero_kv.contexts.store import ContextStore
 from tests.contexts.conversations import goes_on, said
 from tests.contexts.long_documents import document, reader
+from tests.support.slow_variants import with_few
 from tests.support.small_families import random_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ def mapped(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", with_few([True, False], quick=[True]))
 def test_most_of_a_context_is_mapped_and_what_follows_is_the_same(model, tmp_path, mapped, verify):
     cache, ids = document(model)
     cache.save(tmp_path / "c", [ids])

@@ -7,10 +7,11 @@ import torch
 from hetero_kv.cpu_ops import block_rerank
 from hetero_kv.cpu_ops.parallel_region import call_region
 from hetero_kv.store import storage
+from tests.support.slow_variants import with_few
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("coarse", with_few([False, True], quick=[True]))
 def test_candidates_have_the_mass_of_their_keys_scores(coarse, softcap):
     # Heads of 32, which groups of four bits fit.
     rng = np.random.default_rng(0)

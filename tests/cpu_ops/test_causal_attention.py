@@ -11,7 +11,7 @@ from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few, with_slow
 from tests.support.storage_formats import decoded, encoded
 
 NUM_BLOCKS, MAX_BLOCKS = 30, 12
@@ -101,7 +101,7 @@ def test_it_equals_causal_attention_over_the_gathered_tokens(shape, rows, q_len,
     assert_close(attend_blocks_causal(*arguments, threads=threads), reference(*arguments), arguments)
 
 
-@pytest.mark.parametrize("q_len", [1, 7, 40])
+@pytest.mark.parametrize("q_len", with_few([1, 7, 40], quick=[7]))
 def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
     shape = SHAPES["qwen2 0.5b, q4_0"]
     q, keys, values, *lists = problem(shape, 2, q_len, 16, True, q_len)
@@ -113,7 +113,7 @@ def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
 
 
 @pytest.mark.parametrize("isa", with_slow(available(), slow=available()[2:]))
-@pytest.mark.parametrize("q_len", [1, 6, 30])
+@pytest.mark.parametrize("q_len", with_few([1, 6, 30], quick=[30]))
 def test_every_vector_width_computes_the_same(isa, q_len):
     arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, q_len, 16, True, 7)
     with forced_isa(isa):

@@ -19,6 +19,7 @@ from hetero_kv.cpu_ops.run_attention_tiles import attend_by_tiles
 from hetero_kv.gpu_ops.attention import chunk_attention
 from hetero_kv.gpu_ops.chosen_keys import block_means, chosen_attention
 from tests.cpu_ops.rounded_attention import attention_and_bound
+from tests.support.slow_variants import with_few
 
 SCALE = 0.3
 BITS = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
@@ -273,7 +274,7 @@ def test_the_largest_of_a_row_is_numpys(count, seed):
     assert row_max(rows[:, 1:], 1, max(0, count - 1)) == rows[1, 1 : max(1, count)].max(initial=-np.inf)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", with_few([torch.float32, torch.bfloat16, torch.float16], quick=2))
 @settings(max_examples=25, deadline=None)
 @given(past=st.integers(0, 150), n=st.integers(0, 150), block=st.integers(1, 70), leading=st.integers(0, 2))
 def test_means_of_blocks_across_past_and_chunk(dtype, past, n, block, leading):

@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaForSequenceClassification
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.errors import UnsupportedModelError
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import injected, new_cache, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -31,7 +32,10 @@ def said(cache, *parts):
         return torch.cat([MODEL(part, past_key_values=cache).logits for part in parts], dim=1)
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv", "retroinfer", "dense", "infinipot"])
+@pytest.mark.parametrize(
+    "recipe",
+    with_few(["ktransformers", "shadowkv", "retroinfer", "dense", "infinipot"], quick=["ktransformers", "infinipot"]),
+)
 def test_a_cache_filled_in_inference_mode_continues_outside_of_it(recipe):
     cache, script = injected(MODEL, small_recipe(recipe)), (*LATER[:, :16].split(1, dim=1), LATER[:, 16:])
     with torch.inference_mode():

@@ -18,6 +18,7 @@ from hetero_kv.evals.lm_eval_adapter import HarnessModel, ModelArguments, lm_cla
 from hetero_kv.evals.lm_eval_adapter.generation_arguments import sampling_params
 from hetero_kv.models.loading import LoadedModel
 from tests.support import tiny_tokenizers
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -77,7 +78,7 @@ def split(tokenizer, context, continuation):
 
 
 @pytest.mark.parametrize("recipe", COVERING)
-@pytest.mark.parametrize("decoded_context", [0, 3])
+@pytest.mark.parametrize("decoded_context", with_few([0, 3], quick=[3]))
 def test_a_log_likelihood_under_a_covering_budget_is_that_of_teacher_forcing(
     tokenizer, untouched, recipe, decoded_context
 ):

@@ -13,6 +13,7 @@ from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals import perplexity as module
 from hetero_kv.evals.config_spec import settings_for
 from hetero_kv.evals.outcome import Result
+from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -74,7 +75,11 @@ def reference(loaded, config, stride):
 
 # 69 tokens are fed: 16 leaves a rest of 5, 17 one of a single token, which is decoded; 23 none; 512 is one stride.
 @pytest.mark.parametrize(
-    ("policy", "stride"), [*((policy, STRIDE) for policy in BOUNDED), ("cascade", 17), ("d2o", 23), ("h2o", 512)]
+    ("policy", "stride"),
+    with_few(
+        [*((policy, STRIDE) for policy in BOUNDED), ("cascade", 17), ("d2o", 23), ("h2o", 512)],
+        quick=[("streaming_llm", STRIDE), ("h2o", STRIDE), ("d2o", 23), ("cascade", 17)],
+    ),
 )
 def test_likelihoods_in_strides_are_those_of_plain_calls_of_the_model(loaded, measured, policy, stride):
     (result,) = measured([BOUNDED[policy]], stride).results
@@ -86,7 +91,7 @@ def test_likelihoods_in_strides_are_those_of_plain_calls_of_the_model(loaded, me
     assert result.cost.counted["cached_entries"] == statistics.fmean(cache.statistics["cached_entries"])
 
 
-@pytest.mark.parametrize("stride", [STRIDE, 512])
+@pytest.mark.parametrize("stride", with_few([STRIDE, 512], quick=[512]))
 def test_where_the_budget_covers_the_text_every_stride_gives_the_untouched_models_likelihoods(measured, stride):
     config = f"streaming_llm:budget={LENGTH}"
     full, strided = measured([config], stride, "strided", baseline=True).results
@@ -173,7 +178,7 @@ def test_a_stride_of_no_tokens_is_refused(stride):
         RunOptions(stride=stride)
 
 
-@pytest.mark.parametrize("task", ["perplexity", "recite", "fidelity"])
+@pytest.mark.parametrize("task", with_few(["perplexity", "recite", "fidelity"], quick=["perplexity", "fidelity"]))
 def test_every_task_reports_the_entries_that_bounded_methods_hold(measured, tmp_path, task):
     methods = [BOUNDED["cascade"], BOUNDED["h2o"], "pyramidkv:budget=30:recent_tokens=8"]
     done = measured(methods, STRIDE, baseline=True, task=task)

@@ -14,7 +14,7 @@ from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import SPARSE, WINDOW, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -111,7 +111,7 @@ def _request(options, model=None):
 
 
 @pytest.mark.parametrize(
-    "recipe", with_slow(["ktransformers", "kvretrieval", "quest", "streaming"], slow=["quest", "streaming"])
+    "recipe", with_few(["ktransformers", "kvretrieval", "quest", "streaming"], quick=["kvretrieval"])
 )
 def test_a_method_answers_from_the_shared_prefill_what_it_answers_in_a_conversation(loaded, tmp_path, recipe):
     model = model_under(loaded, recipe, "infllm")

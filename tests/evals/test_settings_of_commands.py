@@ -14,6 +14,7 @@ from hetero_kv.evals.config_spec import config_specs, config_words, require_effe
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.settings_file import read_settings_file
+from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import save_tiny
 from tests.support.tiny_models import tiny_model
 
@@ -111,7 +112,7 @@ def test_a_list_of_methods_may_hold_lists_of_numbers():
 
 
 @pytest.mark.parametrize("name", ["chat", "plan", "rules", "eval"])
-@pytest.mark.parametrize(("config", "flag"), [("tova", ("--budget", 50)), ("tova:budget=50", ())])
+@pytest.mark.parametrize(("config", "flag"), with_few([("tova", ("--budget", 50)), ("tova:budget=50", ())]))
 def test_every_command_takes_the_settings_of_every_family(command, tmp_path, name, config, flag):
     printed = command(name, config, *flag)
     if name == "rules":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.rules.rule_file import parse_rules
-from tests.support.slow_variants import combined, with_slow
-from tests.support.tiny_models import ALIKE, ARCHITECTURES, tiny_model
+from tests.support.slow_variants import combined, with_few, with_slow
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
 CHUNK = 32
@@ -112,7 +114,9 @@ def test_decoding_after_a_shared_prefill_is_bit_for_bit_that_after_a_real_one(mo
 
 
 # Groups of one query have kernels of their own, which test_exactness.py has.
-@pytest.mark.parametrize("model", with_slow(list(ARCHITECTURES), slow=[*ALIKE, "gpt_neox"]), indirect=True)
+@pytest.mark.parametrize(
+    "model", with_few(list(ARCHITECTURES), quick=["llama", "gemma3_text", "deepseek_v3", "gpt_oss"]), indirect=True
+)
 def test_every_architecture_shares_its_prefill(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
@@ -121,7 +125,9 @@ def test_every_architecture_shares_its_prefill(model):
     assert torch.equal(decoded_logits(model, recording.cache_for(model), answer), expected)
 
 
-@pytest.mark.parametrize("model", with_slow(list(ARCHITECTURES), slow=ALIKE), indirect=True)
+@pytest.mark.parametrize(
+    "model", with_few(list(ARCHITECTURES), quick=["llama", "gemma3_text", "deepseek_v3"]), indirect=True
+)
 def test_the_untouched_model_goes_on_from_the_recording(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     with torch.no_grad():
@@ -285,7 +291,12 @@ SHADOWKV = {
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe"), combined(["llama", "qwen2", "phi3", "glm"], ["shadowkv", "shadowkv_plus"]), indirect=["model"]
+    ("model", "recipe"),
+    with_few(
+        list(itertools.product(["llama", "qwen2", "phi3", "glm"], ["shadowkv", "shadowkv_plus"])),
+        quick=[("llama", "shadowkv"), ("qwen2", "shadowkv_plus")],
+    ),
+    indirect=["model"],
 )
 def test_shadowkv_goes_on_from_a_recording_bit_for_bit(model, recipe):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)

@@ -22,6 +22,7 @@ from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.fitting import adjusted, fit
 from hetero_kv.evals.tasks.generated import GeneratedTask
 from hetero_kv.evals.tasks.registry import TaskRequest
+from tests.support.slow_variants import with_few
 
 GENERATED = [name for name in registry.names() if isinstance(registry.get(name), GeneratedTask)]
 TEMPLATE_TOKENS = 17
@@ -116,7 +117,7 @@ def test_a_prompt_has_its_length_within_one_per_cent(generate, name, haystack):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("length", [1024, 8192])
+@pytest.mark.parametrize("length", with_few([1024, 8192]))
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_prompt_has_its_length_within_one_per_cent_of_a_real_tokenizers_tokens(generate, smollm2, name, length):
     def tokens(text: str) -> int:

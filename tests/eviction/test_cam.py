@@ -14,6 +14,7 @@ from hetero_kv.gpu_ops.draws import uniform
 from tests.eviction.bounded_runs import bounded, tokens
 from tests.eviction.dense_policies import probabilities
 from tests.eviction.merged_runs import passes, turns
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 BUDGET, RECENT, SEED = 40, 10, 5
@@ -47,7 +48,7 @@ def reference(calls, layer_idx, scale):
         yield [[entry[2] for entry in head] for head in entries], [[entry[1] for entry in head] for head in entries]
 
 
-@pytest.mark.parametrize(("architecture", "heads"), [("llama", {}), ("qwen3", {"num_attention_heads": 6})])
+@pytest.mark.parametrize(("architecture", "heads"), with_few([("llama", {}), ("qwen3", {"num_attention_heads": 6})]))
 def test_the_entries_and_what_is_added_to_their_values_are_those_of_the_reference(
     received,
     architecture,
@@ -107,7 +108,10 @@ def added_to_recent(name, recent, at_once):
 
 @pytest.mark.parametrize(
     ("dtype", "recent", "at_once"),
-    [("bfloat16", 1024, 1), ("bfloat16", 1024, 3), ("float16", 1024, 1), ("bfloat16", 100, 1), ("bfloat16", 7, 1)],
+    with_few(
+        [("bfloat16", 1024, 1), ("bfloat16", 1024, 3), ("float16", 1024, 1), ("bfloat16", 100, 1), ("bfloat16", 7, 1)],
+        quick=[("bfloat16", 1024, 3), ("bfloat16", 7, 1)],
+    ),
 )
 def test_sums_in_half_precision_equal_those_in_float32(dtype, recent, at_once):
     """What is added to an entry grows with the tokens that it was recent for."""

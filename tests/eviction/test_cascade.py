@@ -11,6 +11,7 @@ from hetero_kv import HeteroCache, eject
 from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
 from tests.eviction import dense_policies as dense
 from tests.eviction.bounded_runs import bounded, passes, rotation_of, tokens
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 PROMPT, GENERATED, STRIDE, SINKS, GAMMA = 133, 130, 23, 5, 0.99
@@ -100,7 +101,7 @@ def test_sub_caches_share_the_window_and_the_newest_have_the_rest(count, more):
     assert sizes[0] - sizes[-1] <= 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", with_few([1, 2, 4, 8], quick=[1, 4]))
 @pytest.mark.parametrize("stride", [1, 100])
 def test_the_tokens_in_the_cache_span_what_equation_4_says(count, stride):
     window, sinks = 8 * count, 4
@@ -119,11 +120,13 @@ def test_the_tokens_in_the_cache_span_what_equation_4_says(count, stride):
 
 @pytest.mark.parametrize(
     ("architecture", "heads", "count", "budget"),
-    [
-        ("llama", {}, 4, 40),
-        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2}, 3, 31),
-        ("phi", {"num_key_value_heads": 4}, 8, 75),
-    ],
+    with_few(
+        [
+            ("llama", {}, 4, 40),
+            ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2}, 3, 31),
+            ("phi", {"num_key_value_heads": 4}, 8, 75),
+        ]
+    ),
 )
 def test_the_kept_entries_are_those_of_algorithm_2(recorded, architecture, heads, count, budget):
     model = tiny_model(architecture, **heads, num_hidden_layers=2)

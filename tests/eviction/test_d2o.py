@@ -18,6 +18,7 @@ from hetero_kv.rules.rule_file import load_rules
 from tests.eviction.bounded_runs import BUDGET, PROMPT, bounded, tokens
 from tests.eviction.dense_policies import probabilities
 from tests.eviction.merged_runs import FEW, passes, run, turns
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 GENERATED, SINKS = 90, 4
@@ -76,7 +77,7 @@ def reference(passes, budget, scale, recent_ratio, beta):
 
 @pytest.mark.parametrize(
     ("architecture", "heads", "recent_ratio", "beta"),
-    [("llama", {}, 0.25, 0.7), ("qwen3", {"num_attention_heads": 6}, 0.5, 0.4)],
+    with_few([("llama", {}, 0.25, 0.7), ("qwen3", {"num_attention_heads": 6}, 0.5, 0.4)]),
 )
 def test_the_entries_and_what_is_merged_into_them_are_those_of_the_reference(
     received, architecture, heads, recent_ratio, beta

@@ -21,6 +21,7 @@ from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.settings.setting import SettingError
 from tests.eviction.bounded_runs import bounded, rotation_of, tokens
 from tests.eviction.dense_policies import probabilities, top
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 PROMPT, GENERATED, FEW, POT, STAY = 117, 90, 45, 40, 20
@@ -107,11 +108,13 @@ def taking(calls):
 
 @pytest.mark.parametrize(
     ("architecture", "heads", "nuc_ratio", "chunk_size"),
-    [
-        ("llama", {}, 0.5, 16),
-        ("qwen3", {"num_attention_heads": 6}, 0.25, 4),
-        ("phi", {"num_key_value_heads": 4}, 0.0, 16),
-    ],
+    with_few(
+        [
+            ("llama", {}, 0.5, 16),
+            ("qwen3", {"num_attention_heads": 6}, 0.25, 4),
+            ("phi", {"num_key_value_heads": 4}, 0.0, 16),
+        ]
+    ),
 )
 def test_the_entries_in_the_pot_are_those_of_the_dense_reference(
     recorded,

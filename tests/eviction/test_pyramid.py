@@ -7,6 +7,7 @@ import torch
 
 from tests.eviction import dense_policies as dense
 from tests.eviction.bounded_runs import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, tokens
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 WINDOW, KERNEL = 12, 5
@@ -22,7 +23,7 @@ def pyramid(layers, beta):
 
 @pytest.mark.parametrize(
     ("architecture", "layers", "beta", "budgets"),
-    [("llama", 3, 20, [67, 40, 13]), ("qwen3", 4, 2, [54, 45, 35, 26]), ("phi", 2, 4, [61, 19])],
+    with_few([("llama", 3, 20, [67, 40, 13]), ("qwen3", 4, 2, [54, 45, 35, 26]), ("phi", 2, 4, [61, 19])]),
 )
 def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, architecture, layers, beta, budgets):
     assert pyramid(layers, beta) == budgets

@@ -9,6 +9,7 @@ from hetero_kv import eject
 from hetero_kv.families.bounded.entries import no_entries
 from hetero_kv.families.bounded.eviction.sirllm import SirLLM, SirLLMSettings
 from tests.eviction.bounded_runs import bounded, tokens
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 STRIDE, BUDGET, SINKS = 23, 40, 4
@@ -56,11 +57,13 @@ def kept_by_entropy(entropy, recent, decay):
 
 @pytest.mark.parametrize(
     ("architecture", "heads", "recent", "decay"),
-    [
-        ("llama", {}, 0.25, 1.0),
-        ("qwen3", {"num_attention_heads": 6}, 0.5, 0.6),
-        ("phi", {"num_key_value_heads": 4}, 0.0, 0.0),
-    ],
+    with_few(
+        [
+            ("llama", {}, 0.25, 1.0),
+            ("qwen3", {"num_attention_heads": 6}, 0.5, 0.6),
+            ("phi", {"num_key_value_heads": 4}, 0.0, 0.0),
+        ]
+    ),
 )
 def test_the_kept_entries_are_those_of_the_highest_entropy_in_all_layers(architecture, heads, recent, decay):
     model = tiny_model(architecture, **heads, num_hidden_layers=2)

@@ -9,6 +9,7 @@ from hetero_kv import eject
 from hetero_kv.operators import BoundedAttention
 from tests.eviction import dense_policies as dense
 from tests.eviction.bounded_runs import BUDGET, bounded, passes, tokens
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 # Enough sinks that some would be evicted.
@@ -36,7 +37,7 @@ def assert_the_same(mine, theirs):
             assert all(getattr(one, name).equal(getattr(other, name)) for name in ("keys", "values", "positions"))
 
 
-@pytest.mark.parametrize(("architecture", "heads"), [("llama", {}), ("qwen3", {"num_attention_heads": 6})])
+@pytest.mark.parametrize(("architecture", "heads"), with_few([("llama", {}), ("qwen3", {"num_attention_heads": 6})]))
 def test_a_flat_pyramid_is_snapkv(architecture, heads):
     model = tiny_model(architecture, **heads)
     settings = {"budget": BUDGET, "recent_tokens": 12, "kernel_size": 5}
@@ -59,7 +60,7 @@ def test_a_cascade_is_streaming_llm_with_as_many_sinks_and_the_same_stride_where
         assert not cascade[1][-1][0].positions.equal(streaming[1][-1][0].positions)
 
 
-@pytest.mark.parametrize(("threshold", "same"), [(1.1, True), ("ema", False), (0.0, False)])
+@pytest.mark.parametrize(("threshold", "same"), with_few([(1.1, True), ("ema", False), (0.0, False)], quick=2))
 def test_d2o_whose_entries_never_merge_is_h2o_where_both_share_the_budget_alike(threshold, same):
     model = tiny_model("llama")
     d2o = {"sink_tokens": 0, "recent_ratio": 0.5, "allocation": "uniform"}

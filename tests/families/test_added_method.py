@@ -21,6 +21,7 @@ from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser
 from hetero_kv.rules.rule_file import load_rules
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +77,7 @@ def test_as_many_tokens_stay_as_the_footprint_counts(length, **values):
 
 
 @pytest.mark.parametrize("covering", [{"dilation": 1}, {"local_windows_len": 100}, {"sink_tokens": 100}])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("architecture", with_few(["llama", "gemma2", "gpt_oss"]))
 def test_a_pattern_that_covers_everything_is_full_attention(architecture, covering, injected):
     tokens = torch.stack([prompt(70, 1), prompt(70, 2)])
     with torch.no_grad():

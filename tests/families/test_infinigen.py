@@ -11,6 +11,7 @@ from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 from hetero_kv.families.token_retrieval.choosers.infinigen import InfiniGen
 from hetero_kv.store.read_ahead import ReadAhead
 from tests.support.ragged_rows import alone, prompt
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import new_cache, small_recipe
 from tests.support.tiny_models import tiny_model
 from tests.support.token_problem import BLOCK, END, FIRST, TokenProblem
@@ -58,7 +59,7 @@ class SkewedProblem(TokenProblem):
         self.request = request._replace(known=known)
 
 
-@pytest.mark.parametrize(("alpha", "budget"), [(1.5, 40), (1e9, 13), (0.0, 40)])
+@pytest.mark.parametrize(("alpha", "budget"), with_few([(1.5, 40), (1e9, 13), (0.0, 40)], quick=2))
 def test_a_step_is_that_of_the_algorithm(alpha, budget):
     problem = SkewedProblem(alpha=alpha, token_budget=budget, partial_components=6)
     guessed = problem.q + torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))

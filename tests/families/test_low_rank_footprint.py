@@ -20,7 +20,7 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.planning.plan import Footprint
 from tests.support.caches import new_cache, prefill
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 _models: dict[str, torch.nn.Module] = {}
@@ -63,7 +63,9 @@ SELDOM = [(name, prompt) for name, prompt in CASES if prompt != 803 and name != 
 SELDOM.append(("two rows, q8_0", 803))
 
 
-@pytest.mark.parametrize(("name", "prompt"), with_slow(CASES, slow=SELDOM))
+@pytest.mark.parametrize(
+    ("name", "prompt"), with_few(CASES, quick=[case for case in CASES if case not in SELDOM and case[1] != 3000])
+)
 def test_the_plan_is_what_the_tensors_take(name, prompt):
     (store, device), (dram_bytes, device_bytes) = planned_and_held(prompt, **SETTINGS[name])
     assert store == dram_bytes

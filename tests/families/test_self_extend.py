@@ -12,6 +12,7 @@ from hetero_kv.families.self_extend.positions import GroupedPositions
 from hetero_kv.planning.plan import Footprint
 from tests.support.devices import model_on
 from tests.support.rotated_vectors import turned
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +72,7 @@ def extended(model):
         eject(model)
 
 
-@pytest.mark.parametrize("recipe", COVERING)
+@pytest.mark.parametrize("recipe", with_few(COVERING))
 def test_chunks_tokens_and_a_second_turn_are_the_papers_attention(model, extended, expected, recipe):
     found = logits(model, extended(recipe), PARTS)
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
@@ -144,7 +145,7 @@ def test_a_rotation_that_changes_with_the_length_is_refused_by_name():
         inject(tiny_model("llama", rope_parameters=rope), "self_extend", command_line=SMALL)
 
 
-@pytest.mark.parametrize("recipe", ["self_extend", "infllm_stream"])
+@pytest.mark.parametrize("recipe", with_few(["self_extend", "infllm_stream"], quick=["infllm_stream"]))
 def test_a_token_that_fails_leaves_the_window_as_it_was_where_less_is_stored(recipe):
     """Decoded tokens lie in the window as they were computed, and in blocks rounded."""
     model = tiny_model("llama", head_dim=32)

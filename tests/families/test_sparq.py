@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.slow_variants import with_few
 from tests.support.token_problem import DIM, LARGER, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +30,11 @@ def reference(problem, components, budget, mean_value):
 
 
 @pytest.mark.parametrize(
-    ("kv_type", "mean_value", "softcap"), [("FP32", True, 0.0), ("FP32", False, 5.0), ("BF16", True, 0.0)]
+    ("kv_type", "mean_value", "softcap"),
+    with_few(
+        [("FP32", True, 0.0), ("FP32", False, 5.0), ("BF16", True, 0.0)],
+        quick=[("FP32", True, 0.0), ("FP32", False, 5.0)],
+    ),
 )
 def test_a_step_is_that_of_the_algorithm(kv_type, mean_value, softcap):
     settings = {"query_components": 5, "token_budget": 13, "mean_value": mean_value}

@@ -12,6 +12,7 @@ from hetero_kv.families.sparse_prefill import minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from tests.families.sparse_prompts import logits
 from tests.support.devices import device_called, model_on
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 
@@ -35,7 +36,13 @@ def test_the_last_queries_of_a_prompt_attend_to_everything_in_whatever_chunk_the
     assert seen == [(136, 0), (200, 20), (10, 30)] * 3
 
 
-@pytest.mark.parametrize(("first", "chunk"), [(64, 200), (130, 200), (300, 200), (200, 200), (301, 64), (90, 1000)])
+@pytest.mark.parametrize(
+    ("first", "chunk"),
+    with_few(
+        [(64, 200), (130, 200), (300, 200), (200, 200), (301, 64), (90, 1000)],
+        quick=[(130, 200), (200, 200), (301, 64)],
+    ),
+)
 def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_they_are(qwen2, first, chunk):
     ids = torch.randint(1, 97, (2, 410), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -47,7 +54,9 @@ def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_th
     assert not torch.allclose(found[:, first + 64 :], exact[:, first + 64 :], atol=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
+@pytest.mark.parametrize(
+    "recipe", with_few(["minference", "flexprefill", "shadowkv_minference"], quick=["minference", "flexprefill"])
+)
 def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
     everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "error_budget": 0.0}
@@ -71,7 +80,9 @@ def test_retrieval_of_single_tokens_takes_a_sparse_prefill(qwen2):
         assert any(name.startswith("prefill") for name in operator.stored_by()) is not is_exact
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv_evict", "pyramidkv", "roco", "d2o", "cam"])
+@pytest.mark.parametrize(
+    "policy", with_few(["h2o", "snapkv_evict", "pyramidkv", "roco", "d2o", "cam"], quick=["h2o", "pyramidkv"])
+)
 def test_policies_of_whole_prompts_take_a_sparse_prefill(qwen2, policy):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
     sparse = {"prefill": "flexprefill", "budget": 600, "kv_type": None}

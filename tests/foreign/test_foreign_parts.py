@@ -22,6 +22,7 @@ from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from tests.foreign.llamas import EVERYTHING, PROMPT, computed, difference, injected, llama, untouched
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 LINEAR = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
@@ -191,7 +192,7 @@ def work_or_are_refused(drawn, weights):
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
-@pytest.mark.parametrize("offloaded", ["cpu", "disk", "parts"])
+@pytest.mark.parametrize("offloaded", with_few(["cpu", "disk", "parts"], quick=["cpu", "disk"]))
 def test_offloaded_weights_count(offloaded, weights, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, cpu = llama(), torch.device("cpu")

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from hetero_kv import eject, inject
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from tests.foreign.llamas import EVERYTHING, computed, difference, injected, llama, untouched
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("architecture", with_few(["llama", "qwen3_moe", "gemma2"]))
 def test_an_injected_model_is_saved_under_its_original_names(architecture, tied, tmp_path):
     model = tiny_model(architecture, num_hidden_layers=3, tie_word_embeddings=tied)
     expected, names = untouched(model), list(model.state_dict())
@@ -69,7 +70,7 @@ def test_a_model_with_operators_in_it_is_not_copied():
     assert torch.equal(computed(clone), expected)
 
 
-@pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
+@pytest.mark.parametrize("weights", with_few(["as_stored", "q8_0"]))
 def test_a_model_is_converted_after_inject(weights):
     model = injected(llama(), weights=weights)
     computed(model)

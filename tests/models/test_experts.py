@@ -13,6 +13,7 @@ from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_qwen2 import END_OF_TEXT, TOKENS, tiny_tokenizer
 
@@ -178,7 +179,13 @@ def mixture(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("mixtral", "Q8_0"), ("qwen3_moe", "Q4_0"), ("gpt_oss", "MXFP4")])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    with_few(
+        [("mixtral", "Q8_0"), ("qwen3_moe", "Q4_0"), ("gpt_oss", "MXFP4")],
+        quick=[("mixtral", "Q8_0"), ("gpt_oss", "MXFP4")],
+    ),
+)
 def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind):
     folder, file, plain, numbers = mixture(model_type, GGMLQuantizationType[kind])
     opened = open_model(folder, gguf_path=file, dtype="float32")

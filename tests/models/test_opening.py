@@ -16,6 +16,7 @@ from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLine
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.tensor_reader import tensor_data
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
@@ -41,7 +42,9 @@ def logits_of(model, ids):
     return model(ids, past_key_values=HeteroCache(model, 256)).logits
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize(
+    "kind", with_few(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"], quick=["Q4_0", "Q8_0", "MXFP4"])
+)
 def test_matrices_stay_as_the_file_stores_them(quantized_file, kind):
     path = quantized_file(kind)
     opened = open_model(path, dtype="float32")
@@ -127,12 +130,15 @@ def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantized_file, caplog,
 
 @pytest.mark.parametrize(
     ("weights", "kinds", "dtype"),
-    [
-        ("q4_0", {"Q4_0"}, None),
-        ("q8_0", {"Q8_0"}, None),
-        ("fp32", set(), torch.float32),
-        ("bf16", set(), torch.bfloat16),
-    ],
+    with_few(
+        [
+            ("q4_0", {"Q4_0"}, None),
+            ("q8_0", {"Q8_0"}, None),
+            ("fp32", set(), torch.float32),
+            ("bf16", set(), torch.bfloat16),
+        ],
+        quick=[("q8_0", {"Q8_0"}, None), ("bf16", set(), torch.bfloat16)],
+    ),
 )
 def test_weights_have_the_requested_type(quantized_file, tiny_directory, weights, kinds, dtype):
     for source in (quantized_file("Q8_0"), tiny_directory):

@@ -17,6 +17,7 @@ from hetero_kv.planning.plan import Footprint
 from hetero_kv.weights import device_weight
 from hetero_kv.weights.device_weight import DeviceWeight, UnpackRoom
 from tests.support.devices import simulated_cuda
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -152,7 +153,7 @@ def test_weights_go_where_the_model_goes(tied):
     assert (mine - on_gpu).norm() / on_gpu.norm() < 0.02
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", with_few(["mixtral", "gpt_oss"]))
 def test_experts_stay_packed_and_a_token_waits_for_none_of_them(model_type):
     model = tiny_model(model_type)
     ids = PROMPT % 97

@@ -11,6 +11,7 @@ from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.rules.injecting import eject_around_packed_weights, suspended
 from hetero_kv.rules.matching import InjectionError
+from tests.support.slow_variants import with_few
 
 SMALL = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8] * 5])
@@ -40,7 +41,7 @@ def answers(model):
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("recipe", ["dense", pytest.param("quest", marks=pytest.mark.slow), "streaming_llm"])
+@pytest.mark.parametrize("recipe", with_few(["dense", "quest", "streaming_llm"], quick=["streaming_llm"]))
 def test_a_method_over_them_computes_what_it_does_with_weights_of_its_own(q8_0_file, model, recipe):
     settings = SMALL if recipe != "streaming_llm" else {"budget": 16, "max_seq_len": 256}
     standing = packed(model)

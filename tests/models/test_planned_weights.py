@@ -13,6 +13,7 @@ from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.cli import main
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
+from tests.support.slow_variants import with_few
 
 SMALL = {"block_size": 4, "max_seq_len": 256}
 
@@ -47,7 +48,7 @@ def test_a_loaded_models_weights_are_counted_once_and_named(tied, tiny_directory
     assert LoadedWeights.of(load_model(tiny_directory, dtype="bfloat16").model).types == ("bfloat16",)
 
 
-@pytest.mark.parametrize("weights", ["auto", "fp32", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("weights", with_few(["auto", "fp32", "bf16", "q8_0", "q4_0"], quick=["auto", "q8_0"]))
 def test_weights_take_the_planned_bytes(tiny_directory, tiny_gguf, tied, weights):
     for source in (tiny_directory, tiny_gguf, tied):
         assert planned(source, weights) == loaded(source, weights)

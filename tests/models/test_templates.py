@@ -13,6 +13,7 @@ from hetero_kv.models import ModelError, load_model, templates
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from tests.campaigns.gguf_files import SLOW_TEMPLATES, TEMPLATES
 from tests.support.gguf_models.container import STRING, Layout, scalar
+from tests.support.slow_variants import with_few
 from tests.support.tiny_qwen2 import CHAT_TEMPLATE, tiny_tokenizer
 
 MESSAGES = [
@@ -48,7 +49,7 @@ def test_a_template_renders_as_in_transformers(template, add_generation_prompt):
     assert rendered_chat(tokenizer, MESSAGES, add_generation_prompt=add_generation_prompt) == expected
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES, SLOW_TEMPLATES[0]])
+@pytest.mark.parametrize("template", with_few([*TEMPLATES, SLOW_TEMPLATES[0]], quick=TEMPLATES))
 def test_a_hostile_template_ends_in_an_error_of_ours_or_in_a_short_text(template, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(templates, "SECONDS", 0.1)

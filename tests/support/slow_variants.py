@@ -25,6 +25,19 @@ def with_slow(values: Iterable[Any] | Mapping[str, Any], slow: Collection[Any]) 
     return [pytest.param(*part, marks=_marks(value in slow)) for part, value in zip(parts, values, strict=True)]
 
 
+def with_few(values: Iterable[Any], quick: int | Collection[Any] = 1) -> list[Any]:
+    """Parameters of a test, those of `quick`, or as many of the first, in `make test`, and all others slow tests.
+
+    For variants of one behaviour, of which `make test` needs an example.
+    """
+    found = []
+    for place, value in enumerate(values):
+        is_quick = place < quick if isinstance(quick, int) else value in quick
+        found.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=_marks(not is_quick)))
+    assert isinstance(quick, int) or len(quick) <= sum(not each.marks for each in found), quick
+    return found
+
+
 def combined(*axes: Sequence[Any]) -> list[Any]:
     """Parameters of a test that takes one value of each axis: every combination of them.
 
