@@ -111,9 +111,8 @@ def _serve(requests: socket.socket) -> None:
     before = set(os.environ)
     for name in IMPORTED:
         importlib.import_module(name)
-    # A chat compiles the kernels that it calls, not all that its model may ever call, as the other tests do.
-    preparation = importlib.import_module("hetero_kv.rules.preparing").Preparation
-    preparation.compile = preparation.compile_for_first_cache = lambda *_, **__: None
+    # Kernels of attention are compiled when a chat calls them, not all that its model may ever call.
+    importlib.import_module("hetero_kv.rules.preparing").Preparation._attention_steps = lambda _: []
     set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
     # Forks need not go through what was imported.
     gc.freeze()
