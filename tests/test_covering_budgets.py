@@ -98,6 +98,13 @@ BETWEEN_OTHERS = [
     ("qwen3_next", "minference"),
     ("qwen3_next", "sparq"),
 ]
+#: A second recipe between the layers of one model; test_a_covering_budget_is_full_attention has the recipe.
+SECOND_BETWEEN = [
+    ("bamba", "flexprefill"),
+    ("granitemoehybrid", "cam"),
+    ("qwen3_5_text", "self_extend"),
+    ("qwen3_next", "sparq"),
+]
 
 
 def _tokens(count, seed):
@@ -154,7 +161,8 @@ def test_a_covering_budget_is_full_attention(model, expected, recipe):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "recipe"), with_slow(BETWEEN_OTHERS, slow=[("lfm2", recipe) for recipe in SELDOM_BETWEEN])
+    ("architecture", "recipe"),
+    with_slow(BETWEEN_OTHERS, slow=[*(("lfm2", recipe) for recipe in SELDOM_BETWEEN), *SECOND_BETWEEN]),
 )
 def test_a_covering_budget_is_full_attention_between_layers_that_are_none(architecture, recipe):
     model = tiny_model(architecture, max_position_embeddings=1024)

@@ -52,7 +52,7 @@ def test_every_recipe_fits_the_default_model_without_flags(default_shape, recipe
 
 
 # Of recipes that differ in their kernels alone: others of the same kind have these too.
-@pytest.mark.parametrize("recipe", with_slow(RECIPES, slow=["adaptive_lean"]))
+@pytest.mark.parametrize("recipe", with_slow(RECIPES, slow=["adaptive_lean", "snapkv"]))
 def test_every_recipe_answers_without_flags(small, recipe):
     tokens = torch.randint(2, 97, (1, 300), generator=torch.Generator().manual_seed(0))
     inject(small, recipe)

@@ -72,10 +72,24 @@ def passed(resident, index, rules, new, within):
     assert resident.cache.get_seq_length() == before == len(resident.tokens)
 
 
-@settings(max_examples=15, deadline=None)
-@given(actions=st.lists(ACTION, min_size=4, max_size=14), seed=st.integers(0, 999))
-@torch.no_grad()
+LIVES = given(actions=st.lists(ACTION, min_size=4, max_size=14), seed=st.integers(0, 999))
+
+
+@settings(max_examples=6, deadline=None)
+@LIVES
 def test_a_cache_is_right_with_its_own_model_and_refused_by_every_other(actions, seed):
+    is_right_with_its_own_model_alone(actions, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@LIVES
+def test_more_caches_are_right_with_their_own_models_and_refused_by_every_other(actions, seed):
+    is_right_with_its_own_model_alone(actions, seed)
+
+
+@torch.no_grad()
+def is_right_with_its_own_model_alone(actions, seed):
     generator = torch.Generator().manual_seed(seed)
     caches: list[ResidentPrefix] = []
     rules: list[int | None] = [None] * len(MODELS)

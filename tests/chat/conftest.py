@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from tests.chat.chat_server import ChatServer
 from tests.chat.tiny_conversations import new_model
+from tests.support.slow_variants import with_few
 
 SPECIAL = ("<unknown>", "<begin>", "<end>")
 WORDS = ("user", "assistant", "system", *(f"word{number}" for number in range(90)))
@@ -115,7 +116,8 @@ def _settings_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HETERO_KV_CONFIG", str(tmp_path / "settings.yaml"))
 
 
-@pytest.fixture(params=[None, "ktransformers", "h2o"], scope="module")
+# What a conversation does with its model depends little on the rules.
+@pytest.fixture(params=with_few([None, "ktransformers", "h2o"], quick=["ktransformers"]), scope="module")
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A model of random numbers, untouched and under rules."""
     return new_model(request.param)

@@ -52,6 +52,8 @@ def conversation(loaded, **settings):
     return Conversation(loaded.model, loaded.tokenizer, **settings)
 
 
+# tests/chat/test_one_answer.py has the same of a tiny model.
+@pytest.mark.slow
 def test_the_answer_is_the_untouched_models(smollm2):
     untouched = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=8)
     inject(smollm2.model, "dense", command_line={"chunk_size": 100, "kv_type": "FP32"})

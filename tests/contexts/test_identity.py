@@ -86,9 +86,23 @@ CHANGES = {
 }
 
 
-@settings(max_examples=25, deadline=None)
-@given(change=st.sampled_from(list(CHANGES)), number=st.integers(0, 1))
+DRAWN_CHANGES = given(change=st.sampled_from(list(CHANGES)), number=st.integers(0, 1))
+
+
+@settings(max_examples=9, deadline=None)
+@DRAWN_CHANGES
 def test_a_context_is_refused_when_anything_that_is_active_has_changed(change, number, tmp_path_factory):
+    is_refused_after(change, number, tmp_path_factory)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@DRAWN_CHANGES
+def test_contexts_are_refused_after_more_changes(change, number, tmp_path_factory):
+    is_refused_after(change, number, tmp_path_factory)
+
+
+def is_refused_after(change, number, tmp_path_factory):
     path = tmp_path_factory.mktemp("contexts") / "context.safetensors"
     model = llama(adapted)
     cache = prefilled(model)

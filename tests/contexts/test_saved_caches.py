@@ -16,7 +16,9 @@ from tests.support.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "short turns")))
+@pytest.fixture(
+    scope="module", params=with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "short turns", "entries in strides"))
+)
 def model(request):
     architecture, rules = FAMILIES[request.param]
     model = tiny_model(architecture)

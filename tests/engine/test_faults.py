@@ -84,7 +84,7 @@ def require_nothing_left_of_failures(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE)))
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "entries in strides")))
 def test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer(family):
     chance = random.Random(family)
     tries = require_nothing_left_of_failures(family, lambda part, places: sampled(places, FAILING[part], chance))
@@ -173,7 +173,7 @@ def require_done_or_not_done(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*STORED_ALIKE, *PARTLY_ALIKE)))
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*STORED_ALIKE, *PARTLY_ALIKE, "entries in strides")))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
     assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance, ends=1)) > 20

@@ -79,7 +79,7 @@ def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
 
 
 # The head of the model comes behind the layers: they have stored everything by then.
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE)))
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "entries in strides")))
 def test_an_interrupt_in_the_last_moment_of_a_forward_undoes_all_of_it(family):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)

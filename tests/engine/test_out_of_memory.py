@@ -114,6 +114,8 @@ def test_a_command_that_runs_out_of_it_ends_with_a_message(monkeypatch, capsys):
     assert "error: memory ran out (RuntimeError: [enforce fail" in capsys.readouterr().err
 
 
+# Memory that really runs out, in a process of its own; the tests above raise what torch and numpy do then.
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="an address space is limited on Linux")
 def test_under_a_limit_a_conversation_is_told_and_goes_on_bit_for_bit():
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}

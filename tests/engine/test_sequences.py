@@ -229,12 +229,12 @@ class LivesOfSequences(RuleBasedStateMachine):
 
 
 TestLivesOfSequences = LivesOfSequences.TestCase
-TestLivesOfSequences.settings = settings(max_examples=8, stateful_step_count=30, deadline=None, derandomize=True)
+TestLivesOfSequences.settings = settings(max_examples=4, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow
 class TestMoreLivesOfSequences(TestLivesOfSequences):
-    """Three times as many."""
+    """Six times as many."""
 
     settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
 

@@ -144,7 +144,7 @@ drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(MOMENTS), st.booleans()),
                    min_size=1, max_size=2),

