@@ -11,6 +11,7 @@ import torch
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
 from tests.contexts.conversations import goes_on, said
+from tests.support.slow_variants import with_few
 from tests.support.small_families import FAMILIES, random_tokens
 from tests.support.small_recipes import injected, new_cache
 from tests.support.tiny_models import tiny_model
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = 100
 
 
-@pytest.fixture(scope="module", params=["blocks by bounds", "all kinds at once"])
+@pytest.fixture(scope="module", params=with_few(["blocks by bounds", "all kinds at once"]))
 def any_model(request):
     architecture, rules = FAMILIES[request.param]
     model = tiny_model(architecture)

@@ -24,7 +24,6 @@ from hetero_kv.planning import plan
 from hetero_kv.store import read_ahead
 from tests.contexts.conversations import goes_on
 from tests.contexts.long_documents import document, reader
-from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -243,7 +242,7 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(
         assert 4 < len(places) < 20
 
 
-@pytest.mark.parametrize("settings", with_few([{}, {"layer_step": 2}, {"head_select_mode": "SEPARATE"}]))
+@pytest.mark.parametrize("settings", [{}, {"layer_step": 2}, {"head_select_mode": "SEPARATE"}])
 def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
     settings, tmp_path, read_ranges, no_waits, monkeypatch
 ):

@@ -173,7 +173,7 @@ def require_done_or_not_done(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*STORED_ALIKE, *PARTLY_ALIKE, "entries in strides")))
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*STORED_ALIKE, *PARTLY_ALIKE)))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
     assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance, ends=1)) > 20

@@ -154,10 +154,15 @@ def test_layers_left_as_they_are_load_the_prefill_too(model):
     assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model):
+@pytest.mark.parametrize(
+    "recipes",
+    [("dense", "snapkv", "dense"), pytest.param((*RECIPES, *RECIPES[:2]), marks=pytest.mark.slow)],
+    ids=["a few", "all"],
+)
+def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model, recipes):
     prompt, answer, turn = random_tokens(PROMPT), random_tokens(5, 1), random_tokens(12, 2)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
-    for recipe in (*RECIPES, *RECIPES[:2]):
+    for recipe in recipes:
         inject(model, recipe, command_line=small(recipe))
         caches = recording.cache_for(model), prefilled(model, prompt)[0]
         with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from hetero_kv import eject
 from tests.eviction import dense_policies as dense
 from tests.eviction.bounded_runs import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, rotation_of, tokens
-from tests.support.slow_variants import with_few
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 STRIDE = 23
@@ -36,10 +36,7 @@ SELDOM = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "architecture"),
-    with_few(CASES, quick=[case for case in CASES if case not in SELDOM and case != ("tova", "gpt_oss")]),
-)
+@pytest.mark.parametrize(("policy", "architecture"), with_slow(CASES, slow=SELDOM))
 def test_the_kept_entries_are_those_of_the_dense_reference(recorded, policy, architecture):
     model = tiny_model(architecture, **MODELS[architecture])
     settings, reference = POLICIES[policy]

@@ -15,7 +15,6 @@ from hetero_kv.gpu_ops.write_out import WriteOut
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 from tests.support.devices import simulated_cuda
-from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.cuda
 
@@ -53,7 +52,7 @@ def stored_by_the_cpu(pool, start, keys, values):
 
 
 @pytest.mark.parametrize("chunk", [5, 16, 61])
-@pytest.mark.parametrize("past", with_few([0, 16, 21], quick=[21]))
+@pytest.mark.parametrize("past", [0, 16, 21])
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
