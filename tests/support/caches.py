@@ -30,6 +30,9 @@ class Maker:
     def state(self):
         return self
 
+    def adapters(self):
+        return ()
+
     def is_like(self, other):
         return True
 
