@@ -23,7 +23,8 @@ LOAD = PROMPTS[0], PROMPTS[4], PROMPTS[1]
 def places_of_a_step(engine, faults):
     """Run a step, which may fail as `faults` says; an interrupt leaves it unfinished."""
     try:
-        faults.run(engine.step)
+        # In this thread, whose calls are traced.
+        faults.run(engine._step)
     except KeyboardInterrupt:
         assert faults.where is not None
     return faults
