@@ -48,6 +48,7 @@ class Scheduler:
         self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
         # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
         self._unchosen: list[tuple[Request, torch.Tensor]] = []
+        self._has_warned = False
 
     def step(self) -> None:
         """Compute one step. After an error that is no Exception, the next one goes on where it came."""
@@ -57,17 +58,27 @@ class Scheduler:
                 self._retire(request, "stopped")
         self.admission.admit()
         rows = self.admission.rows()
-        if not self._mixed(rows):
-            self._prefill()
+        splits = self.queues.prefilling is not None and self._splits()
+        if not (splits and self._mixed(rows)):
+            self._prefill(splits)
             self._decode(rows)
 
     # -- computing
 
-    def _part_of(self, request: Request, beside: bool) -> Part:
-        """The next part of a request's prompt."""
+    def _splits(self) -> bool:
+        """Whether prompts pass in parts. Under others' hooks, which may look across tokens, they pass whole."""
+        if not self._splits_prompts or not self.forward.is_hooked:
+            return self._splits_prompts
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("prompts pass whole, and hold up other requests, because the model has hooks of others")
+        return False
+
+    def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
+        """The next part of a request's prompt; all that is left of it unless it `splits`."""
         prompt, start = request.tokens, request.stored
         size = remaining = len(prompt) - start
-        if self._splits_prompts and not self.forward.is_hooked:
+        if splits:
             size = self._part_size.of(remaining, len(self.queues.running), beside)
         return Part(prompt, start, start + size, request.cached_tokens, request.question)
 
@@ -77,11 +88,9 @@ class Scheduler:
         Returns whether that was done; after an error, and for a large part, each is computed by itself.
         """
         request, rows = self.queues.prefilling, list(rows)
-        if request is None or not rows or not self._splits_prompts:
+        if request is None or not rows or not self.forward.mixes:
             return False
-        if self.forward.is_hooked or not self.forward.mixes:
-            return False
-        part = self._part_of(request, beside=True)
+        part = self._part_of(request, splits=True, beside=True)
         if len(part.tokens) > SMALL:
             return False
         assert request.cache is not None
@@ -100,12 +109,12 @@ class Scheduler:
         self._take(rows, logits[: len(rows)])
         return True
 
-    def _prefill(self) -> None:
-        """Pass a part of the prompt; behind the last one comes the first token."""
+    def _prefill(self, splits: bool) -> None:
+        """Pass a part of the prompt, or all of it unless it `splits`; behind the last one comes the first token."""
         request = self.queues.prefilling
         if request is None:
             return
-        cache, part = request.cache, self._part_of(request, beside=False)
+        cache, part = request.cache, self._part_of(request, splits, beside=False)
         assert cache is not None
         began = time.perf_counter()
 

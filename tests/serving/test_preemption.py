@@ -175,7 +175,7 @@ def test_the_request_that_came_last_is_preempted_first_and_goes_on_before_those_
         assert all(stream.is_done for stream in streams[:2])
 
 
-def test_whoever_enters_gets_some_tokens_before_its_equals_preempt_it(monkeypatch):
+def test_a_request_that_enters_gets_some_tokens_before_its_equals_preempt_it(monkeypatch):
     counts: dict[int, list[int]] = {}
     with engine_of("dense", kv_tokens=ROOM, kept_prefixes=0) as engine:
         scheduler, preempt = engine._scheduler, engine._scheduler.admission.preempt
@@ -203,7 +203,7 @@ def test_an_urgent_request_preempts_less_urgent_ones_and_only_where_that_is_enou
         urgent = engine.generate(prompt(220, 3).tolist(), short, priority=-1)
         for _ in range(3):
             engine.step()
-        # It does not fit beside the important one, whoever else goes.
+        # It does not fit beside the important one, also if all others go.
         assert not preempted
         step_until(engine, lambda: urgent._pieces)
         assert (important.is_done, patient.is_done, len(preempted)) == (True, False, 1)

@@ -36,7 +36,7 @@ def compiled_by_one(folder: Path) -> Iterator[None]:
 
     def compiled(self: Any, signature: Any) -> Any:
         function = self.py_func.__module__.rpartition(".")[2], self.py_func.__name__
-        # Within another compilation Numba's own lock is held, which the process that is waited for may need.
+        # Within another compilation this thread has Numba's lock, which the process that it waits for may need.
         if function not in COSTLY or getattr(this_thread, "waits", False):
             return original(self, signature)
         this_thread.waits = True
