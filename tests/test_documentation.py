@@ -40,7 +40,7 @@ FLOORS = (
         "hetero_kv.printing",
     ),
     ("hetero_kv.cpus", "hetero_kv.gpu_ops", "hetero_kv.text_decoding", "hetero_kv.threads"),
-    ("hetero_kv.settings", "hetero_kv.store", "hetero_kv.models", "hetero_kv.weights"),
+    ("hetero_kv.documents", "hetero_kv.settings", "hetero_kv.store", "hetero_kv.models", "hetero_kv.weights"),
     ("hetero_kv.engine",),
     ("hetero_kv.adapter",),
     ("hetero_kv.families",),
@@ -50,7 +50,7 @@ FLOORS = (
     ("hetero_kv.loading",),
     ("hetero_kv.serving",),
     ("hetero_kv.cli", "hetero_kv.evals"),
-    ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.__main__"),
+    ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.server", "hetero_kv.__main__"),
 )
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 

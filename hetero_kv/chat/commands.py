@@ -12,8 +12,8 @@ from rich.text import Text
 
 from hetero_kv.chat import context_commands
 from hetero_kv.chat.display import context_table, statistics_table
-from hetero_kv.chat.documents import documents_at
 from hetero_kv.chat.question import ChatQuestion
+from hetero_kv.documents.reading import documents_at
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.settings.setting import nearest_spelling
 

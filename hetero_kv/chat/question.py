@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hetero_kv.chat.documents import Document, document_in, piped_text
 from hetero_kv.chat.options import ChatOptions
+from hetero_kv.documents.reading import Document, document_in, piped_text
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.turns import about
 

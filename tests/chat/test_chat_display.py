@@ -13,10 +13,10 @@ from rich.console import Console, Group
 
 from hetero_kv.chat.answer import Turn
 from hetero_kv.chat.display import banner, context_table, layer_ranges
-from hetero_kv.chat.documents import Document
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import LONG_PROMPT_TOKENS, PrefillBar
 from hetero_kv.chat.question import ChatQuestion
+from hetero_kv.documents.reading import Document
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession

@@ -131,7 +131,7 @@ def test_a_file_that_no_context_holds_is_an_error_before_it_is_read(tmp_path: Pa
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_kv.chat.documents.MOST_BYTES", 2**21)
+    monkeypatch.setattr("hetero_kv.documents.reading.MOST_BYTES", 2**21)
 
 
 @pytest.mark.usefixtures("short")

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.chat import formats
-from hetero_kv.chat.documents import document_in, documents_at
+from hetero_kv.documents import formats
+from hetero_kv.documents.reading import document_in, documents_at
 from hetero_kv.errors import ConfigError
 from hetero_kv.text_decoding import decoded
 from tests.chat.sample_documents import HTML, docx, pdf
@@ -104,7 +104,7 @@ def test_a_document_that_takes_too_much_memory_is_an_error(tmp_path: Path, monke
 
 
 def test_a_document_of_too_much_text_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hetero_kv.chat.documents.MOST_BYTES", 1000)
+    monkeypatch.setattr("hetero_kv.documents.reading.MOST_BYTES", 1000)
     (tmp_path / "long.pdf").write_bytes(pdf())
     with pytest.raises(ConfigError, match="its text has more than 10 bytes"):
         formats.text_in(pdf("It was cut."), formats.PDF, "long.pdf", 10)
@@ -145,7 +145,7 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path, monkeypatch: p
     ):
         with pytest.raises(ConfigError, match=message):
             documents_at(words)
-    monkeypatch.setattr("hetero_kv.chat.documents.MOST_FILES", 1)
+    monkeypatch.setattr("hetero_kv.documents.reading.MOST_FILES", 1)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     with pytest.raises(ConfigError, match=r"'\*.txt' matches 2 files, and the limit is 1"):
@@ -230,7 +230,7 @@ def test_a_pipe_is_read_once_as_a_file_is(tmp_path: Path):
 
 def test_process_substitutions_are_read():
     program = (
-        "from pathlib import Path; from hetero_kv.chat.documents import document_in;"
+        "from pathlib import Path; from hetero_kv.documents.reading import document_in;"
         "print([document_in(Path(path)).text for path in ('/dev/stdin', __import__('sys').argv[1])])"
     )
     script = f'exec {sys.executable} -c "{program}" <(echo second)'

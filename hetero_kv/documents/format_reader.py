@@ -1,4 +1,4 @@
-"""Extracts the text of a document; a program that `hetero_kv.chat.formats` runs in a separate process.
+"""Extracts the text of a document; a program that `hetero_kv.documents.formats` runs in a separate process.
 
     python format_reader.py FORMAT SECONDS MEMORY MOST_BYTES < document > text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import os
 import shlex
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hetero_kv.chat.formats import HTML, Format, format_of, text_in
+from hetero_kv.documents.formats import HTML, Format, format_of, text_in
 from hetero_kv.errors import ConfigError
 from hetero_kv.text_decoding import binary, decoded, is_wide
 
@@ -56,13 +57,28 @@ def document_in(path: Path, what: str = "") -> Document:
                 content, kind = _read(file, name, path.suffix)
         except OSError as error:
             raise ConfigError(f"{name} cannot be read: {error.strerror}; give a text file") from error
+    return Document("standard input" if str(path) == "-" else path.name, _text_of(content, kind, name))
+
+
+def document_from(content: bytes, filename: str) -> Document:
+    """The text of a file's content, as `document_in`; the filename's suffix tells HTML from plain text.
+
+    Raises ConfigError as `document_in`.
+    """
+    name = repr(filename)
+    content, kind = _read(io.BytesIO(content), name, Path(filename).suffix)
+    return Document(Path(filename).name, _text_of(content, kind, name))
+
+
+def _text_of(content: bytes, kind: Format | None, name: str) -> str:
+    """The text in a document; ConfigError if there is none."""
     if kind is HTML and is_wide(content):
         content = decoded(content, name).encode()
     text = _plain(content, name) if kind is None else text_in(content, kind, name, MOST_BYTES)
     if not text.strip():
         hint = f"; {kind.without_text}" if kind is not None and kind.without_text else "; give a file with text"
         raise ConfigError(f"{name} is empty{hint}")
-    return Document("standard input" if str(path) == "-" else path.name, text)
+    return text
 
 
 def documents_at(words: str) -> tuple[Document, ...]:

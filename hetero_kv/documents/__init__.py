@@ -1,0 +1,1 @@
+"""Documents: their formats, and the text in them."""
