@@ -167,10 +167,11 @@ class Store:
     @property
     def dram_bytes(self) -> int:
         """DRAM that the blocks have touched, over all pools, bytes."""
+        # Lists, because another thread may add a pool meanwhile.
         return sum(
             allocator.touched_blocks * pool.bytes_per_block
-            for allocator in self.allocators.values()
-            for pool in allocator.pools.values()
+            for allocator in list(self.allocators.values())
+            for pool in list(allocator.pools.values())
         )
 
     def shared_bytes(self, sequences: Iterable[Sequence]) -> int:

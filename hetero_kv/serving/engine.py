@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
+from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import Stream
 from hetero_kv.serving.swapped import SwapFolder
@@ -72,6 +74,10 @@ class Engine:
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
         part: tokens of a prompt that pass at once while nobody waits for a token.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
+
+    Attributes:
+        tokenizer: the model's.
+        vocab_size: number of the model's logits.
 
     Raises HeteroKVError when the model has no rules, and OutOfMemoryError when `max_seq_len` does not fit.
     """
@@ -130,7 +136,7 @@ class Engine:
         size = PartSize(longest_gap_s, part)
         self._scheduler = Scheduler(forward, self._queues, admission, self._prefixes, size, splits_prompts=splits)
         config = model.model.config.get_text_config(decoder=True)
-        self._vocab_size: int = config.vocab_size
+        self.vocab_size: int = config.vocab_size
         self._generation = model.model.generation_config
         added = model.tokenizer.added_tokens_decoder.items()
         self._special = {token.content: number for number, token in added if token.special}
@@ -167,6 +173,24 @@ class Engine:
     def max_seq_len(self) -> int:
         """Capacity of a request, prompt and answer, tokens."""
         return self._store.capacity
+
+    def status(self) -> EngineStatus:
+        """What the engine is doing now. Any thread may call it, also while a step computes."""
+        queues, store = self._queues, self._store
+        states = (("answering", queues.running), ("prefilling", [queues.prefilling]), ("waiting", queues.waiting))
+        known = [(state, request) for state, requests in states for request in list(requests) if request is not None]
+        known += [("waiting", request) for request in list(self._new)]
+        free = min((each.free_blocks * each.block_size for each in list(store.allocators.values())), default=None)
+        capacity = store.tokens or store.capacity
+        return EngineStatus(
+            tuple(request.status(state) for state, request in known),
+            kept_prefixes=self._prefixes.kept,
+            capacity=capacity,
+            free=capacity if free is None else min(free, capacity),
+            dram_bytes=store.dram_bytes,
+            idle_s=time.monotonic() - self._scheduler.active_at,
+            is_open=not self._is_closed and (self._thread is None or self._thread.is_alive()),
+        )
 
     def encode(self, messages: Messages, *, thinks: bool | None = None) -> list[int]:
         """The tokens of a conversation, in the model's chat template, up to the start of the next answer.
@@ -220,10 +244,10 @@ class Engine:
         request = Request(
             tokens,
             params,
-            Sampler(params, tokens, self._vocab_size),
+            Sampler(params, tokens, self.vocab_size),
             TextStream(self.tokenizer, params.stop),
             Stream(self._cancel, None if self._thread is not None else self.step),
-            ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self._ends),
+            ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self.ends),
             stop_tokens={self._special[text]: text for text in params.stop if text in self._special},
             # The last token of an answer is not stored.
             limit=min(params.max_new_tokens, capacity + 1 - len(tokens)),
@@ -254,11 +278,11 @@ class Engine:
         return tokens
 
     def _require_token(self, token: int, whose: str) -> None:
-        if not 0 <= token < self._vocab_size:
-            raise HeteroKVError(f"{whose} token {token}; the model has tokens 0 to {self._vocab_size - 1}")
+        if not 0 <= token < self.vocab_size:
+            raise HeteroKVError(f"{whose} token {token}; the model has tokens 0 to {self.vocab_size - 1}")
 
     @property
-    def _ends(self) -> frozenset[int]:
+    def ends(self) -> frozenset[int]:
         """The model's own end-of-turn tokens at this moment."""
         ends = self._generation.eos_token_id
         return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])

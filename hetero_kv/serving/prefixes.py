@@ -76,6 +76,11 @@ class ResidentPrefixes:
         return True
 
     @property
+    def kept(self) -> int:
+        """How many sequences are kept."""
+        return len(self._kept)
+
+    @property
     def is_writing(self) -> bool:
         """Whether a kept sequence is still to be written."""
         return self.stored is not None and len(self._written) < len(self._kept)

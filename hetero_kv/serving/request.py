@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.stream import Completion, FinishReason, Piece, Stream
+from hetero_kv.serving.status import RequestStatus
+from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, Stream
 from hetero_kv.serving.swapped import Swapped
 from hetero_kv.serving.text_stream import TextStream
 
@@ -43,9 +44,10 @@ class Request:
         self.is_cancelled = False
         self._ends, self._stop_tokens, self._text = ends, stop_tokens, text
         self._pieces: list[Piece] = []
-        self.began, self._first_token_s = time.perf_counter(), None
+        self.began = time.perf_counter()
 
-    _first_token_s: float | None
+    _admitted: float | None = None
+    _first_token_s: float | None = None
 
     @property
     def stored(self) -> int:
@@ -64,6 +66,20 @@ class Request:
         if self.swapped is not None:
             self.swapped.remove()
             self.swapped = None
+
+    def advance(self, processed: float) -> None:
+        """Tell the readers how many tokens of the prompt have passed."""
+        if self._admitted is None:
+            self._admitted = time.perf_counter()
+        self.stream.progress = Progress(
+            self.prompt_tokens, self.cached_tokens, round(processed), time.perf_counter() - self._admitted
+        )
+
+    def status(self, state: str) -> RequestStatus:
+        """The request, which is in `state`."""
+        progress = self.stream.progress
+        processed = 0 if progress is None else progress.processed_tokens
+        return RequestStatus(state, self.prompt_tokens, processed, len(self._pieces))
 
     def take(self, choice: Choice) -> FinishReason | None:
         """Append a token to the answer. Returns why the answer ends with it; None if it goes on."""

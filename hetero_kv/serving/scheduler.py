@@ -49,9 +49,12 @@ class Scheduler:
         # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
         self._unchosen: list[tuple[Request, torch.Tensor]] = []
         self._has_warned = False
+        #: When a step began or ended, or a chunk of a prompt passed, seconds of `time.monotonic`.
+        self.active_at = time.monotonic()
 
     def step(self) -> None:
         """Compute one step. After an error that is no Exception, the next one goes on where it came."""
+        self.active_at = time.monotonic()
         self._choose()
         for request in self.queues.all:
             if request.is_cancelled:
@@ -62,6 +65,7 @@ class Scheduler:
         if not (splits and self._mixed(rows)):
             self._prefill(splits)
             self._decode(rows)
+        self.active_at = time.monotonic()
 
     # -- computing
 
@@ -103,6 +107,7 @@ class Scheduler:
             )
             return False
         self._part_size.passed(len(rows) + len(part.tokens), time.perf_counter() - began)
+        request.advance(part.stop)
         if part.is_last:
             self.queues.answer(request)
             rows.append(request)
@@ -117,10 +122,15 @@ class Scheduler:
         cache, part = request.cache, self._part_of(request, splits, beside=False)
         assert cache is not None
         began = time.perf_counter()
+        request.advance(part.start)
 
-        def check(*_: int) -> None:
+        def check(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
             if request.is_cancelled:
                 raise CancelledInPrefillError
+            # A finished layer counts all of its tokens already.
+            beyond = tokens_done if tokens_done < tokens else 0
+            request.advance(part.start + (part.stop - part.start) * (layers_done * tokens + beyond) / (layers * tokens))
+            self.active_at = time.monotonic()
 
         cache.on_progress = check
         try:
@@ -134,6 +144,7 @@ class Scheduler:
         finally:
             cache.on_progress = None
         self._part_size.passed(len(part.tokens), time.perf_counter() - began)
+        request.advance(part.stop)
         if part.is_last:
             self.queues.answer(request)
             self._take([request], logits[None])

@@ -59,6 +59,24 @@ class Completion:
         return tuple(piece.token for piece in self.pieces)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How much of a prompt has passed.
+
+    Attributes:
+        prompt_tokens: the prompt's number of tokens.
+        cached_tokens: how many of them another request had computed.
+        processed_tokens: how many have passed all layers, those of a chunk in progress in proportion to its layers;
+            cached ones included.
+        elapsed_s: seconds since the request was admitted.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    processed_tokens: int
+    elapsed_s: float
+
+
 class Stream:
     """The answer to one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole answer.
 
@@ -67,7 +85,12 @@ class Stream:
     Args:
         cancel: asks the engine to end the request.
         compute: computes a step of the engine, where no thread does; None where one does.
+
+    Attributes:
+        progress: how much of the prompt has passed; None while the request waits.
     """
+
+    progress: Progress | None = None
 
     def __init__(self, cancel: Callable[[Stream], None], compute: Callable[[], object] | None = None) -> None:
         self._changed = threading.Condition()
