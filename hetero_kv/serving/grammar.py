@@ -1,0 +1,124 @@
+"""Grammars for answers: JSON schemas, Lark grammars and regular expressions as masks over the next token.
+
+llguidance compiles them and computes the masks. It is an extra: pip install 'hetero-kv[server]'.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.errors import ConfigError, HeteroKVError, shortened
+
+#: The longest grammar or schema, characters.
+LONGEST = 1 << 20
+
+
+class GrammarMask:
+    """The tokens that may follow in one answer, by a grammar (`SamplingParams.mask`).
+
+    Args:
+        matcher: an LLMatcher before the answer's first token.
+        vocab_size: number of logits.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(-(-vocab_size // 32), np.int32)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """See `TokenMask`. Raises HeteroKVError where the grammar became too complex to go on."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._require_sound()
+        allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little", count=len(logits))
+        logits.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+
+    def accept(self, token: int) -> None:
+        """See `TokenMask`. Raises HeteroKVError for a token that the grammar does not allow."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._require_sound()
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise HeteroKVError(f"the grammar cannot be followed: {shortened(self._matcher.get_error(), 500)}")
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one model. Any thread may use it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        vocab_size: number of the model's logits.
+        ends: ids of tokens that end an answer; they are allowed where the grammar allows an end.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> None:
+        self._source, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(set(ends))
+        self._making = threading.Lock()
+
+    def schema(self, schema: Mapping[str, Any] | bool) -> GrammarMask:
+        """JSON values that a JSON schema allows.
+
+        Raises ConfigError if it cannot be compiled, naming the part at fault.
+        """
+        return self._mask("json_schema", "grammar_from_json_schema", json.dumps(schema))
+
+    def json_object(self) -> GrammarMask:
+        """Any JSON object."""
+        return self.schema({"type": "object"})
+
+    def lark(self, grammar: str) -> GrammarMask:
+        """Texts of a grammar in llguidance's form of Lark. Raises ConfigError if it cannot be compiled."""
+        return self._mask("the grammar", "grammar_from_lark", grammar)
+
+    def regex(self, expression: str) -> GrammarMask:
+        """Texts that a regular expression matches as a whole. Raises ConfigError if it cannot be compiled."""
+        return self._mask("the regular expression", "grammar_from_regex", expression)
+
+    def _mask(self, name: str, compiler: str, source: str) -> GrammarMask:
+        from llguidance import LLMatcher
+
+        if len(source) > LONGEST:
+            raise ConfigError(f"{name} has {len(source):,} characters; give at most {LONGEST:,}")
+        try:
+            grammar = getattr(LLMatcher, compiler)(source)
+            fault = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            matcher = None if fault else LLMatcher(self._tokenizer, grammar, log_level=0)
+            fault = fault or (matcher.get_error() if matcher is not None and matcher.is_error() else "")
+        except (ValueError, TypeError, RecursionError) as error:
+            fault = str(error)
+        if fault:
+            raise ConfigError(f"{name} cannot be compiled: {shortened(fault, 500)}; give another one")
+        return GrammarMask(matcher, self._vocab_size)
+
+    @property
+    def _tokenizer(self) -> Any:
+        # One at a time, because making it takes a second.
+        with self._making:
+            return self._compiled_tokenizer
+
+    @cached_property
+    def _compiled_tokenizer(self) -> Any:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "grammars and JSON schemas need llguidance; pip install 'hetero-kv[server]', or ask without one"
+            ) from error
+        if not self._source.is_fast:
+            raise ConfigError("grammars and JSON schemas need a fast tokenizer, and this model has a slow one")
+        compiled = from_tokenizer(self._source, self._vocab_size, self._ends or None)
+        # It splits bytes that a grammar forces as a text of their own, which some tokenizers write a space before.
+        if compiled.decode_bytes(compiled.tokenize_str("o")) != b"o":
+            raise ConfigError(
+                "grammars and JSON schemas need a tokenizer that adds nothing to a text, and this model's writes a "
+                "space before it; ask without one"
+            )
+        return compiled
