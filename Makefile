@@ -14,10 +14,13 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat test test-newest test-cuda test-slow campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve test test-newest test-cuda test-slow campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
+
+serve: $(READY)  ## install, fetch the default model, answer programs that speak OpenAI's or Anthropic's API
+	$(BIN)/hetero-kv serve --config $(CONFIG) $(ARGS)
 
 # In the order of their names, for those that compile most kernels come early, and the last ones take moments.
 test: $(TESTED)  ## the whole suite
@@ -75,10 +78,10 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[documents,plots,eval]'
+	$(PIP) -e '.[documents,plots,eval,server]'
 	touch $@
 
 # Apart, so that nobody who wants to chat waits for a compiler of GPU kernels.
 $(TESTED): $(READY)
-	$(PIP) -e '.[test,documents,plots,eval]'
+	$(PIP) -e '.[test,documents,plots,eval,server]'
 	touch $@

@@ -37,6 +37,9 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "chat": Command("hetero_kv.chat.command", "Ask a model about long texts: a chat in the terminal, or one answer."),
+    "serve": Command(
+        "hetero_kv.server.command", "Serve a model to programs that speak OpenAI's or Anthropic's API, and as a page."
+    ),
     "eval": Command(
         "hetero_kv.commands.eval", "Compare methods: retrieval tasks, perplexity, fidelity, your own files."
     ),

@@ -1,0 +1,84 @@
+"""The ASGI application of a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hetero_kv.server import completions, file_routes, llama_server
+from hetero_kv.server.errors import ApiError, error_body
+from hetero_kv.server.guard import Guard
+from hetero_kv.server.host import Host, failure
+from hetero_kv.server.json_response import json_response
+from hetero_kv.server.streaming import ClientGoneError
+
+ROUTERS = (completions.router, file_routes.router, llama_server.router)
+
+
+def application(host: Host, *, origins: Collection[str] = (), on_shutdown: Callable[[], None] | None = None) -> FastAPI:
+    """The application that answers for a host.
+
+    Args:
+        origins: other origins whose pages may use the server; "*" for all.
+        on_shutdown: called when the server stops, behind the last answer.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if on_shutdown is not None:
+            on_shutdown()
+
+    app = FastAPI(
+        title="hetero-kv", version=metadata.version("hetero-kv"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.host = host
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(Exception, _failed)
+    for kind in (ApiError, ValueError, MemoryError, RuntimeError):
+        app.add_exception_handler(kind, _failed)
+    app.add_exception_handler(ClientGoneError, _gone)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_middleware(Guard, keys=host.keys, settings=host.settings, metrics=host.metrics, origins=origins)
+    return app
+
+
+def _respond(error: ApiError, request: Request) -> Response:
+    return json_response(error_body(error, request.url.path), error.status, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _respond(failure(error, request), request)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    # Nobody reads it.
+    return Response(status_code=499)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    if first["type"] == "json_invalid":
+        reason = f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}"
+        return _respond(ApiError(400, reason, code="invalid_json"), request)
+    return _respond(ApiError(400, f"{field or 'the body'}: {first['msg']}", param=field), request)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is no route {request.url.path}; docs/server.md lists them",
+        405: f"{request.method} is not a method of {request.url.path}",
+    }
+    text = messages.get(error.status_code, str(error.detail))
+    return _respond(ApiError(error.status_code, text), request)

@@ -1,0 +1,98 @@
+"""The command `serve`: answers programs that speak OpenAI's or Anthropic's API, and a page for people."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from pathlib import Path
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.context_settings import context_settings
+from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.recipes import DEFAULT_RECIPE
+from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.server.settings import ServedContextSettings, ServerSettings
+from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.settings.flags import FlagParser, add_loading_flags
+from hetero_kv.settings.mapping import settings_from_mapping
+
+_MISSING = "the server needs FastAPI and others; pip install 'hetero-kv[server]', or `make serve` in the repository"
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.epilog = (
+        "Flags may be spelled with dashes or underscores. Sampling flags are the defaults of requests that do not say. "
+        "Stop the server with Ctrl-C: answers under way get --shutdown_s to end. docs/server.md has set-ups for tools."
+    )
+    add_loading_flags(parser, default="a small one, fetched on first use")
+    method = parser.add_argument_group("method")
+    method.add_argument(
+        "--config",
+        "--optimize_config_path",
+        dest="rules",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32; several may be given, and "
+        f"requests choose by MODEL:RECIPE (default {DEFAULT_RECIPE})",
+    )
+    names = parser.add_argument_group("names")
+    names.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name of the first model, or NAME=MODEL:RECIPE; * stands for all unknown names; may be repeated",
+    )
+    access = parser.add_settings("server", "server", ServerSettings)
+    access.add_argument(
+        "--api_key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that requests need, or NAME:KEY; may be repeated",
+    )
+    access.add_argument("--api_key_file", type=Path, metavar="FILE", help="a file with such keys, one on a line")
+    access.add_argument(
+        "--allow_origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="an origin (https://example.org) whose pages may use the server, * for all; may be repeated",
+    )
+    parser.add_settings("contexts", "contexts", ServedContextSettings)
+    parser.add_settings("sampling", "sampling", SamplingSettings)
+    add_setting_flags(parser, lambda flags: flags.rules or [DEFAULT_RECIPE])
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Serve until a signal ends it; returns the exit status.
+
+    Raises:
+        HeteroKVError: a mistake in the flags, a model that cannot be loaded, or too little memory for it.
+    """
+    from hetero_kv.server.keys import Keys, keys_in
+
+    settings = settings_from_mapping(ServerSettings, flags.server, where=COMMAND_LINE)
+    defaults = settings_from_mapping(SamplingSettings, flags.sampling, where=COMMAND_LINE)
+    keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
+    if not (keys or settings.insecure or _is_loopback(settings.host)):
+        raise ConfigError(
+            f"--host {settings.host} can be reached from other machines, and there is no --api_key; give one, or "
+            "--insecure if everybody there may use the server"
+        )
+    contexts = context_settings(ServedContextSettings, flags.contexts)
+    flags.rules = flags.rules or [DEFAULT_RECIPE]
+    try:
+        from hetero_kv.server.launch import serve
+    except ImportError as error:
+        raise ConfigError(f"{_MISSING} ({error})") from error
+    return serve(flags, settings, defaults, contexts, keys)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

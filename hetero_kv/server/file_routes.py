@@ -1,0 +1,62 @@
+"""OpenAI's `/v1/files`: documents that are uploaded once and named in messages."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import UploadFile
+from starlette.responses import Response
+
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.host import host_of, in_thread
+from hetero_kv.server.json_response import json_response
+
+router = APIRouter()
+
+
+@router.post("/v1/files", response_model=None)
+async def upload(request: Request) -> Response:
+    """Upload a document: multipart form data with `file`, and optionally `purpose`."""
+    host = host_of(request)
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise ApiError(400, "an upload is multipart/form-data with a field `file`", param="file")
+    try:
+        form = await request.form(max_files=1, max_fields=8)
+    except Exception as error:
+        raise ApiError(400, f"the form cannot be read ({error}); send multipart/form-data", param="file") from error
+    async with form:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "the form has no file; send it as the field `file`", param="file")
+        content = await file.read()
+        stored = await in_thread(
+            host.files.add, content, file.filename or "document", purpose if isinstance(purpose, str) else "user_data",
+            request.state.key,
+        )  # fmt: skip
+    return json_response(stored.form())
+
+
+@router.get("/v1/files", response_model=None)
+async def list_files(request: Request) -> Response:
+    """The documents of this key, the newest first."""
+    found = await in_thread(host_of(request).files.all, request.state.key)
+    return json_response({"object": "list", "data": [each.form() for each in found], "has_more": False})
+
+
+@router.get("/v1/files/{file_id}", response_model=None)
+async def file(file_id: str, request: Request) -> Response:
+    """What is known of a document."""
+    return json_response((await in_thread(host_of(request).files.get, file_id, request.state.key)).form())
+
+
+@router.get("/v1/files/{file_id}/content", response_model=None)
+async def content(file_id: str, request: Request) -> Response:
+    """The text of a document."""
+    text = await in_thread(host_of(request).files.text, file_id, request.state.key)
+    return Response(text.encode(), media_type="text/plain; charset=utf-8")
+
+
+@router.delete("/v1/files/{file_id}", response_model=None)
+async def delete(file_id: str, request: Request) -> Response:
+    """Remove a document."""
+    await in_thread(host_of(request).files.delete, file_id, request.state.key)
+    return json_response({"id": file_id, "object": "file", "deleted": True})

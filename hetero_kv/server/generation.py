@@ -1,0 +1,168 @@
+"""The answers to one request: queued, computed, and passed on as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.limits import Rates, Ticket
+from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.served import ServedModel
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.stream import Completion, Piece, Progress, Stream
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued.
+
+    Attributes:
+        served: the model.
+        prompts: token ids of each prompt, at least one.
+        sampling: how each answer is drawn: those to the first prompt, then as many to the next one, and so on.
+        question: how many of the last tokens are the question about the others; None if unknown.
+        priority: as `Engine.generate` takes it.
+    """
+
+    served: ServedModel
+    prompts: Sequence[Sequence[int]]
+    sampling: Sequence[SamplingParams]
+    question: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of answer number `choice`."""
+
+    choice: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Answer number `choice` is complete."""
+
+    choice: int
+    completion: Completion
+
+
+class Answers:
+    """The answers to a prompt, several if it has several sampling parameters.
+
+    A place in the queue is taken at once; `events` waits for its turn. Use it as a context manager: what is not
+    complete at the end is cancelled.
+
+    Args:
+        prompt: what is continued.
+        key: the name of the API key.
+
+    Raises ApiError for a prompt that does not fit, 429 where the queue is full or the key has used all that it may.
+    """
+
+    def __init__(self, prompt: Prompt, key: str, rates: Sequence[Rates], metrics: Metrics) -> None:
+        self.prompt = prompt
+        self._key, self._rates, self._metrics = key, rates, metrics
+        capacity = prompt.served.engine.max_seq_len
+        longest = max(map(len, prompt.prompts))
+        if longest > capacity:
+            raise ApiError(
+                400, f"the prompt has {longest:,} tokens, and {prompt.served.id} takes {capacity:,} here; shorten "
+                f"it by {longest - capacity:,} tokens, or start the server with --max_seq_len {longest:,} or more",
+                code="context_length_exceeded", details={"n_prompt_tokens": longest, "n_ctx": capacity},
+            )  # fmt: skip
+        for each in rates:
+            each.require(key)
+        self._ticket: Ticket = prompt.served.gate.enter(key)
+        self._streams: list[Stream] = []
+        # To each prompt.
+        self._choices = len(prompt.sampling) // len(prompt.prompts)
+        self._done: list[Completion | None] = [None] * len(prompt.sampling)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for stream in self._streams:
+            if not stream.is_done:
+                stream.cancel()
+                self._metrics.cancelled(self.prompt.served)
+        self._ticket.leave()
+
+    @property
+    def progress(self) -> Progress | None:
+        """How much of the prompt has passed; None while it waits."""
+        return self._streams[0].progress if self._streams else None
+
+    async def events(self) -> AsyncIterator[Token | Ended]:
+        """The tokens and ends of all answers, as they come.
+
+        Raises ApiError 429 if the request waits too long for its turn, and the errors of the engine.
+        """
+        prompt = self.prompt
+        await self._ticket.turn()
+        self._rates[0].use(self._key, 1)
+        self._streams = [
+            prompt.served.engine.generate(
+                prompt.prompts[number // self._choices], sampling, question=prompt.question, priority=prompt.priority
+            )
+            for number, sampling in enumerate(prompt.sampling)
+        ]
+        async for each in _merged([self._answer(number, stream) for number, stream in enumerate(self._streams)]):
+            yield each
+
+    async def completions(self) -> list[Completion]:
+        """All answers, once they are complete. Raises as `events`."""
+        async for each in self.events():
+            if isinstance(each, Ended):
+                self._done[each.choice] = each.completion
+        return [each for each in self._done if each is not None]
+
+    async def _answer(self, number: int, stream: Stream) -> AsyncIterator[Token | Ended]:
+        async for piece in stream:
+            self._metrics.token(self.prompt.served)
+            yield Token(number, piece)
+        completion = await stream
+        self._metrics.completed(self.prompt.served, completion)
+        self._rates[1].use(
+            self._key, len(completion.pieces) + (0 if number % self._choices else completion.prompt_tokens)
+        )
+        yield Ended(number, completion)
+
+
+async def _merged(sources: Sequence[AsyncIterator[Token | Ended]]) -> AsyncIterator[Token | Ended]:
+    """The items of several iterators, as they come."""
+    if len(sources) == 1:
+        async for item in sources[0]:
+            yield item
+        return
+    items: asyncio.Queue[Token | Ended | BaseException | None] = asyncio.Queue()
+
+    async def pump(source: AsyncIterator[Token | Ended]) -> None:
+        try:
+            async for item in source:
+                items.put_nowait(item)
+            items.put_nowait(None)
+        except Exception as error:
+            items.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            item = await items.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                open_sources -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

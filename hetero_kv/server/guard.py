@@ -1,0 +1,172 @@
+"""What every request passes first: limits of size and time, API keys, hosts and origins; and its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hetero_kv.server.errors import ApiError, error_body
+from hetero_kv.server.json_response import json_response
+from hetero_kv.server.keys import Keys
+from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.settings import ServerSettings
+
+_logger = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[\w.-]{1,64}")
+#: Paths that need no key: the page, which asks for one, and the health check.
+_OPEN = ("/health", "/v1/health", "/")
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_SECURITY = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+
+
+class Guard:
+    """ASGI middleware around the whole application.
+
+    Without API keys a page on another site must not use the server through a visitor's browser: a request must name
+    this machine in its `Host` (against DNS rebinding), and an `Origin` must be the server's own or an allowed one.
+
+    Args:
+        origins: other origins whose pages may use the server; "*" for all.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, settings: ServerSettings, metrics: Metrics, origins: Collection[str] = ()
+    ) -> None:
+        self._app, self._keys, self._settings, self._metrics = app, keys, settings, metrics
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        state = scope.setdefault("state", {})
+        state["request_id"], state["key"] = request_id, ""
+        began, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                out = MutableHeaders(scope=message)
+                out["x-request-id"] = request_id
+                for name, value in _SECURITY.items():
+                    out.setdefault(name, value)
+                self._allow_origin(headers, out)
+            # A client that takes nothing would hold its answer, and so its place, for ever.
+            async with asyncio.timeout(self._settings.write_s):
+                await send(message)
+
+        try:
+            self._require_host_and_origin(headers)
+            if self._is_preflight(scope, headers):
+                await json_response({}, headers={"access-control-allow-headers": "*"})(scope, receive, answer)
+                return
+            if scope["path"] not in _OPEN and not scope["path"].startswith("/page/"):
+                state["key"] = self._keys.name(headers)
+            body = await self._body(headers, receive)
+            await self._app(scope, _replayed(body, receive), answer)
+        except ApiError as error:
+            body_of_error = error_body(error, scope["path"])
+            await json_response(body_of_error, error.status, error.headers)(scope, receive, answer)
+        except TimeoutError:
+            _logger.warning("%s: the client took no data for %g s", request_id, self._settings.write_s)
+        finally:
+            route = getattr(scope.get("route"), "path", None) or ("other" if status in (401, 403, 404, 405) else "/")
+            self._metrics.request(route, status)
+            _logger.info(
+                "request_id=%s key=%s method=%s path=%s status=%d seconds=%.3f%s", request_id, state["key"],
+                scope["method"], _one_line(scope["path"]), status, time.perf_counter() - began,
+                "".join(f" {name}={value}" for name, value in state.get("log", {}).items()),
+            )  # fmt: skip
+
+    def _require_host_and_origin(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        is_local = not self._keys and not self._settings.insecure
+        if is_local and name not in {*_LOCAL_NAMES, self._settings.host}:
+            raise ApiError(
+                403, f"the request's Host {host!r} is not this machine; use http://{self._settings.host}, or start the "
+                "server with --api_key", code="unknown_host",
+            )  # fmt: skip
+        origin = headers.get("origin")
+        own = {f"http://{host}", f"https://{host}"}
+        if is_local and origin is not None and origin not in own | self._origins and "*" not in self._origins:
+            raise ApiError(
+                403, f"pages of {origin!r} may not use this server; start it with --allow_origin {origin}",
+                code="unknown_origin",
+            )  # fmt: skip
+
+    def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
+        return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+    def _allow_origin(self, headers: Headers, out: MutableHeaders) -> None:
+        origin = headers.get("origin")
+        if origin is not None and (origin in self._origins or "*" in self._origins):
+            out["access-control-allow-origin"] = origin
+            out["access-control-allow-methods"] = "GET, POST, DELETE, OPTIONS"
+            out.append("vary", "origin")
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body of a request. Raises ApiError 413 if it is too large, 408 if it takes too long."""
+        most = round(self._settings.body_mb * 1e6)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise _too_large(most)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.read_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the connection ended within the request")
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise _too_large(most)
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request did not come whole within {self._settings.read_s:g} s; send it again"
+            ) from None
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the request has more than {most:,} bytes; send less, or start the server with a larger --body_mb",
+        code="request_too_large",
+    )  # fmt: skip
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A channel that gives a body that was read, and then what comes behind it."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _one_line(text: str) -> str:
+    return repr(text)[1:-1][:200]

@@ -1,0 +1,176 @@
+"""What all routes of a server share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from hetero_kv.server.errors import ApiError, api_error
+from hetero_kv.server.files import Files
+from hetero_kv.server.generation import Answers, Ended, Prompt, Token
+from hetero_kv.server.keys import Keys
+from hetero_kv.server.limits import Rates
+from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.served import ServedModels
+from hetero_kv.server.settings import ServerSettings
+from hetero_kv.server.streaming import PING, ticking, while_connected
+from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.serving.stream import Completion, Progress
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# How often a stream without tokens looks for something to say, seconds.
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Host:
+    """A running server.
+
+    Attributes:
+        defaults: how tokens are chosen where a request does not say.
+        rates: what a key may use in a minute: requests, tokens.
+    """
+
+    models: ServedModels
+    settings: ServerSettings
+    defaults: SamplingSettings
+    keys: Keys
+    metrics: Metrics
+    files: Files
+    rates: tuple[Rates, Rates]
+
+    def answers(self, prompt: Prompt, request: Request) -> Answers:
+        """Queue a prompt. Raises ApiError as `Answers`."""
+        return Answers(prompt, request.state.key, self.rates, self.metrics)
+
+
+def host_of(request: Request) -> Host:
+    """The server to which a request came."""
+    host: Host = request.app.state.host
+    return host
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """The result of `work`, which may take long, computed beside the event loop."""
+    return await run_in_threadpool(work, *arguments)
+
+
+class Writer(Protocol):
+    """Writes answers as the events of one API."""
+
+    def begin(self) -> list[bytes]:
+        """What comes before all tokens."""
+
+    def progress(self, progress: Progress) -> list[bytes]:
+        """While the prompt passes; nothing if the client did not ask for it."""
+
+    def token(self, token: Token) -> list[bytes]:
+        """A token of an answer."""
+
+    def ended(self, ended: Ended) -> list[bytes]:
+        """The end of an answer."""
+
+    def finish(self, completions: list[Completion]) -> list[bytes]:
+        """What comes behind all answers."""
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        """An error in the middle of the stream."""
+
+
+class EventStream(StreamingResponse):
+    """Answers as server-sent events. A client that goes away ends them."""
+
+    def __init__(self, answers: Answers, writer: Writer, ping_s: float, request: Request) -> None:
+        self._answers = answers
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_frames(answers, writer, ping_s, request), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See starlette."""
+        # Also if the client is gone before the first frame.
+        with self._answers:
+            await super().__call__(scope, receive, send)
+
+
+async def _frames(answers: Answers, writer: Writer, ping_s: float, request: Request) -> AsyncIterator[bytes]:
+    silent_s, completions = ping_s, {}
+    try:
+        for frame in writer.begin():
+            yield frame
+        async for item in ticking(answers.events(), _TICK_S):
+            frames: list[bytes] = []
+            if isinstance(item, Token):
+                frames = writer.token(item)
+            elif isinstance(item, Ended):
+                completions[item.choice] = item.completion
+                frames = writer.ended(item)
+            else:
+                silent_s += _TICK_S
+                frames = writer.progress(answers.progress) if answers.progress is not None else []
+                if not frames and silent_s >= ping_s:
+                    frames = [PING]
+            for frame in frames:
+                silent_s = 0.0
+                yield frame
+        note(request, list(completions.values()))
+        for frame in writer.finish([completions[number] for number in sorted(completions)]):
+            yield frame
+    except Exception as error:
+        for frame in writer.failed(failure(error, request)):
+            yield frame
+
+
+async def completed(answers: Answers, request: Request) -> list[Completion]:
+    """All answers of a request that is not streamed.
+
+    Raises ClientGoneError if the client goes away, and the errors of the engine.
+    """
+    with answers:
+        completions = await while_connected(request, _all(answers))
+    note(request, completions)
+    return completions
+
+
+def _all(answers: Answers) -> Awaitable[list[Completion]]:
+    return answers.completions()
+
+
+def failure(error: Exception, request: Request) -> ApiError:
+    """An error for the client; faults of ours go to the log."""
+    found = api_error(error)
+    if found.status >= 500:
+        _logger.error("request_id=%s failed", request.state.request_id, exc_info=error)
+    return found
+
+
+def note(request: Request, completions: list[Completion]) -> None:
+    """Add what was computed to the request's line in the log."""
+    if completions:
+        request.scope["state"]["log"] = {
+            "prompt_tokens": completions[0].prompt_tokens,
+            "cached_tokens": completions[0].cached_tokens,
+            "answer_tokens": sum(len(each.pieces) for each in completions),
+            "first_token_s": f"{completions[0].first_token_s or 0:.3f}",
+        }
+
+
+def checked_name(name: str, what: str, most: int = 256) -> str:
+    """A name from a client. Raises ApiError 400 if it is too long or not printable."""
+    if len(name) > most or not name.isprintable():
+        raise ApiError(400, f"{what} is no name; give at most {most} printable characters", param=what)
+    return name
+
+
+def response(body: Response, unknown: list[str]) -> Response:
+    """A response whose header names the request's fields that have no effect."""
+    if unknown:
+        body.headers["x-hetero-kv-ignored"] = ",".join(unknown)[:1000].encode("ascii", "replace").decode()
+    return body

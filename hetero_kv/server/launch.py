@@ -1,0 +1,161 @@
+"""Starts a server: loads its models, makes an engine for each recipe, and listens until a signal comes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvicorn
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.loading import load_model
+from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.models.fetching import cache_home
+from hetero_kv.planning.plan import beyond_training
+from hetero_kv.rules.setting_flags import settings_of
+from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.rules.trust import trusted_modules
+from hetero_kv.server.app import application
+from hetero_kv.server.files import Files
+from hetero_kv.server.host import Host
+from hetero_kv.server.keys import Keys
+from hetero_kv.server.limits import Gate, Rates
+from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.served import ServedModel, ServedModels
+from hetero_kv.server.settings import ServedContextSettings, ServerSettings
+from hetero_kv.serving.engine import Engine
+from hetero_kv.serving.sampling_settings import SamplingSettings
+
+_logger = logging.getLogger(__name__)
+#: The largest head of a request, bytes.
+_MOST_HEADERS = 64 * 1024
+
+
+def serve(
+    flags: argparse.Namespace, settings: ServerSettings, defaults: SamplingSettings, contexts: ServedContextSettings,
+    keys: Keys,
+) -> int:  # fmt: skip
+    """Serve until SIGINT or SIGTERM; returns the exit status.
+
+    Raises HeteroKVError for a mistake in the flags, a port in use, a model that cannot be loaded, or too little memory.
+    """
+    _log_to_standard_error()
+    # Bound before the model is loaded: a port in use shows at once.
+    listener = _listener(settings)
+    try:
+        with ExitStack() as engines:
+            served = _served(flags, settings, contexts, engines)
+            models = ServedModels(served, _aliases(flags.alias, served[0]))
+            folder = (
+                cache_home() / "files" if settings.file_folder == "auto" else Path(settings.file_folder).expanduser()
+            )
+            host = Host(
+                models=models,
+                settings=settings,
+                defaults=defaults,
+                keys=keys,
+                metrics=Metrics(lambda: models.all),
+                files=Files(folder, round(settings.file_gb * 1e9)),
+                rates=(
+                    Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")
+                ),
+            )  # fmt: skip
+            config = uvicorn.Config(
+                application(host, origins=flags.allow_origin),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=_MOST_HEADERS,
+                http="h11",
+                ws="none",
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
+            )
+            _announce(listener, models)
+            uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+    return 0
+
+
+def _log_to_standard_error() -> None:
+    """A line for every request, and for what goes wrong."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    ours = logging.getLogger("hetero_kv")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def _listener(settings: ServerSettings) -> socket.socket:
+    """A socket that listens at the server's address. Raises ConfigError if it cannot."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen at {settings.host}:{settings.port} ({error.strerror}); give another --port "
+            "(0 takes a free one) or --host"
+        ) from error
+    return listener
+
+
+def _served(
+    flags: argparse.Namespace, settings: ServerSettings, contexts: ServedContextSettings, engines: ExitStack
+) -> list[ServedModel]:
+    """The model under every recipe of the flags, with engines that `engines` closes."""
+    model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
+    if flags.model is None and gguf_path is not None:
+        model, gguf_path = gguf_path, None
+    file = read_settings_file()
+    folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
+    served: list[ServedModel] = []
+    for recipe in flags.rules:
+        loaded = load_model(
+            model, gguf_path=gguf_path, dtype=flags.dtype, device=flags.device,
+            trust_remote_code=flags.trust_remote_code, config=recipe, trust_rules=trusted_modules(flags),
+            settings_file=file, **settings_of(flags),
+        )  # fmt: skip
+        engine = engines.enter_context(
+            Engine(
+                loaded,
+                max_batch=settings.max_batch,
+                kept_prefixes=settings.kept_prefixes,
+                longest_gap_s=settings.longest_gap_s,
+                context_folder=None if contexts.context_cache == "off" else folder,
+                context_cache_gb=None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
+            )
+        )
+        if warning := beyond_training(engine.max_seq_len, loaded.context_length):
+            _logger.warning("max_seq_len: %s", warning)
+        gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
+        served.append(ServedModel(loaded.name, Path(recipe).stem, loaded, engine, gate))
+    return served
+
+
+def _aliases(words: Sequence[str], first: ServedModel) -> Mapping[str, str]:
+    """Other name -> name, from `--alias`."""
+    aliases = {}
+    for word in words:
+        name, equals, target = word.partition("=")
+        aliases[name] = target if equals else first.id
+    return aliases
+
+
+def _announce(listener: socket.socket, models: ServedModels) -> None:
+    """Say where the server is, on standard error."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(f"{each.id} ({each.engine.max_seq_len:,} tokens)" for each in models.all)
+    print(f"serving {names}\nOpenAI's API: http://{shown}:{port}/v1 · page: http://{shown}:{port}/", file=sys.stderr)
+    sys.stderr.flush()

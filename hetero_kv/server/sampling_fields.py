@@ -1,0 +1,116 @@
+"""The fields of requests that say how tokens are chosen, and the server's defaults for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.served import ServedModel
+from hetero_kv.serving.sampling import SamplingParams, TokenMask
+from hetero_kv.serving.sampling_settings import SamplingSettings
+
+#: The most answers to one request.
+MOST_CHOICES = 16
+#: The most stop texts.
+MOST_STOPS = 64
+
+
+class Fields(BaseModel):
+    """A request's body. Fields that no API here knows are kept, and named in the response's header."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields that have no effect."""
+        return sorted(self.model_extra or {})
+
+
+class SamplingFields(Fields):
+    """What OpenAI's APIs have in common, with llama-server's further fields."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1)
+    ignore_eos: bool = False
+    priority: int = 0
+    user: Any = None
+
+    def sampling(
+        self, served: ServedModel, defaults: SamplingSettings, prompt_tokens: int, *, most: int | None,
+        logprobs: int | None = None, masks: Sequence[TokenMask | None] = (None,),
+    ) -> list[SamplingParams]:  # fmt: skip
+        """The parameters of each answer.
+
+        Args:
+            most: the longest answer, tokens; None for as many as fit.
+            logprobs: how many alternatives of each token are asked for; None for no log-probabilities.
+            masks: a mask for each answer; the number of answers follows from it.
+
+        Raises ApiError 400 for a value out of range, naming its field.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MOST_STOPS:
+            raise ApiError(400, f"stop has {len(stops)} texts; give at most {MOST_STOPS}", param="stop")
+        if most is not None and most < 1:
+            raise ApiError(400, f"the longest answer is {most} tokens; give at least 1", param="max_tokens")
+        penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
+        room = served.engine.max_seq_len + 1 - prompt_tokens
+        chosen: dict[str, Any] = {
+            "temperature": _or(self.temperature, defaults.temperature),
+            "top_p": _or(self.top_p, defaults.top_p),
+            # llama-server: all tokens.
+            "top_k": max(0, _or(self.top_k, defaults.top_k)),
+            "min_p": _or(self.min_p, defaults.min_p),
+            "repetition_penalty": _or(penalty, defaults.repetition_penalty),
+            "presence_penalty": _or(self.presence_penalty, 0.0),
+            "frequency_penalty": _or(self.frequency_penalty, 0.0),
+            "logit_bias": self._biases(),
+            "stop": tuple(stops),
+            "max_new_tokens": max(1, room) if most is None else most,
+            "logprobs": logprobs,
+            "ignore_eos": self.ignore_eos,
+        }
+        seed = None if self.seed in (None, -1) else self.seed
+        try:
+            return [
+                SamplingParams(**chosen, seed=None if seed is None else (seed + number) % 2**63, mask=mask)
+                for number, mask in enumerate(masks)
+            ]
+        except ConfigError as error:
+            # It begins with the setting's name.
+            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
+
+    @property
+    def choices(self) -> int:
+        """The number of answers. Raises ApiError 400 for too many."""
+        if (self.n or 1) > MOST_CHOICES:
+            raise ApiError(400, f"n is {self.n}; it must be at most {MOST_CHOICES}", param="n")
+        return self.n or 1
+
+    def _biases(self) -> dict[int, float]:
+        try:
+            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise ApiError(
+                400, "logit_bias has a name that is no token id; give numbers by token id", param="logit_bias"
+            ) from None
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

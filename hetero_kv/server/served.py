@@ -1,0 +1,82 @@
+"""The models that a server offers: each with one recipe, and an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hetero_kv.models.loading import LoadedModel
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.limits import Gate
+from hetero_kv.serving.engine import Engine
+from hetero_kv.serving.grammar import Grammars
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model under one recipe.
+
+    Attributes:
+        model: the model's name in requests.
+        recipe: the recipe's, behind a colon.
+        gate: admits requests to the engine.
+    """
+
+    model: str
+    recipe: str
+    loaded: LoadedModel
+    engine: Engine
+    gate: Gate
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Grammars over the model's tokens."""
+        return Grammars(self.loaded.tokenizer, self.engine.vocab_size, self.engine.ends)
+
+    @property
+    def id(self) -> str:
+        """The name in requests: "qwen2.5-coder-0.5b-instruct:adaptive"."""
+        return f"{self.model}:{self.recipe}"
+
+
+class ServedModels:
+    """All models of a server, by the names that requests give.
+
+    A request names a model and a recipe (`model:recipe`), a model (its first recipe), a recipe (`:recipe`, of the first
+    model), an alias, or nothing (the first model).
+
+    Args:
+        served: at least one; the first is the default.
+        aliases: other name -> a name as above; "*" stands for all names that nothing else has.
+    """
+
+    def __init__(self, served: Sequence[ServedModel], aliases: Mapping[str, str] | None = None) -> None:
+        self.all = tuple(served)
+        self._names: dict[str, ServedModel] = {"": self.all[0]}
+        for each in self.all:
+            self._names.setdefault(each.id, each)
+            self._names.setdefault(each.model, each)
+            self._names.setdefault(f":{each.recipe}", each)
+        self._aliases = dict(aliases or {})
+        for target in self._aliases.values():
+            self.named(target)
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model that a request names.
+
+        Raises ApiError 404 with the names that there are.
+        """
+        name = name or ""
+        name = self._aliases.get(name, name)
+        if name not in self._names:
+            name = self._aliases.get("*", name)
+        if name not in self._names:
+            known = ", ".join(each.id for each in self.all)
+            raise ApiError(
+                404, f"there is no model {name!r} here; there are: {known}. `hetero-kv serve --alias {name}` gives the "
+                "first one this name too", param="model", code="model_not_found",
+            )  # fmt: skip
+        return self._names[name]

@@ -1,0 +1,73 @@
+"""A server of a tiny model, in a thread of the tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from hetero_kv import Engine
+from hetero_kv.models.loading import LoadedModel
+from hetero_kv.server.app import application
+from hetero_kv.server.files import Files
+from hetero_kv.server.host import Host
+from hetero_kv.server.keys import Keys
+from hetero_kv.server.limits import Gate, Rates
+from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.served import ServedModel, ServedModels
+from hetero_kv.server.settings import ServerSettings
+from hetero_kv.serving.sampling_settings import SamplingSettings
+from tests.support.small_recipes import injected, small_recipe
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizers import byte_level
+
+CAPACITY = 800
+
+
+def tiny_served(recipe: str = "dense", name: str = "tiny", **settings) -> ServedModel:
+    """A tiny model with a byte-level tokenizer and a chat template, and an engine with a thread."""
+    tokenizer = byte_level(add_prefix_space=False)
+    model = tiny_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=CAPACITY)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    injected(model, small_recipe(recipe, max_seq_len=CAPACITY))
+    loaded = LoadedModel(model, tokenizer, name, CAPACITY)
+    engine = Engine(loaded, **{"max_seq_len": CAPACITY, "max_batch": 4, **settings})
+    return ServedModel(name, recipe, loaded, engine, Gate(4, 8, 30.0))
+
+
+def host_of(*served: ServedModel, folder: Path, keys: tuple[str, ...] = (), **settings) -> Host:
+    """What the routes share; `settings` are the server's."""
+    chosen = ServerSettings(**settings)
+    models = ServedModels(served)
+    return Host(
+        models=models,
+        settings=chosen,
+        defaults=SamplingSettings(),
+        keys=Keys(keys),
+        metrics=Metrics(lambda: models.all),
+        files=Files(folder, round(chosen.file_gb * 1e9)),
+        rates=(Rates(chosen.requests_per_minute, "requests"), Rates(chosen.tokens_per_minute, "tokens")),
+    )
+
+
+@contextmanager
+def running(host: Host, **arguments) -> Iterator[str]:
+    """The address of a server that runs within this context: "http://127.0.0.1:…"."""
+    config = uvicorn.Config(
+        application(host, **arguments), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
