@@ -23,15 +23,17 @@ async def upload(request: Request) -> Response:
         form = await request.form(max_files=1, max_fields=8)
     except Exception as error:
         raise ApiError(400, f"the form cannot be read ({error}); send multipart/form-data", param="file") from error
-    async with form:
+    try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise ApiError(400, "the form has no file; send it as the field `file`", param="file")
         content = await file.read()
-        stored = await in_thread(
-            host.files.add, content, file.filename or "document", purpose if isinstance(purpose, str) else "user_data",
-            request.state.key,
-        )  # fmt: skip
+    finally:
+        await form.close()
+    stored = await in_thread(
+        host.files.add, content, file.filename or "document", purpose if isinstance(purpose, str) else "user_data",
+        request.state.key,
+    )  # fmt: skip
     return json_response(stored.form())
 
 

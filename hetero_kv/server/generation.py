@@ -155,13 +155,13 @@ async def _merged(sources: Sequence[AsyncIterator[Token | Ended]]) -> AsyncItera
     try:
         open_sources = len(tasks)
         while open_sources:
-            item = await items.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            found = await items.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
                 open_sources -= 1
             else:
-                yield item
+                yield found
     finally:
         for task in tasks:
             task.cancel()

@@ -22,25 +22,25 @@ class Metrics:
     def __init__(self, models: Callable[[], Sequence[ServedModel]]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineGauges(models))
-        by_model = {"labelnames": ("model",), "registry": self._registry}
+        model, to = ("model",), self._registry
         self._requests = Counter(
-            "hetero_kv_requests", "HTTP requests by route and status", ("route", "status"), registry=self._registry
+            "hetero_kv_requests", "HTTP requests by route and status", ("route", "status"), registry=to
         )
-        self._prompt = Counter("hetero_kv_prompt_tokens", "Tokens of prompts, cached ones included", **by_model)
-        self._cached = Counter("hetero_kv_cached_tokens", "Tokens of prompts that were in the cache", **by_model)
-        self._tokens = Counter("hetero_kv_answer_tokens", "Tokens of answers", **by_model)
-        self._answers = Counter(
-            "hetero_kv_answers", "Answers by how they ended", ("model", "reason"), registry=self._registry
+        self._prompt = Counter("hetero_kv_prompt_tokens", "Tokens of prompts, cached ones included", model, registry=to)
+        self._cached = Counter(
+            "hetero_kv_cached_tokens", "Tokens of prompts that were in the cache", model, registry=to
         )
+        self._tokens = Counter("hetero_kv_answer_tokens", "Tokens of answers", model, registry=to)
+        self._answers = Counter("hetero_kv_answers", "Answers by how they ended", ("model", "reason"), registry=to)
         self._first = Histogram(
             "hetero_kv_first_token_seconds", "From the engine's start of a request to its first token",
-            buckets=_FIRST_TOKEN_S, **by_model,
+            model, registry=to, buckets=_FIRST_TOKEN_S,
         )  # fmt: skip
         self._gap = Histogram(
-            "hetero_kv_answer_seconds_per_token", "Mean time of an answer's tokens behind the first", buckets=_GAP_S,
-            **by_model,
+            "hetero_kv_answer_seconds_per_token", "Mean time of an answer's tokens behind the first", model,
+            registry=to, buckets=_GAP_S,
         )  # fmt: skip
-        self._prefill_speed = Counter("hetero_kv_prefill_seconds", "Time to first tokens, in all", **by_model)
+        self._prefill_speed = Counter("hetero_kv_prefill_seconds", "Time to first tokens, in all", model, registry=to)
         self.began = time.time()
 
     def request(self, route: str, status: int) -> None:

@@ -1,0 +1,180 @@
+"""What a request passes before any route: keys, hosts, origins, limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import httpx2 as httpx
+import pytest
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.server.app import application
+from hetero_kv.server.keys import Keys
+from tests.server.running import host_of, running
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def guarded(served, tmp_path_factory):
+    """A server with two keys and narrow limits."""
+    host = host_of(
+        served, folder=tmp_path_factory.mktemp("files"), keys=("ann:secret-of-ann", "bob:secret-of-bob"),
+        body_mb=0.01, read_s=0.4,
+    )  # fmt: skip
+    with running(host) as address, httpx.Client(base_url=address, timeout=30) as client:
+        yield client
+
+
+def bearer(secret):
+    return {"authorization": f"Bearer {secret}"}
+
+
+def test_a_key_is_needed_in_either_header(guarded):
+    assert guarded.get("/v1/models").status_code == 401
+    assert guarded.get("/v1/models", headers=bearer("secret-of-eve")).status_code == 401
+    assert guarded.get("/v1/models", headers=bearer("secret-of-ann")).status_code == 200
+    assert guarded.get("/v1/models", headers={"x-api-key": "secret-of-bob"}).status_code == 200
+    assert guarded.get("/metrics").status_code == 401
+    refused = guarded.get("/v1/models")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert guarded.post("/v1/messages", json={}).json()["error"]["type"] == "authentication_error"
+
+
+def test_health_needs_no_key(guarded):
+    assert guarded.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("secret", ["short", "with space in it", "umlaut-äöü-key", "name:short"])
+def test_a_key_that_is_none_is_refused_at_the_start(secret):
+    with pytest.raises(ConfigError, match="--api_key"):
+        Keys([secret])
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(guarded):
+    found = guarded.post("/v1/completions", content=b"x" * 20_000, headers=bearer("secret-of-ann"))
+    assert found.status_code == 413
+    assert "10,000 bytes" in found.json()["error"]["message"]
+
+    def pieces():
+        yield from (b"x" * 4000 for _ in range(5))
+
+    assert guarded.post("/v1/completions", content=pieces(), headers=bearer("secret-of-ann")).status_code == 413
+
+
+def test_a_body_that_does_not_come_is_refused(guarded):
+    with socket.create_connection((guarded.base_url.host, guarded.base_url.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret-of-ann\r\n"
+            b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
+        connection.settimeout(20)
+        assert b" 408 " in connection.recv(4096).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("body", ["[" * 9000, '{"prompt": "\\ud800"}', '{"prompt": 1e999}', "9" * 9000, "null", ""])
+def test_hostile_json_is_a_400(guarded, body):
+    headers = {**bearer("secret-of-ann"), "content-type": "application/json"}
+    found = guarded.post("/v1/completions", content=body.encode(), headers=headers)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"]
+
+
+def test_every_response_has_an_id_and_forbids_framing(guarded):
+    found = guarded.get("/health", headers={"x-request-id": "mine-1"})
+    assert found.headers["x-request-id"] == "mine-1"
+    assert found.headers["x-frame-options"] == "DENY"
+    assert guarded.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_without_keys_other_hosts_and_origins_are_refused(http):
+    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    found = http.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert found.status_code == 403
+    assert found.json()["error"]["code"] == "unknown_origin"
+    own = f"http://{http.base_url.host}:{http.base_url.port}"
+    assert http.get("/v1/models", headers={"origin": own}).status_code == 200
+
+
+def test_an_allowed_origin_may_use_the_server(served, tmp_path):
+    with running(host_of(served, folder=tmp_path), origins=("https://chat.example",)) as address:
+        found = httpx.options(
+            f"{address}/v1/chat/completions",
+            headers={"origin": "https://chat.example", "access-control-request-method": "POST"},
+        )
+        assert found.status_code == 200
+        assert found.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_unknown_routes_and_methods_are_errors_of_the_api(http):
+    found = http.get("/v1/nothing")
+    assert (found.status_code, found.json()["error"]["type"]) == (404, "not_found_error")
+    assert http.get("/v1/completions").status_code == 405
+
+
+def test_requests_of_a_key_are_limited_per_minute(served, tmp_path):
+    host = host_of(served, folder=tmp_path, keys=("ann:secret-of-ann", "bob:secret-of-bob"), requests_per_minute=2)
+    asked = {"prompt": "hello", "max_tokens": 1}
+    with running(host) as address:
+
+        def status(secret):
+            return httpx.post(f"{address}/v1/completions", json=asked, headers=bearer(secret), timeout=30)
+
+        assert [status("secret-of-ann").status_code for _ in range(3)] == [200, 200, 429]
+        refused = status("secret-of-ann")
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert status("secret-of-bob").status_code == 200
+
+
+def test_tokens_of_a_key_are_limited_per_minute(served, tmp_path):
+    host = host_of(served, folder=tmp_path, tokens_per_minute=20)
+    with running(host) as address:
+        asked = {"prompt": [5] * 30, "max_tokens": 2}
+        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 200
+        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 429
+
+
+def test_metrics_count_requests_and_tokens(served, tmp_path):
+    with running(host_of(served, folder=tmp_path)) as address:
+        httpx.post(f"{address}/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4}, timeout=30)
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+    assert 'hetero_kv_answer_tokens_total{model="tiny:dense"} 4.0' in lines
+    assert 'hetero_kv_prompt_tokens_total{model="tiny:dense"} 3.0' in lines
+    assert 'hetero_kv_requests_total{route="/v1/completions",status="200"} 1.0' in lines
+    assert any(line.startswith("hetero_kv_free_tokens") for line in lines)
+
+
+def test_a_client_that_takes_nothing_loses_its_place(served, tmp_path):
+    host = host_of(served, folder=tmp_path, write_s=0.2)
+    body = json.dumps({"prompt": [5] * 10, "max_tokens": 700, "stream": True}).encode()
+    sent = []
+
+    async def receive():
+        if not sent:
+            sent.append("request")
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            # As where the client's window is full.
+            await asyncio.Event().wait()
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": headers,
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    asyncio.run(application(host)(scope, receive, send))
+    began = time.monotonic()
+    while served.engine.status().requests and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    assert served.engine.status().requests == ()
+    assert b'reason="cancelled"} 1.0' in host.metrics.text()
+    assert served.gate.waiting == 0
