@@ -20,7 +20,7 @@ from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import completion_logprobs
 from hetero_kv.server.usage import FINISH_REASONS, prompt_progress, timings, usage
-from hetero_kv.serving.stream import Completion, Progress
+from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
 #: The most prompts of one request.
@@ -129,17 +129,19 @@ class _Writer:
         }  # fmt: skip
         return [event({**self._form([choice]), "timings": timings(done)})]
 
-    def finish(self, completions: list[Completion]) -> list[bytes]:
+    def finish(self, ended: list[Ended]) -> list[bytes]:
         frames = []
         if (self._body.stream_options or {}).get("include_usage"):
-            frames.append(event({**self._form([]), "usage": usage(completions, self._body.choices)}))
+            counts = usage([each.completion for each in ended], self._body.choices)
+            frames.append(event({**self._form([]), "usage": counts}))
         return [*frames, event("[DONE]")]
 
     def failed(self, error: ApiError) -> list[bytes]:
         return [event(error_body(error, "/v1/completions")), event("[DONE]")]
 
-    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+    def whole(self, ended: list[Ended]) -> dict[str, Any]:
         """The response that is not streamed."""
+        completions = [each.completion for each in ended]
         tokenizer = self._served.loaded.tokenizer
         choices = [
             {

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.limits import Rates, Ticket
@@ -52,11 +53,37 @@ class Ended:
     completion: Completion
 
 
-class Answers:
+class Source:
+    """Answers as they come. Use it as a context manager: what is not complete at the end is cancelled."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    @property
+    def progress(self) -> Progress | None:
+        """How much of the prompt has passed; None while it waits."""
+        raise NotImplementedError
+
+    def events(self) -> AsyncIterator[Token | Ended]:
+        """The tokens and ends of all answers, as they come.
+
+        Raises ApiError 429 if the request waits too long for its turn, and the errors of the engine.
+        """
+        raise NotImplementedError
+
+    async def ended(self) -> list[Ended]:
+        """All answers, once they are complete. Raises as `events`."""
+        found = [each async for each in self.events() if isinstance(each, Ended)]
+        return sorted(found, key=lambda each: each.choice)
+
+
+class Answers(Source):
     """The answers to a prompt, several if it has several sampling parameters.
 
-    A place in the queue is taken at once; `events` waits for its turn. Use it as a context manager: what is not
-    complete at the end is cancelled.
+    A place in the queue is taken at once; `events` waits for its turn.
 
     Args:
         prompt: what is continued.
@@ -82,10 +109,6 @@ class Answers:
         self._streams: list[Stream] = []
         # To each prompt.
         self._choices = len(prompt.sampling) // len(prompt.prompts)
-        self._done: list[Completion | None] = [None] * len(prompt.sampling)
-
-    def __enter__(self) -> Answers:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         for stream in self._streams:
@@ -96,14 +119,11 @@ class Answers:
 
     @property
     def progress(self) -> Progress | None:
-        """How much of the prompt has passed; None while it waits."""
+        """See `Source`."""
         return self._streams[0].progress if self._streams else None
 
     async def events(self) -> AsyncIterator[Token | Ended]:
-        """The tokens and ends of all answers, as they come.
-
-        Raises ApiError 429 if the request waits too long for its turn, and the errors of the engine.
-        """
+        """See `Source`."""
         prompt = self.prompt
         await self._ticket.turn()
         self._rates[0].use(self._key, 1)
@@ -115,13 +135,6 @@ class Answers:
         ]
         async for each in _merged([self._answer(number, stream) for number, stream in enumerate(self._streams)]):
             yield each
-
-    async def completions(self) -> list[Completion]:
-        """All answers, once they are complete. Raises as `events`."""
-        async for each in self.events():
-            if isinstance(each, Ended):
-                self._done[each.choice] = each.completion
-        return [each for each in self._done if each is not None]
 
     async def _answer(self, number: int, stream: Stream) -> AsyncIterator[Token | Ended]:
         async for piece in stream:

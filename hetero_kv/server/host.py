@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from hetero_kv.server.errors import ApiError, api_error
 from hetero_kv.server.files import Files
-from hetero_kv.server.generation import Answers, Ended, Prompt, Token
+from hetero_kv.server.generation import Answers, Ended, Prompt, Source, Token
 from hetero_kv.server.keys import Keys
 from hetero_kv.server.limits import Rates
 from hetero_kv.server.metrics import Metrics
@@ -22,7 +22,7 @@ from hetero_kv.server.served import ServedModels
 from hetero_kv.server.settings import ServerSettings
 from hetero_kv.server.streaming import PING, ticking, while_connected
 from hetero_kv.serving.sampling_settings import SamplingSettings
-from hetero_kv.serving.stream import Completion, Progress
+from hetero_kv.serving.stream import Progress
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,14 +72,14 @@ class Writer(Protocol):
     def progress(self, progress: Progress) -> list[bytes]:
         """While the prompt passes; nothing if the client did not ask for it."""
 
-    def token(self, token: Token) -> list[bytes]:
-        """A token of an answer."""
+    def token(self, token: Any) -> list[bytes]:
+        """A token of an answer, as its source gives it."""
 
-    def ended(self, ended: Ended) -> list[bytes]:
-        """The end of an answer."""
+    def ended(self, ended: Any) -> list[bytes]:
+        """The end of an answer, as its source gives it."""
 
-    def finish(self, completions: list[Completion]) -> list[bytes]:
-        """What comes behind all answers."""
+    def finish(self, ended: list[Any]) -> list[bytes]:
+        """What comes behind all answers; their ends."""
 
     def failed(self, error: ApiError) -> list[bytes]:
         """An error in the middle of the stream."""
@@ -88,7 +88,7 @@ class Writer(Protocol):
 class EventStream(StreamingResponse):
     """Answers as server-sent events. A client that goes away ends them."""
 
-    def __init__(self, answers: Answers, writer: Writer, ping_s: float, request: Request) -> None:
+    def __init__(self, answers: Source, writer: Writer, ping_s: float, request: Request) -> None:
         self._answers = answers
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(_frames(answers, writer, ping_s, request), media_type="text/event-stream", headers=headers)
@@ -100,8 +100,8 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _frames(answers: Answers, writer: Writer, ping_s: float, request: Request) -> AsyncIterator[bytes]:
-    silent_s, completions = ping_s, {}
+async def _frames(answers: Source, writer: Writer, ping_s: float, request: Request) -> AsyncIterator[bytes]:
+    silent_s, ended = ping_s, list[Ended]()
     try:
         for frame in writer.begin():
             yield frame
@@ -110,7 +110,7 @@ async def _frames(answers: Answers, writer: Writer, ping_s: float, request: Requ
             if isinstance(item, Token):
                 frames = writer.token(item)
             elif isinstance(item, Ended):
-                completions[item.choice] = item.completion
+                ended.append(item)
                 frames = writer.ended(item)
             else:
                 silent_s += _TICK_S
@@ -120,27 +120,24 @@ async def _frames(answers: Answers, writer: Writer, ping_s: float, request: Requ
             for frame in frames:
                 silent_s = 0.0
                 yield frame
-        note(request, list(completions.values()))
-        for frame in writer.finish([completions[number] for number in sorted(completions)]):
+        ended.sort(key=lambda each: each.choice)
+        note(request, ended)
+        for frame in writer.finish(ended):
             yield frame
     except Exception as error:
         for frame in writer.failed(failure(error, request)):
             yield frame
 
 
-async def completed(answers: Answers, request: Request) -> list[Completion]:
-    """All answers of a request that is not streamed.
+async def completed(answers: Source, request: Request) -> list[Any]:
+    """The ends of all answers of a request that is not streamed.
 
     Raises ClientGoneError if the client goes away, and the errors of the engine.
     """
     with answers:
-        completions = await while_connected(request, _all(answers))
-    note(request, completions)
-    return completions
-
-
-def _all(answers: Answers) -> Awaitable[list[Completion]]:
-    return answers.completions()
+        ended = await while_connected(request, answers.ended())
+    note(request, ended)
+    return ended
 
 
 def failure(error: Exception, request: Request) -> ApiError:
@@ -151,22 +148,16 @@ def failure(error: Exception, request: Request) -> ApiError:
     return found
 
 
-def note(request: Request, completions: list[Completion]) -> None:
+def note(request: Request, ended: list[Ended]) -> None:
     """Add what was computed to the request's line in the log."""
-    if completions:
+    if ended:
+        first = ended[0].completion
         request.scope["state"]["log"] = {
-            "prompt_tokens": completions[0].prompt_tokens,
-            "cached_tokens": completions[0].cached_tokens,
-            "answer_tokens": sum(len(each.pieces) for each in completions),
-            "first_token_s": f"{completions[0].first_token_s or 0:.3f}",
+            "prompt_tokens": first.prompt_tokens,
+            "cached_tokens": first.cached_tokens,
+            "answer_tokens": sum(len(each.completion.pieces) for each in ended),
+            "first_token_s": f"{first.first_token_s or 0:.3f}",
         }
-
-
-def checked_name(name: str, what: str, most: int = 256) -> str:
-    """A name from a client. Raises ApiError 400 if it is too long or not printable."""
-    if len(name) > most or not name.isprintable():
-        raise ApiError(400, f"{what} is no name; give at most {most} printable characters", param=what)
-    return name
 
 
 def response(body: Response, unknown: list[str]) -> Response:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetero_kv.models.loading import LoadedModel
+from hetero_kv.models.turns import TurnTokens
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.limits import Gate
 from hetero_kv.serving.engine import Engine
@@ -35,6 +36,11 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Grammars over the model's tokens."""
         return Grammars(self.loaded.tokenizer, self.engine.vocab_size, self.engine.ends)
+
+    @cached_property
+    def turns(self) -> TurnTokens:
+        """The model's chat template."""
+        return TurnTokens(self.loaded.tokenizer)
 
     @property
     def id(self) -> str:

@@ -1,0 +1,214 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from hetero_kv.server.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
+from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools, system_text, template_messages
+from hetero_kv.server.chat_answers import AnswerSoFar, ChatAnswers, ChatEnded, ChatToken
+from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, arguments_of, prompt_of
+from hetero_kv.server.errors import ApiError, error_body
+from hetero_kv.server.generation import Prompt
+from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
+from hetero_kv.server.json_response import json_response
+from hetero_kv.server.sampling_fields import Fields, SamplingFields
+from hetero_kv.server.served import ServedModel
+from hetero_kv.server.streaming import event
+from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.serving.stream import Completion, Progress
+
+router = APIRouter()
+
+
+class DialogueFields(Fields):
+    """What `/v1/messages` and `count_tokens` have in common."""
+
+    model: str | None = None
+    messages: list[Any] = Field(min_length=1)
+    system: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(DialogueFields):
+    """The body of `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Any = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    # As in the other APIs here.
+    seed: int | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: Any = None
+    grammar: str | None = None
+
+
+@router.post("/v1/messages", response_model=None)
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    host = host_of(request)
+    served = host.models.named(body.model)
+    form = body.output_format or (body.output_config or {}).get("format")
+    if form is not None:
+        body.response_format = form
+    choice, prompt = await in_thread(_prepared, host, served, body, request.state.key)
+    masks = await in_thread(choice.masks, served, body, 1)
+    fields = SamplingFields(
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
+    )
+    sampling = fields.sampling(served, host.defaults, len(prompt.tokens), most=body.max_tokens, masks=masks)
+    answers = ChatAnswers(
+        host.answers(Prompt(served, [prompt.tokens], sampling, prompt.question), request),
+        choice.parsers(served, prompt, 1),
+    )
+    writer = _Writer(served, len(prompt.tokens))
+    unknown = [*body.unknown, *prompt.unused]
+    if body.stream:
+        return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
+    (ended,) = await completed(answers, request)
+    return response(json_response(writer.whole(ended)), unknown)
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count_tokens(body: DialogueFields, request: Request) -> Response:
+    """The number of a conversation's tokens."""
+    host = host_of(request)
+    served = host.models.named(body.model)
+    _, prompt = await in_thread(_prepared, host, served, body, request.state.key)
+    return json_response({"input_tokens": len(prompt.tokens)})
+
+
+def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -> tuple[Choice, ChatPrompt]:
+    found, question = template_messages(body.messages, lambda file_id: host.files.text(file_id, key))
+    if system := system_text(body.system):
+        found.insert(0, {"role": "system", "content": system})
+    kind = (body.thinking or {}).get("type")
+    thinks = host.defaults.thinks if kind is None else kind != "disabled"
+    is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
+    choice = choice_of(served, openai_tools(body.tools), openai_tool_choice(body.tool_choice), parallel=is_parallel)
+    return choice, prompt_of(served, choice.shown(Dialogue(found, question, thinks=thinks)))
+
+
+class _Writer:
+    def __init__(self, served: ServedModel, prompt_tokens: int) -> None:
+        self._served, self._prompt_tokens = served, prompt_tokens
+        self._id = f"msg_{secrets.token_hex(12)}"
+        # The block that is open: its number and what it is.
+        self._number, self._open = -1, ""
+
+    def begin(self) -> list[bytes]:
+        message = self._form([], None, None, {"input_tokens": self._prompt_tokens, "output_tokens": 0})
+        return [event({"type": "message_start", "message": message}, "message_start")]
+
+    def progress(self, progress: Progress) -> list[bytes]:
+        return [event({"type": "ping"}, "ping")]
+
+    def token(self, token: ChatToken) -> list[bytes]:
+        return [frame for each in token.events for frame in self._event(each)]
+
+    def ended(self, ended: ChatEnded) -> list[bytes]:
+        frames = [frame for each in ended.events for frame in self._event(each)] + self._close()
+        reason, stop = _stop(ended)
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        usage = _usage(ended.completion)
+        frames.append(event({"type": "message_delta", "delta": delta, "usage": usage}, "message_delta"))
+        return frames
+
+    def finish(self, ended: list[ChatEnded]) -> list[bytes]:
+        return [event({"type": "message_stop"}, "message_stop")]
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return [event(error_body(error, "/v1/messages"), "error")]
+
+    def whole(self, ended: ChatEnded) -> dict[str, Any]:
+        """The response that is not streamed."""
+        reason, stop = _stop(ended)
+        return self._form(_blocks(ended.answer), reason, stop, _usage(ended.completion))
+
+    def _event(self, part: Event) -> list[bytes]:
+        match part:
+            case Reasoning(text):
+                return [*self._begin("thinking"), self._delta({"type": "thinking_delta", "thinking": text})]
+            case Content(text):
+                return [*self._begin("text"), self._delta({"type": "text_delta", "text": text})]
+            case CallBegun(_, call_id, name):
+                return self._begin("tool_use", {"id": call_id, "name": name, "input": {}}, is_new=True)
+            case CallArguments(_, text):
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+
+    def _begin(self, kind: str, fields: dict[str, Any] | None = None, *, is_new: bool = False) -> list[bytes]:
+        """Open a block, unless one of its kind is open."""
+        if self._open == kind and not is_new:
+            return []
+        frames = self._close()
+        self._open, self._number = kind, self._number + 1
+        empty = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
+        block = {"type": kind, **(empty[kind] if fields is None else fields)}
+        begun = {"type": "content_block_start", "index": self._number, "content_block": block}
+        return [*frames, event(begun, "content_block_start")]
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        frames = []
+        if self._open == "thinking":
+            # Clients send a thought back only with a signature.
+            frames.append(self._delta({"type": "signature_delta", "signature": self._id}))
+        self._open = ""
+        return [*frames, event({"type": "content_block_stop", "index": self._number}, "content_block_stop")]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event({"type": "content_block_delta", "index": self._number, "delta": delta}, "content_block_delta")
+
+    def _form(
+        self, content: list[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, int]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id, "type": "message", "role": "assistant", "model": self._served.id, "content": content,
+            "stop_reason": reason, "stop_sequence": stop, "usage": usage,
+        }  # fmt: skip
+
+
+def _blocks(answer: AnswerSoFar) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "local"})
+    if answer.content:
+        blocks.append({"type": "text", "text": answer.content})
+    for call in answer.calls:
+        arguments = arguments_of(call.arguments)
+        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return blocks
+
+
+def _stop(ended: ChatEnded) -> tuple[str, str | None]:
+    """Why an answer ended, in Anthropic's words, and the stop text."""
+    done = ended.completion
+    if done.finish_reason in ("max_new_tokens", "full"):
+        return "max_tokens", None
+    if done.finish_reason == "stop_text":
+        return "stop_sequence", done.stop_text
+    return ("tool_use" if ended.answer.calls else "end_turn"), None
+
+
+def _usage(done: Completion) -> dict[str, int]:
+    return {
+        "input_tokens": done.prompt_tokens - done.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": done.cached_tokens,
+        "output_tokens": len(done.pieces),
+    }

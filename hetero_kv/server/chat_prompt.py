@@ -1,0 +1,101 @@
+"""From a conversation in any API's form to a prompt for the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.chat_template import thinking_variable
+from hetero_kv.server.served import ServedModel
+
+#: Efforts at which a model with a switch alone does not think.
+_NO_EFFORT = ("none", "minimal")
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation whose next answer is asked for.
+
+    Attributes:
+        messages: in OpenAI's form, each with a text as content. The last one may be the beginning of the answer.
+        question: what is asked about the last document, as the last user's message ends; None if unknown.
+        tools: functions in OpenAI's form.
+        thinks: whether a reasoning model thinks; None for the template's default.
+        effort: how much it thinks, a word; None for the template's default.
+        variables: further variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    question: str | None = None
+    tools: Sequence[Any] = ()
+    thinks: bool | None = None
+    effort: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as tokens.
+
+    Attributes:
+        tokens: up to where the answer goes on.
+        question: how many of the last ones are the question; None if unknown.
+        unused: words for what had no effect.
+    """
+
+    tokens: list[int]
+    question: int | None
+    unused: tuple[str, ...] = ()
+
+
+def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
+    """The tokens of a conversation, in the model's chat template.
+
+    Raises HeteroKVError as `Engine.encode`.
+    """
+    turns, messages = served.turns, list(dialogue.messages)
+    begun = None
+    if len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls"):
+        begun = messages.pop()
+    variables, unused = _variables(served, dialogue)
+    tokens = served.engine.encode(messages, tools=list(dialogue.tools) or None, variables=variables)
+    question = None
+    last = messages[-1] if messages else {}
+    if begun is not None:
+        tokens = [*tokens, *turns.text(begun["content"])]
+    elif last.get("role") == "user":
+        try:
+            question = turns.question(tokens, last["content"], dialogue.question)
+        except HeteroKVError:
+            # A template that writes no message alone.
+            question = None
+    return ChatPrompt(tokens, question, unused)
+
+
+def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and which of them it does not have."""
+    known, given = served.turns.variables, dict(dialogue.variables)
+    thinks, effort, unused = dialogue.thinks, dialogue.effort, []
+    if effort is not None:
+        if "reasoning_effort" in known:
+            given["reasoning_effort"] = effort
+        elif thinks is None:
+            thinks = effort not in _NO_EFFORT
+    if thinks is not None:
+        try:
+            given.setdefault(thinking_variable(served.loaded.tokenizer), thinks)
+        except HeteroKVError:
+            unused.append("thinking" if effort is None else "reasoning_effort")
+    unused += [name for name in given if name not in known]
+    return {name: value for name, value in given.items() if name in known}, tuple(unused)
+
+
+def arguments_of(text: str) -> Any:
+    """The arguments of a tool call; a text that is no JSON stays one."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
