@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
+from hetero_kv.models.messages import Message
+from hetero_kv.models.shown_conversation import ShownConversation
+from hetero_kv.models.templates import TemplateLimitError, template_source, template_variables
 from hetero_kv.models.text_encoding import PromptPiece
-
-# Characters that templates are known to change in a message: quotes, entities, line ends, letters of either case.
-_SAMPLE = " 'Aé\"<&>\\\n{}| "
-# White space that no template writes; it shows whether the template strips a message's white space.
-_SPACE = "\u2003"
-
-Messages = Sequence[Mapping[str, str]]
-
+from hetero_kv.models.tool_definitions import Tools, read_tools
 
 #: The names of the switch in templates.
 _THINKING = re.compile(r"\b(enable_thinking|(?<![.\w'\"])thinking(?=\s+(?:is\b|and\b|or\b|==|%\}|-%\})))")
+_STANDARD = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
 
 def thinking_variable(tokenizer: Any) -> str:
@@ -34,61 +30,61 @@ def thinking_variable(tokenizer: Any) -> str:
     return found[1]
 
 
+def variables_of(tokenizer: Any) -> frozenset[str]:
+    """The names of the variables that a caller may give the tokenizer's chat template, such as "reasoning_effort".
+
+    Raises TemplateError for a template that cannot be read.
+    """
+    if not tokenizer.chat_template:
+        return frozenset()
+    sources = {template_source(tokenizer, has_tools=has_tools) for has_tools in (False, True)}
+    names = frozenset.union(*map(_read_variables, sources)) - _STANDARD - tokenizer.special_tokens_map.keys()
+    return frozenset(name for name in names if not name.endswith("_token"))
+
+
+@lru_cache(maxsize=64)
+def _read_variables(source: str) -> frozenset[str]:
+    return template_variables(source)
+
+
 def rendered(
-    tokenizer: Any, messages: Messages, *, after: int | None = None, variables: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any] | Message],
+    *,
+    after: int | None = None,
+    variables: Mapping[str, Any] | None = None,
+    tools: Tools | None = None,
+    places_system: bool = False,
 ) -> list[PromptPiece]:
     """The messages in the tokenizer's chat template, up to the start of the next answer.
 
-    The template renders placeholders, which are then replaced by the messages' texts, so that no text affects the
-    template. Where the template strips white space around a message, the text's is stripped too.
+    The template renders stand-ins, which are then replaced by the texts, so that no text affects the template. Where
+    the template strips white space around a text, or escapes it in JSON, the text is stripped or escaped too. Arguments
+    that a template writes as one JSON text keep the form in which they are given, as the model may have written them.
+
+    Templates differ in what they accept. The conversation is shown in further forms where one is refused or its texts
+    are left out: `developer` as `system`; arguments as a mapping, then as text; functions without a description or
+    parameters, then with empty ones; a thought and a content beside tool calls, then both as the thought. Thoughts are
+    shown apart from answers, so that a template may leave earlier ones out.
 
     Args:
-        messages: each with "role" and "content".
+        messages: as `hetero_kv.models.messages.read_messages`.
         after: return only what follows the message with this number.
-        variables: further variables of the template.
+        variables: further variables of the template, of `variables_of`.
+        tools: as `hetero_kv.models.messages.read_tools`.
+        places_system: whether system messages may stand elsewhere where the template refuses them: the first ones
+            become one, later ones a part of the user's message at their place; where it has no system messages, all do.
 
-    Raises HeteroKVError if the template cannot be rendered, omits a message or changes its text.
+    Raises HeteroKVError if the template cannot be rendered, omits a message, a tool or a call, or changes a text.
     """
-    key = secrets.token_hex(8)
-    stand_ins = [f"{key}-{number}{_SAMPLE}{number}-{key}" for number in range(len(messages))]
-    shown = [
-        # An empty text is shown as such: templates ask whether there is one.
-        {**message, "content": message["content"] and f"{_SPACE}{name}{_SPACE}"}
-        for message, name in zip(messages, stand_ins, strict=True)
-    ]
-    # [written, space, stand-in, space, written, …, written]
-    parts = re.split(
-        f"({_SPACE}?)({'|'.join(map(re.escape, stand_ins))})({_SPACE}?)", _render(tokenizer, shown, variables)
-    )
-    if after is not None:
-        if stand_ins[after] not in parts:
-            raise HeteroKVError(
-                "the model's chat template omits earlier answers, so a conversation cannot continue; use /reset before "
-                "each question"
-            )
-        parts = parts[len(parts) - parts[::-1].index(stand_ins[after]) + 1 :]
-    is_missing = messages[-1]["content"] and stand_ins[-1] not in parts
-    if is_missing or any(key in written.casefold() for written in parts[::4]):
-        raise HeteroKVError(
-            "the model's chat template changes the text of messages, so text cannot be distinguished from control "
-            "tokens; give the tokenizer a chat_template that writes messages unchanged"
-        )
-    pieces = [PromptPiece(parts[0], is_template=True)]
-    for before, name, behind, written in zip(*(parts[first::4] for first in (1, 2, 3, 4)), strict=True):
-        content = messages[stand_ins.index(name)]["content"]
-        content = content if before else content.lstrip()
-        pieces += [PromptPiece(content if behind else content.rstrip()), PromptPiece(written, is_template=True)]
-    return pieces
-
-
-def _render(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None) -> str:
-    try:
-        return rendered_chat(tokenizer, messages, add_generation_prompt=True, variables=variables)
-    except TemplateLimitError:
-        raise
-    except TemplateError as error:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise HeteroKVError(
-            f"the model's chat template refuses messages of {roles}: {error.reason}; leave out --system if it refuses "
-            "system messages, or give the tokenizer another chat_template"
-        ) from error
+    conversation = ShownConversation(tokenizer, messages, variables or {}, read_tools(tools))
+    first_error: HeteroKVError | None = None
+    for choice in conversation.choices(places_system):
+        try:
+            return conversation.pieces(choice, after)
+        except TemplateLimitError:
+            raise
+        except HeteroKVError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error

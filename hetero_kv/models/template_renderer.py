@@ -7,6 +7,8 @@ Requests and answers are lines of JSON on standard input and output:
     {"template": …, "variables": {…}, "seconds": …, "memory": …, "longest": …} -> {"text": …}, {"limit": …} or
     {"error": …}
 
+Without variables (null), the text is the list of those that the template reads, as JSON.
+
 It imports nothing of this package, so that it starts quickly and exposes little.
 """
 
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import ext, nodes, parser
+from jinja2 import ext, meta, nodes, parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -61,6 +63,10 @@ def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> di
     text: list[str] = []
     length = 0
     try:
+        if request["variables"] is None:
+            parsed = made.parse(request["template"])
+            names = meta.find_undeclared_variables(parsed) & _read_first(parsed) - made.globals.keys()
+            return {"text": json.dumps(sorted(names))}
         for piece in made.from_string(request["template"]).generate(**request["variables"]):
             text.append(piece)
             length += len(piece)
@@ -71,6 +77,23 @@ def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> di
         return {"limit": f"it takes more than {request['memory'] / 1e6:,.0f} MB"}
     except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _read_first(template: nodes.Template) -> set[str]:
+    """The names in a template that are read before they are set.
+
+    Jinja's own `find_undeclared_variables` also gives names that are set in a branch and read in another one.
+    """
+    is_read: dict[str, bool] = {}
+    waiting: list[nodes.Node] = [template]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, nodes.Name):
+            is_read.setdefault(node.name, node.ctx == "load")
+        children = list(node.iter_child_nodes())
+        # What is assigned is read first.
+        waiting += children if isinstance(node, nodes.Assign) else reversed(children)
+    return {name for name, is_first in is_read.items() if is_first}
 
 
 def limit(seconds: float, room: int) -> None:

@@ -42,12 +42,33 @@ class TemplateLimitError(TemplateError):
     """A chat template that exceeds the limit on time, memory or output."""
 
 
+def template_source(tokenizer: Any, *, has_tools: bool = False) -> str:
+    """The tokenizer's chat template; of several, the one named "tool_use" where there are tools, or else "default".
+
+    Raises TemplateError if there is none for conversations.
+    """
+    try:
+        return str(tokenizer.get_chat_template(tools=[]) if has_tools else tokenizer.get_chat_template())
+    except ValueError as error:  # several, and none is the one for conversations
+        raise TemplateError(f"the model has no chat template for conversations: {error}", str(error)) from error
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The names of the variables that a chat template reads.
+
+    Raises as `rendered_chat`.
+    """
+    return frozenset(json.loads(_answered({"template": template, "variables": None})))
+
+
 def rendered_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template: str | None = None,
 ) -> str:
     """The text of a conversation, by the tokenizer's chat template.
 
@@ -56,24 +77,29 @@ def rendered_chat(
         messages: the conversation's messages, each with `role` and `content`.
         add_generation_prompt: whether the text ends with the start of an answer.
         variables: variables of the template besides the standard ones.
+        tools: the functions that the model may call, as the template has them; None for none.
+        template: one of the tokenizer's templates; None for the one that `template_source` gives.
 
     Raises:
         TemplateLimitError: the template exceeds a limit.
         TemplateError: the template is faulty, or refuses the conversation.
     """
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:  # several, and none is the one for conversations
-        raise TemplateError(f"the model has no chat template for conversations: {error}", str(error)) from error
+    if template is None:
+        template = template_source(tokenizer, has_tools=tools is not None)
     context = {
         **(variables or {}),
         **tokenizer.special_tokens_map,
         "messages": [dict(message) for message in messages],
-        "tools": None,
+        "tools": None if tools is None else [dict(tool) for tool in tools],
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    request = json.dumps({"template": template, "variables": context}, default=str)
+    return _answered({"template": template, "variables": context})
+
+
+def _answered(question: Mapping[str, Any]) -> str:
+    """The renderer's text for a template and its variables."""
+    request = json.dumps(question, default=str)
     limits = {
         "seconds": SECONDS,
         "memory": _MEMORY + _MEMORY_PER_BYTE * len(request),

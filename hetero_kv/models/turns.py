@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError, shown
-from hetero_kv.models.chat_template import Messages, rendered, thinking_variable
+from hetero_kv.models.chat_template import rendered, thinking_variable, variables_of
+from hetero_kv.models.messages import NO_MESSAGES, THOUGHT, Messages, read_messages
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
+from hetero_kv.models.tool_definitions import Tools
 
 #: A longer turn without a known question does not count as a question as a whole, tokens.
 LONGEST_MESSAGE = 1024
 _LINE_END = PromptPiece("\n")
-#: The tag that begins a reasoning model's thought.
-THOUGHT = "<think>"
 # A tag that is no word of the vocabulary takes several tokens.
 _TOKENS_OF_SIGN = 16
 
@@ -56,33 +56,65 @@ class TurnTokens:
         """The tokens of a text without a chat template, with the special tokens that the tokenizer puts around it."""
         return self._encoder.encode([PromptPiece(text)], add_special_tokens=True)
 
-    def conversation(self, messages: Messages) -> list[int]:
-        """The tokens of a whole conversation up to the start of the next answer.
+    def conversation(
+        self, messages: Messages, *, tools: Tools | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of a whole conversation, in the form of OpenAI's API, up to the start of the next answer.
+
+        Control tokens come from the template alone: one that is spelled in a message, a thought, a tool's result, the
+        names, descriptions or schemas of tools, or a call's arguments is plain text.
+
+        `developer` messages are system messages where the template has no such role. Where it refuses system messages
+        anywhere but at the beginning, the first ones become one, and each later one a part of the user's message at its
+        place, so that what stands before it stays as it is. Where it has none, all of them do. Messages whose roles do
+        not alternate are refused as the template refuses them. Where the template leaves out thoughts, be they in
+        "reasoning_content" or before `</think>` in the content, they are left out.
 
         Args:
-            messages: each with "role" and "content", a text; without the system message that this object has.
+            messages: as `hetero_kv.models.messages.read_messages`; without the system message that this object has.
+            tools: functions that the model may call, each {"type": "function", "function": {"name": …,
+                "description": …, "parameters": JSON schema}}; the template named "tool_use" has precedence for them.
+            variables: values for variables of the template, such as {"reasoning_effort": "high"}. A word is given to
+                the template as it is; any other text is a text like a message's.
 
-        Raises HeteroKVError without a chat template, for messages of another form, and as
+        Raises HeteroKVError without a chat template, for messages, tools and variables of another form, for variables
+        that the template does not have, for tools where it has no notion of them, and as
         `hetero_kv.models.chat_template.rendered`.
         """
+        return self._encoded(messages, tools, variables, places_system=True)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables of the chat template, such as "enable_thinking" and "reasoning_effort"."""
+        return variables_of(self.tokenizer)
+
+    def _encoded(
+        self, messages: Messages, tools: Tools | None = None, variables: Mapping[str, Any] | None = None, *,
+        places_system: bool,
+    ) -> list[int]:  # fmt: skip
         if not self.tokenizer.chat_template:
             raise HeteroKVError("the model has no chat template for messages; pass it a text, which it continues")
+        for name in variables or ():
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise HeteroKVError(f"the model's chat template has no variable {shown(name, 80)}; it has: {known}")
         if not messages or isinstance(messages, str | Mapping):
-            raise HeteroKVError('there are no messages; give a list of at least one, {"role": "user", "content": "…"}')
-        for number, message in enumerate(messages):
-            if not isinstance(message, Mapping):
-                raise HeteroKVError(f"messages[{number}] is {shown(message, 80)}; give a mapping of role and content")
-            for name in ("role", "content"):
-                value = message.get(name)
-                if not isinstance(value, str):
-                    raise HeteroKVError(f"messages[{number}] has the {name} {value!r}; give a text")
-        return self._encoder.encode(rendered(self.tokenizer, [*self.opening, *messages], variables=self._variables))
+            raise HeteroKVError(NO_MESSAGES)
+        return self._encoder.encode(
+            rendered(
+                self.tokenizer,
+                [*read_messages(self.opening), *messages] if self.opening else messages,
+                variables={**self._variables, **(variables or {})},
+                tools=tools,
+                places_system=places_system,
+            )
+        )
 
     def first(self, question: str) -> list[int]:
         """The tokens of a conversation's first turn up to the start of the answer."""
         if not self.tokenizer.chat_template:
             return self.raw(question)
-        return self.conversation([{"role": "user", "content": question}])
+        return self._encoded([{"role": "user", "content": question}], places_system=False)
 
     def following(self, question: str, last_token: int) -> list[int]:
         """The tokens after an answer up to the start of the next one.

@@ -7,19 +7,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError, shown
-from hetero_kv.models.chat_template import Messages
+from hetero_kv.models.chat_template import thinking_variable
 from hetero_kv.models.loading import LoadedModel
+from hetero_kv.models.messages import Messages
+from hetero_kv.models.tool_definitions import Tools
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.forward import ModelForward
@@ -192,21 +194,30 @@ class Engine:
             is_open=not self._is_closed and (self._thread is None or self._thread.is_alive()),
         )
 
-    def encode(self, messages: Messages, *, thinks: bool | None = None) -> list[int]:
+    def encode(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        thinks: bool | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The tokens of a conversation, in the model's chat template, up to the start of the next answer.
 
         `engine.generate(engine.encode([{"role": "user", "content": "…"}]))` asks for that answer. Control tokens come
-        from the template alone: `<|im_end|>` in a message is plain text.
+        from the template alone: `<|im_end|>` in a message, a tool's result or a tool's description is plain text.
 
         Args:
-            messages: each with "role" and "content", a text. A template sees no texts, so that it removes no thoughts:
-                give an earlier answer without what stands before its `</think>`, where the model expects that.
+            messages: in the form of OpenAI's API, see `hetero_kv.models.messages.read_messages`: each with "role" and
+                "content", a text; an assistant's also with "tool_calls" and "reasoning_content".
+            tools: functions that the model may call, in the form of OpenAI's API.
             thinks: whether a reasoning model thinks before it answers; None for the template's default.
+            variables: values for other variables of the template, such as {"reasoning_effort": "high"}.
 
         Raises HeteroKVError as `hetero_kv.models.turns.TurnTokens`.
         """
-        turns = self._turns if thinks is None else TurnTokens(self.tokenizer, thinks=thinks)
-        return turns.conversation(messages)
+        switch = {} if thinks is None else {thinking_variable(self.tokenizer): thinks}
+        return self._turns.conversation(messages, tools=tools, variables={**(variables or {}), **switch})
 
     def generate(
         self,

@@ -207,7 +207,13 @@ def test_templates_that_treat_some_texts_specially_cannot_be_exploited():
 
 @pytest.mark.parametrize(
     "written",
-    ["m.content | upper", "m.content | tojson", "m.content[:9]", "'you said something'", "m.content.split()[0]"],
+    [
+        "m.content | upper",
+        "m.content | replace('A', '')",
+        "m.content[:9]",
+        "'you said something'",
+        "m.content.split()[0]",
+    ],
 )
 def test_a_template_that_changes_messages_is_refused(written):
     tokenizer = with_template(
