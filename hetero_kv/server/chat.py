@@ -163,7 +163,9 @@ class _Writer:
         return {**form, "usage": self._usage(ended), "timings": timings(ended[0].completion)}
 
     def _usage(self, ended: list[ChatEnded]) -> dict[str, Any]:
-        return usage([each.completion for each in ended], self._body.choices)
+        counts = usage([each.completion for each in ended], self._body.choices)
+        thought = sum(each.answer.reasoning_tokens for each in ended)
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": thought}}
 
     def _all_logprobs(self, ended: ChatEnded) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -23,9 +23,10 @@ class CallSoFar:
 
 @dataclass
 class AnswerSoFar:
-    """What an answer has said as far as it has come."""
+    """What an answer consists of as far as it has come; `reasoning_tokens` are those before text and calls."""
 
     reasoning: str = ""
+    reasoning_tokens: int = 0
     content: str = ""
     calls: list[CallSoFar] = field(default_factory=list)
 
@@ -111,6 +112,9 @@ class ChatAnswers(Source):
             parser, answer = self._parsers[item.choice], so_far[item.choice]
             if isinstance(item, Token):
                 events = parser.add(item.piece)
+                is_thinking = not answer.content and not answer.calls
+                if is_thinking and (answer.reasoning or any(isinstance(each, Reasoning) for each in events)):
+                    answer.reasoning_tokens = counts[item.choice] + 1
                 yield ChatToken(item.choice, item.piece, counts[item.choice], events)
                 counts[item.choice] += 1
             else:

@@ -20,6 +20,7 @@ from hetero_kv.server.limits import Rates
 from hetero_kv.server.metrics import Metrics
 from hetero_kv.server.served import ServedModels
 from hetero_kv.server.settings import ServerSettings
+from hetero_kv.server.stored_responses import StoredResponses
 from hetero_kv.server.streaming import PING, ticking, while_connected
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.serving.stream import Progress
@@ -45,6 +46,7 @@ class Host:
     keys: Keys
     metrics: Metrics
     files: Files
+    responses: StoredResponses
     rates: tuple[Rates, Rates]
 
     def answers(self, prompt: Prompt, request: Request) -> Answers:

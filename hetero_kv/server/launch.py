@@ -28,6 +28,7 @@ from hetero_kv.server.limits import Gate, Rates
 from hetero_kv.server.metrics import Metrics
 from hetero_kv.server.served import ServedModel, ServedModels
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
+from hetero_kv.server.stored_responses import StoredResponses
 from hetero_kv.serving.engine import Engine
 from hetero_kv.serving.sampling_settings import SamplingSettings
 
@@ -61,6 +62,7 @@ def serve(
                 keys=keys,
                 metrics=Metrics(lambda: models.all),
                 files=Files(folder, round(settings.file_gb * 1e9)),
+                responses=StoredResponses(folder / "responses", settings.kept_responses),
                 rates=(
                     Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")
                 ),

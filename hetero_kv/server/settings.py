@@ -51,6 +51,7 @@ class ServerSettings(Settings):
         "auto", "folder of uploaded documents; auto: files in HETERO_KV_HOME, or in ~/.cache/hetero_kv"
     )
     file_gb: float = setting(1.0, "GB that the texts of all uploaded documents may take", minimum=0)
+    kept_responses: int = setting(1000, "responses that previous_response_id finds; the oldest go first", minimum=0)
     insecure: bool = setting(False, "listen at an address that other machines reach without an API key")
     log_prompts: bool = setting(False, "write prompts and answers to the log")
 

@@ -20,6 +20,7 @@ from hetero_kv.server.limits import Gate, Rates
 from hetero_kv.server.metrics import Metrics
 from hetero_kv.server.served import ServedModel, ServedModels
 from hetero_kv.server.settings import ServerSettings
+from hetero_kv.server.stored_responses import StoredResponses
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
@@ -50,6 +51,7 @@ def host_of(*served: ServedModel, folder: Path, keys: tuple[str, ...] = (), **se
         keys=Keys(keys),
         metrics=Metrics(lambda: models.all),
         files=Files(folder, round(chosen.file_gb * 1e9)),
+        responses=StoredResponses(folder / "responses", chosen.kept_responses),
         rates=(Rates(chosen.requests_per_minute, "requests"), Rates(chosen.tokens_per_minute, "tokens")),
     )
 

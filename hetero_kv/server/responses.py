@@ -1,0 +1,276 @@
+"""OpenAI's `/v1/responses`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from hetero_kv.server.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
+from hetero_kv.server.chat_answers import AnswerSoFar, ChatAnswers, ChatEnded, ChatToken
+from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.generation import Prompt
+from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
+from hetero_kv.server.json_response import json_response
+from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id, output_items
+from hetero_kv.server.sampling_fields import SamplingFields
+from hetero_kv.server.served import ServedModel
+from hetero_kv.server.streaming import event
+from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.serving.stream import Progress
+
+router = APIRouter()
+
+
+class ResponseRequest(SamplingFields):
+    """The body of `/v1/responses`."""
+
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    max_output_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+    metadata: dict[str, Any] | None = None
+    include: Any = None
+    # As in the other APIs here.
+    response_format: dict[str, Any] | None = None
+    json_schema: Any = None
+    grammar: str | None = None
+
+
+@router.post("/v1/responses", response_model=None)
+async def create(body: ResponseRequest, request: Request) -> Response:
+    """Answer a conversation, or go on with an earlier response."""
+    host, key = host_of(request), request.state.key
+    served = host.models.named(body.model)
+    _require_supported(body)
+    items, others, choice, prompt = await in_thread(_prepared, host, served, body, key)
+    body.response_format = body.response_format or (body.text or {}).get("format")
+    masks = await in_thread(choice.masks, served, body, 1)
+    sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
+    answers = ChatAnswers(
+        host.answers(Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority), request),
+        choice.parsers(served, prompt, 1),
+    )
+    writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
+    unknown = [*body.unknown, *prompt.unused, *others]
+    if body.stream:
+        return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
+    (ended,) = await completed(answers, request)
+    return response(json_response(await in_thread(writer.whole, ended)), unknown)
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def retrieve(response_id: str, request: Request) -> Response:
+    """An earlier response."""
+    found, _ = await in_thread(host_of(request).responses.get, response_id, request.state.key)
+    return json_response(found)
+
+
+@router.delete("/v1/responses/{response_id}", response_model=None)
+async def delete(response_id: str, request: Request) -> Response:
+    """Forget a response."""
+    await in_thread(host_of(request).responses.delete, response_id, request.state.key)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _require_supported(body: ResponseRequest) -> None:
+    if body.truncation not in (None, "disabled"):
+        raise ApiError(
+            400, f"truncation is {body.truncation!r}, and nothing is cut here; leave it out, or give disabled",
+            param="truncation",
+        )  # fmt: skip
+    if body.choices != 1:
+        raise ApiError(400, f"n is {body.n}; a response has one answer", param="n")
+
+
+def _prepared(
+    host: Host, served: ServedModel, body: ResponseRequest, key: str
+) -> tuple[list[Any], list[str], Choice, ChatPrompt]:
+    earlier = [] if body.previous_response_id is None else host.responses.get(body.previous_response_id, key)[1]
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items = [*earlier, *(given if isinstance(given, list) else [])] if earlier else given
+    messages, question = item_messages(items, lambda file_id: host.files.text(file_id, key))
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    tools, others = chat_tools(body.tools)
+    choice = choice_of(served, tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
+    effort = (body.reasoning or {}).get("effort")
+    dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
+    return list(items), others, choice, prompt_of(served, choice.shown(dialogue))
+
+
+def _keep(host: Host, body: ResponseRequest, found: dict[str, Any], items: list[Any], key: str) -> None:
+    if body.store:
+        host.responses.put(found, items, key)
+
+
+class _Writer:
+    """Args: keep: called with a complete response and its output items."""
+
+    def __init__(self, served: ServedModel, body: ResponseRequest, keep: Any) -> None:
+        self._served, self._body, self._keep = served, body, keep
+        self._id, self._created = new_id("resp"), int(time.time())
+        self._sequence = 0
+        self._answer = AnswerSoFar()
+        # The items so far: id and kind, the last one open unless `_is_open` is False.
+        self._items: list[tuple[str, str]] = []
+        self._is_open = False
+
+    def begin(self) -> list[bytes]:
+        return [
+            self._event(f"response.{name}", {"response": self._form([], "in_progress")})
+            for name in ("created", "in_progress")
+        ]
+
+    def progress(self, progress: Progress) -> list[bytes]:
+        return []
+
+    def token(self, token: ChatToken) -> list[bytes]:
+        return [frame for each in token.events for frame in self._part(each)]
+
+    def ended(self, ended: ChatEnded) -> list[bytes]:
+        frames = [frame for each in ended.events for frame in self._part(each)]
+        if not self._items:
+            frames += self._open("message")
+        frames += self._close()
+        whole = self.whole(ended)
+        name = "response.completed" if whole["status"] == "completed" else "response.incomplete"
+        return [*frames, self._event(name, {"response": whole})]
+
+    def finish(self, ended: list[ChatEnded]) -> list[bytes]:
+        return []
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        form = self._form([], "failed")
+        form["error"] = {"code": error.code or "server_error", "message": error.message}
+        return [self._event("response.failed", {"response": form})]
+
+    def whole(self, ended: ChatEnded) -> dict[str, Any]:
+        """The complete response, which is kept."""
+        done = ended.completion
+        is_complete = done.finish_reason not in ("max_new_tokens", "full")
+        ids = [item for item, _ in self._items] or [new_id("item") for _ in range(2 + len(ended.answer.calls))]
+        output = output_items(ended.answer, ids, is_complete=is_complete)
+        form = self._form(output, "completed" if is_complete else "incomplete")
+        if not is_complete:
+            form["incomplete_details"] = {"reason": "max_output_tokens"}
+        form["usage"] = {
+            "input_tokens": done.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": done.cached_tokens},
+            "output_tokens": len(done.pieces),
+            "output_tokens_details": {"reasoning_tokens": ended.answer.reasoning_tokens},
+            "total_tokens": done.prompt_tokens + len(done.pieces),
+        }
+        self._keep(form, output)
+        return form
+
+    # -- events
+
+    def _part(self, part: Event) -> list[bytes]:
+        kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
+        frames: list[bytes] = []
+        self._answer.add(part)
+        if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:
+            frames += [*self._close(), *self._open(kind)]
+        place: dict[str, Any] = {"item_id": self._items[-1][0], "output_index": len(self._items) - 1}
+        match part:
+            case Reasoning(text):
+                frames.append(
+                    self._event("response.reasoning_text.delta", {**place, "content_index": 0, "delta": text})
+                )
+            case Content(text):
+                delta = {**place, "content_index": 0, "delta": text, "logprobs": []}
+                frames.append(self._event("response.output_text.delta", delta))
+            case CallArguments(_, text):
+                frames.append(self._event("response.function_call_arguments.delta", {**place, "delta": text}))
+        return frames
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """The open item as it is."""
+        item_id, kind = self._items[-1]
+        answer, item = self._answer, {"id": item_id, "type": kind, "status": status}
+        match kind:
+            case "reasoning":
+                return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": answer.reasoning}]}
+            case "message":
+                return {**item, "role": "assistant", "content": [self._text()] if status == "completed" else []}
+        call = answer.calls[-1]
+        arguments = call.arguments if status == "completed" else ""
+        return {**item, "call_id": call.id, "name": call.name, "arguments": arguments}
+
+    def _text(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._answer.content, "annotations": [], "logprobs": []}
+
+    def _open(self, kind: str) -> list[bytes]:
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        self._items.append((new_id(prefix), kind))
+        self._is_open = True
+        place = {"output_index": len(self._items) - 1}
+        frames = [self._event("response.output_item.added", {**place, "item": self._item("in_progress")})]
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            added = {"item_id": self._items[-1][0], **place, "content_index": 0, "part": part}
+            frames.append(self._event("response.content_part.added", added))
+        return frames
+
+    def _close(self) -> list[bytes]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item_id, kind = self._items[-1]
+        place: dict[str, Any] = {"item_id": item_id, "output_index": len(self._items) - 1}
+        frames = []
+        match kind:
+            case "reasoning":
+                done = {**place, "content_index": 0, "text": self._answer.reasoning}
+                frames.append(self._event("response.reasoning_text.done", done))
+            case "message":
+                inner = {**place, "content_index": 0}
+                done = {**inner, "text": self._answer.content, "logprobs": []}
+                frames.append(self._event("response.output_text.done", done))
+                frames.append(self._event("response.content_part.done", {**inner, "part": self._text()}))
+            case _:
+                call = self._answer.calls[-1]
+                done = {**place, "name": call.name, "arguments": call.arguments}
+                frames.append(self._event("response.function_call_arguments.done", done))
+        item = {"output_index": place["output_index"], "item": self._item("completed")}
+        return [*frames, self._event("response.output_item.done", item)]
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        self._sequence += 1
+        return event({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+    def _form(self, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._served.id,
+            "output": output,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "previous_response_id": body.previous_response_id,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "store": body.store,
+            "truncation": "disabled",
+            "usage": None,
+        }

@@ -1,0 +1,76 @@
+"""Responses that later requests continue (`previous_response_id`), in a folder, each for the key that asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.durable_file import write_atomically
+from hetero_kv.server.errors import ApiError
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class StoredResponses:
+    """Conversations and responses by id.
+
+    Args:
+        folder: made with the first response.
+        most: how many are kept; the oldest go first.
+    """
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+        self._changing = threading.Lock()
+
+    def put(self, response: dict[str, Any], items: list[Any], key: str) -> None:
+        """Keep a response and the items of its conversation, its output included."""
+        content = {"owner": _owner(key), "response": response, "items": items}
+        with self._changing:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            text = json.dumps(content, ensure_ascii=True)
+            write_atomically(self._path(response["id"]), text)
+            paths = sorted(self._folder.glob("resp_*.json"), key=_age)
+            for path in paths[: max(0, len(paths) - self._most)]:
+                path.unlink(missing_ok=True)
+
+    def get(self, response_id: str, key: str) -> tuple[dict[str, Any], list[Any]]:
+        """A response of this key, and the items of its conversation.
+
+        Raises ApiError 404 for others' and unknown ones alike.
+        """
+        try:
+            found = (
+                json.loads(self._path(response_id).read_text(encoding="utf-8")) if _ID.fullmatch(response_id) else {}
+            )
+        except (OSError, ValueError):
+            found = {}
+        if found.get("owner") != _owner(key):
+            raise ApiError(
+                404, f"there is no response {response_id!r}; the server keeps the last {self._most:,}, unless store is "
+                "false", param="previous_response_id", code="previous_response_not_found",
+            )  # fmt: skip
+        return found["response"], found["items"]
+
+    def delete(self, response_id: str, key: str) -> None:
+        """Remove a response of this key. Raises ApiError 404 as `get`."""
+        self.get(response_id, key)
+        self._path(response_id).unlink(missing_ok=True)
+
+    def _path(self, response_id: str) -> Path:
+        return self._folder / f"{response_id}.json"
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _owner(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
