@@ -84,6 +84,16 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return response(json_response(writer.whole(await completed(answers, request))), unknown)
 
 
+@router.post("/apply-template", response_model=None)
+async def apply_template(body: ChatRequest, request: Request) -> Response:
+    """The text of a conversation in the model's chat template, control tokens included (llama-server's route)."""
+    host = host_of(request)
+    served = host.models.named(body.model)
+    _, prompt = await in_thread(_prepared, host, served, body, request.state.key)
+    text = await in_thread(lambda: served.loaded.tokenizer.decode(prompt.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})
+
+
 def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[Choice, ChatPrompt]:
     dialogue = body.dialogue(host, key)
     choice = choice_of(served, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)

@@ -51,6 +51,10 @@ class Host:
 
     def answers(self, prompt: Prompt, request: Request) -> Answers:
         """Queue a prompt. Raises ApiError as `Answers`."""
+        if self.settings.log_prompts:
+            decode = prompt.served.loaded.tokenizer.decode
+            for tokens in prompt.prompts:
+                _logger.info("request_id=%s prompt=%r", request.state.request_id, decode(tokens))
         return Answers(prompt, request.state.key, self.rates, self.metrics)
 
 
@@ -151,7 +155,10 @@ def failure(error: Exception, request: Request) -> ApiError:
 
 
 def note(request: Request, ended: list[Ended]) -> None:
-    """Add what was computed to the request's line in the log."""
+    """Add what was computed to the request's line in the log; the answers too, where the server logs prompts."""
+    if host_of(request).settings.log_prompts:
+        for each in ended:
+            _logger.info("request_id=%s answer=%r", request.state.request_id, each.completion.text)
     if ended:
         first = ended[0].completion
         request.scope["state"]["log"] = {

@@ -1,0 +1,200 @@
+"""Streams while prompts pass: signs of life, progress, clients that go away, queues, and errors in the middle."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx2 as httpx
+import pytest
+
+from tests.server.running import host_of, running, tiny_served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = {"prompt": [5] * 700, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """A tiny model of which prompts pass slowly, 50 tokens in a step of 0.1 seconds."""
+    found = tiny_served(part=50, max_batch=2, kept_prefixes=0)
+    forward = found.engine._scheduler.forward
+    prefill = forward.prefill
+
+    def slowed(cache, part):
+        time.sleep(0.1)
+        return prefill(cache, part)
+
+    forward.prefill = slowed
+    with found.engine:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def slow_address(slow, tmp_path_factory):
+    """The address of its server."""
+    with running(host_of(slow, folder=tmp_path_factory.mktemp("files"), ping_s=0.2)) as found:
+        yield found
+
+
+def wait_until(holds, seconds=20):
+    """Wait until `holds()`; fails after some time."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.01)
+
+
+def test_a_stream_gives_signs_of_life_before_the_first_token(slow_address):
+    with httpx.stream("POST", f"{slow_address}/v1/completions", json={**LONG, "stream": True}, timeout=30) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    first = next(number for number, line in enumerate(lines) if line.startswith("data:"))
+    assert lines[0].startswith(":")
+    assert first >= 2
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_progress_is_told_where_it_is_asked_for(slow_address):
+    fields = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 2}
+    asked = {**fields, "stream": True, "return_progress": True}
+    with httpx.stream("POST", f"{slow_address}/v1/chat/completions", json=asked, timeout=30) as stream:
+        chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert len(told) >= 2
+    assert [each["processed"] for each in told] == sorted(each["processed"] for each in told)
+    assert all(0 < each["processed"] <= each["total"] for each in told)
+    assert all(chunk["choices"] == [] for chunk in chunks if "prompt_progress" in chunk)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_while_its_prompt_passes_stops_the_work(slow, slow_address, is_streamed):
+    with httpx.Client(base_url=slow_address) as client:
+        if is_streamed:
+            with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}, timeout=30):
+                wait_until(lambda: any(each.state == "prefilling" for each in slow.engine.status().requests))
+        else:
+            with pytest.raises(httpx.TimeoutException):
+                client.post("/v1/completions", json=LONG, timeout=0.4)
+    left = time.monotonic()
+    wait_until(lambda: not slow.engine.status().requests)
+    # The whole prompt would take 1.4 seconds.
+    assert time.monotonic() - left < 1
+
+
+def test_a_client_that_leaves_while_it_waits_gives_its_place_up(slow, slow_address):
+    with (
+        httpx.Client(base_url=slow_address) as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "n": 4, "stream": True}, timeout=30),
+    ):
+        pass
+    wait_until(lambda: not slow.engine.status().requests)
+    wait_until(lambda: slow.gate.waiting == 0)
+    assert httpx.post(f"{slow_address}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_prompt_does_not_hold_up_an_answer(slow, slow_address):
+    times = []
+
+    def read():
+        asked = {"prompt": [7, 8, 9], "max_tokens": 40, "ignore_eos": True, "stream": True, "logprobs": 0}
+        with httpx.stream("POST", f"{slow_address}/v1/completions", json=asked, timeout=30) as stream:
+            times.extend(time.monotonic() for line in stream.iter_lines() if line.startswith("data: {"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: len(slow.engine.status().requests) == 1)
+    began = time.monotonic()
+    httpx.post(f"{slow_address}/v1/completions", json={**LONG, "max_tokens": 1}, timeout=30)
+    reader.join()
+    during = [each for each in times if began < each]
+    # A token comes between any two parts of the prompt; there are 14.
+    assert len(during) >= 10
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_again(tmp_path):
+    from dataclasses import replace
+
+    from hetero_kv.server.limits import Gate
+
+    found = replace(tiny_served(), gate=Gate(1, 1, 0.3))
+    forward = found.engine._scheduler.forward
+    decode, release = forward.decode, threading.Event()
+
+    def held_up(caches, tokens):
+        release.wait(20)
+        return decode(caches, tokens)
+
+    forward.decode = held_up
+    asked = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+    with found.engine, running(host_of(found, folder=tmp_path)) as address:
+        threads = [threading.Thread(target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": asked})]
+        threads[0].start()
+        wait_until(lambda: len(found.engine.status().requests) == 1)
+        # One waits, and gives up after 0.3 seconds; a third one does not fit.
+        statuses = []
+        waits = threading.Thread(
+            target=lambda: statuses.append(httpx.post(f"{address}/v1/completions", json=asked, timeout=20).status_code)
+        )
+        waits.start()
+        wait_until(lambda: found.gate.waiting == 1)
+        refused = httpx.post(f"{address}/v1/completions", json=asked, timeout=20)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        waits.join()
+        assert statuses == [429]
+        release.set()
+        threads[0].join()
+
+
+def test_an_error_in_the_middle_ends_a_stream_in_the_apis_form(tmp_path):
+    found = tiny_served()
+    forward = found.engine._scheduler.forward
+    decode, count = forward.decode, []
+
+    def failing(caches, tokens):
+        count.append(1)
+        if len(count) > 3:
+            raise ZeroDivisionError("secret detail")
+        return decode(caches, tokens)
+
+    forward.decode = failing
+    with found.engine, running(host_of(found, folder=tmp_path)) as address:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 20, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=asked) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        error = json.loads(lines[-2][6:])["error"]
+        assert error["type"] == "server_error"
+        assert "secret" not in lines[-2]
+        assert lines[-1] == "data: [DONE]"
+        with httpx.stream("POST", f"{address}/v1/messages", json=asked) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert lines[-2] == "event: error"
+        assert json.loads(lines[-1][6:])["error"]["type"] == "api_error"
+        found = httpx.post(f"{address}/v1/completions", json={"prompt": "x", "max_tokens": 9, "ignore_eos": True})
+        assert found.status_code == 500
+
+
+def test_health_is_bad_where_the_engine_makes_no_step(tmp_path):
+    found = tiny_served()
+    forward = found.engine._scheduler.forward
+    prefill, release = forward.prefill, threading.Event()
+
+    def stuck(cache, part):
+        release.wait(20)
+        return prefill(cache, part)
+
+    forward.prefill = stuck
+    with found.engine, running(host_of(found, folder=tmp_path, stuck_s=1)) as address:
+        assert httpx.get(f"{address}/health").status_code == 200
+        asked = threading.Thread(
+            target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": {"prompt": "x", "max_tokens": 1}}
+        )
+        asked.start()
+        wait_until(lambda: httpx.get(f"{address}/health").status_code == 503)
+        assert "no step" in httpx.get(f"{address}/health").json()["error"]["message"]
+        release.set()
+        asked.join()
+        assert httpx.get(f"{address}/health").status_code == 200
