@@ -1,0 +1,55 @@
+"""Conversations are found by their beginnings: in memory, and in a folder after a restart."""
+
+from __future__ import annotations
+
+import time
+
+import httpx2 as httpx
+import pytest
+
+from tests.server.running import host_of, running, tiny_served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DOCUMENT = "The minutes of the meeting. " * 15
+
+
+def asked(address, question):
+    """A question about the document: the usage and the answer."""
+    parts = [{"type": "text", "text": DOCUMENT}, {"type": "text", "text": question}]
+    fields = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    found = httpx.post(f"{address}/v1/chat/completions", json=fields, timeout=60).json()
+    return found["usage"], found["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("recipe", ["dense", "adaptive"])
+def test_a_second_question_computes_its_own_tokens_alone_also_after_a_restart(tmp_path, recipe):
+    contexts = tmp_path / "contexts"
+    for number, question in enumerate(("What was decided?", "Who was there?", "When was it?")):
+        served = tiny_served(recipe, context_folder=contexts)
+        with served.engine, running(host_of(served, folder=tmp_path)) as address:
+            usage, answer = asked(address, question)
+            again, same = asked(address, question)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 350 if number else cached == 0
+        assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
+        assert answer == same
+    alone = tiny_served(recipe)
+    with alone.engine, running(host_of(alone, folder=tmp_path)) as address:
+        assert asked(address, "When was it?")[1] == answer
+
+
+def test_a_conversation_is_written_while_nobody_asks(tmp_path):
+    contexts = tmp_path / "contexts"
+    served = tiny_served(context_folder=contexts)
+    with served.engine, running(host_of(served, folder=tmp_path)) as address:
+        asked(address, "What was decided?")
+        began = time.monotonic()
+        # As a killed process would leave it.
+        while not any(contexts.rglob("*")) and time.monotonic() - began < 20:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        other = tiny_served(context_folder=contexts)
+        with other.engine, running(host_of(other, folder=tmp_path)) as second:
+            usage, _ = asked(second, "Who was there?")
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 350
