@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -48,6 +49,23 @@ class Host:
     files: Files
     responses: StoredResponses
     rates: tuple[Rates, Rates]
+
+    @classmethod
+    def of(
+        cls, models: ServedModels, settings: ServerSettings, *, folder: Path,
+        defaults: SamplingSettings | None = None, keys: Keys | None = None,
+    ) -> Host:  # fmt: skip
+        """A host with empty counts, whose uploads and responses lie in `folder`."""
+        return cls(
+            models=models,
+            settings=settings,
+            defaults=defaults or SamplingSettings(),
+            keys=keys or Keys(),
+            metrics=Metrics(lambda: models.all),
+            files=Files(folder, round(settings.file_gb * 1e9)),
+            responses=StoredResponses(folder / "responses", settings.kept_responses),
+            rates=(Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")),
+        )
 
     def answers(self, prompt: Prompt, request: Request) -> Answers:
         """Queue a prompt. Raises ApiError as `Answers`."""

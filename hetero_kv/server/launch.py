@@ -21,14 +21,11 @@ from hetero_kv.rules.setting_flags import settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.server.app import application
-from hetero_kv.server.files import Files
 from hetero_kv.server.host import Host
 from hetero_kv.server.keys import Keys
-from hetero_kv.server.limits import Gate, Rates
-from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.limits import Gate
 from hetero_kv.server.served import ServedModel, ServedModels
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
-from hetero_kv.server.stored_responses import StoredResponses
 from hetero_kv.serving.engine import Engine
 from hetero_kv.serving.sampling_settings import SamplingSettings
 
@@ -55,18 +52,7 @@ def serve(
             folder = (
                 cache_home() / "files" if settings.file_folder == "auto" else Path(settings.file_folder).expanduser()
             )
-            host = Host(
-                models=models,
-                settings=settings,
-                defaults=defaults,
-                keys=keys,
-                metrics=Metrics(lambda: models.all),
-                files=Files(folder, round(settings.file_gb * 1e9)),
-                responses=StoredResponses(folder / "responses", settings.kept_responses),
-                rates=(
-                    Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")
-                ),
-            )  # fmt: skip
+            host = Host.of(models, settings, folder=folder, defaults=defaults, keys=keys)
             config = uvicorn.Config(
                 application(host, origins=flags.allow_origin),
                 log_config=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,7 +46,7 @@ class SamplingFields(Fields):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1)
+    n: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool = False
     priority: int = 0
     user: Any = None

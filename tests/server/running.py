@@ -13,15 +13,11 @@ import uvicorn
 from hetero_kv import Engine
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.server.app import application
-from hetero_kv.server.files import Files
 from hetero_kv.server.host import Host
 from hetero_kv.server.keys import Keys
-from hetero_kv.server.limits import Gate, Rates
-from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.limits import Gate
 from hetero_kv.server.served import ServedModel, ServedModels
 from hetero_kv.server.settings import ServerSettings
-from hetero_kv.server.stored_responses import StoredResponses
-from hetero_kv.serving.sampling_settings import SamplingSettings
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizers import byte_level
@@ -42,18 +38,7 @@ def tiny_served(recipe: str = "dense", name: str = "tiny", **settings) -> Served
 
 def host_of(*served: ServedModel, folder: Path, keys: tuple[str, ...] = (), **settings) -> Host:
     """What the routes share; `settings` are the server's."""
-    chosen = ServerSettings(**settings)
-    models = ServedModels(served)
-    return Host(
-        models=models,
-        settings=chosen,
-        defaults=SamplingSettings(),
-        keys=Keys(keys),
-        metrics=Metrics(lambda: models.all),
-        files=Files(folder, round(chosen.file_gb * 1e9)),
-        responses=StoredResponses(folder / "responses", chosen.kept_responses),
-        rates=(Rates(chosen.requests_per_minute, "requests"), Rates(chosen.tokens_per_minute, "tokens")),
-    )
+    return Host.of(ServedModels(served), ServerSettings(**settings), folder=folder, keys=Keys(keys))
 
 
 @contextmanager
