@@ -9,9 +9,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from hetero_kv.server.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
 from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools, system_text, template_messages
-from hetero_kv.server.chat_answers import AnswerSoFar, ChatAnswers, ChatEnded, ChatToken
+from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, arguments_of, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import Prompt
@@ -21,6 +20,7 @@ from hetero_kv.server.sampling_fields import Fields, SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.stream import Completion, Progress
 
 router = APIRouter()
@@ -65,15 +65,14 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     if form is not None:
         body.response_format = form
     choice, prompt = await in_thread(_prepared, host, served, body, request.state.key)
-    masks = await in_thread(choice.masks, served, body, 1)
+    masks = await in_thread(choice.masks, served, prompt, body, 1)
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
     sampling = fields.sampling(served, host.defaults, len(prompt.tokens), most=body.max_tokens, masks=masks)
-    answers = ChatAnswers(
-        host.answers(Prompt(served, [prompt.tokens], sampling, prompt.question), request),
-        choice.parsers(served, prompt, 1),
-    )
+    parsers = choice.parsers(served, prompt, 1)
+    asked = Prompt(served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers)
+    answers = ChatAnswers(host.answers(asked, request), parsers)
     writer = _Writer(served, len(prompt.tokens))
     unknown = [*body.unknown, *prompt.unused]
     if body.stream:
@@ -98,7 +97,7 @@ def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -
     kind = (body.thinking or {}).get("type")
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
-    choice = choice_of(served, openai_tools(body.tools), openai_tool_choice(body.tool_choice), parallel=is_parallel)
+    choice = choice_of(openai_tools(body.tools), openai_tool_choice(body.tool_choice), parallel=is_parallel)
     return choice, prompt_of(served, choice.shown(Dialogue(found, question, thinks=thinks)))
 
 
@@ -148,6 +147,10 @@ class _Writer:
                 return self._begin("tool_use", {"id": call_id, "name": name, "input": {}}, is_new=True)
             case CallArguments(_, text):
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
+            case CallEnded(_, False, text):
+                return [*self._begin("text"), self._delta({"type": "text_delta", "text": text})]
+            case CallEnded():
+                return self._close()
 
     def _begin(self, kind: str, fields: dict[str, Any] | None = None, *, is_new: bool = False) -> list[bytes]:
         """Open a block, unless one of its kind is open."""
@@ -182,7 +185,7 @@ class _Writer:
         }  # fmt: skip
 
 
-def _blocks(answer: AnswerSoFar) -> list[dict[str, Any]]:
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "local"})

@@ -9,8 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hetero_kv.server.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
-from hetero_kv.server.chat_answers import AnswerSoFar, ChatAnswers, ChatEnded, ChatToken, finish_reason
+from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken, finish_reason
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import Prompt
@@ -23,6 +22,7 @@ from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import chat_logprobs
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.server.usage import prompt_progress, timings, usage
+from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -68,15 +68,16 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     host = host_of(request)
     served = host.models.named(body.model)
     choice, prompt = await in_thread(_prepared, host, served, body, request.state.key)
-    masks = await in_thread(choice.masks, served, body, body.choices)
+    masks = await in_thread(choice.masks, served, prompt, body, body.choices)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = body.sampling(
         served, host.defaults, len(prompt.tokens), most=most, logprobs=_logprobs(body), masks=masks
     )
-    answers = ChatAnswers(
-        host.answers(Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority), request),
-        choice.parsers(served, prompt, body.choices),
+    parsers = choice.parsers(served, prompt, body.choices)
+    asked = Prompt(
+        served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt
     )
+    answers = ChatAnswers(host.answers(asked, request), parsers)
     unknown = [*body.unknown, *prompt.unused]
     writer = _Writer(served, body)
     if body.stream:
@@ -96,7 +97,7 @@ async def apply_template(body: ChatRequest, request: Request) -> Response:
 
 def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[Choice, ChatPrompt]:
     dialogue = body.dialogue(host, key)
-    choice = choice_of(served, body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return choice, prompt_of(served, choice.shown(dialogue))
 
 
@@ -127,7 +128,7 @@ class _Writer:
         return [event({**self._form([]), "prompt_progress": prompt_progress(progress)})]
 
     def token(self, token: ChatToken) -> list[bytes]:
-        deltas = [_delta(each) for each in token.events]
+        deltas = [delta for each in token.events if (delta := _delta(each))]
         logprobs = None
         if token.piece.logprob is not None:
             logprobs = {"content": [chat_logprobs(self._served.loaded.tokenizer, token.piece)]}
@@ -141,7 +142,7 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        chunks = [self._chunk(ended.choice, _delta(each)) for each in ended.events]
+        chunks = [self._chunk(ended.choice, delta) for each in ended.events if (delta := _delta(each))]
         if self._body.return_tokens:
             for chunk in chunks:
                 chunk["token_index"] = len(ended.completion.pieces) - 1
@@ -174,7 +175,7 @@ class _Writer:
 
     def _usage(self, ended: list[ChatEnded]) -> dict[str, Any]:
         counts = usage([each.completion for each in ended], self._body.choices)
-        thought = sum(each.answer.reasoning_tokens for each in ended)
+        thought = sum(each.reasoning_tokens for each in ended)
         return {**counts, "completion_tokens_details": {"reasoning_tokens": thought}}
 
     def _all_logprobs(self, ended: ChatEnded) -> dict[str, Any] | None:
@@ -203,9 +204,14 @@ def _delta(part: Event) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnded(_, False, text):
+            # Its client has seen it begin; what the model wrote tells more than half a call.
+            return {"content": text}
+        case CallEnded():
+            return {}
 
 
-def _message(answer: AnswerSoFar) -> dict[str, Any]:
+def _message(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hetero_kv.server.errors import ApiError
@@ -18,25 +19,35 @@ class Constrained(Protocol):
     grammar: str | None
 
 
-def masks_of(served: ServedModel, body: Constrained, count: int) -> list[GrammarMask | None]:
+def masks_of(
+    served: ServedModel, body: Constrained, count: int, prompt: Sequence[int] = ()
+) -> list[GrammarMask | None]:
     """A mask for each of `count` answers, None without a constraint.
+
+    A thought that the prompt opens is free; what follows it is constrained.
 
     Raises ApiError 400 for two constraints, or one of unknown form, and ConfigError for one that cannot be compiled.
     """
-    constraint = _constraint(body)
+    constraint = constraint_of(body)
     if constraint is None:
         return [None] * count
     kind, value = constraint
+    grammars, thinks = served.grammars, served.form.opens_thought(prompt)
+    if thinks and kind in ("grammar", "regex"):
+        raise ApiError(
+            400, f"the model begins with a thought, which the {kind} does not allow; ask with enable_thinking: false"
+        )
+    schema = {"type": "object"} if kind == "object" else value
     make = {
-        "object": lambda: served.grammars.json_object(),
-        "schema": lambda: served.grammars.schema(value),
-        "grammar": lambda: served.grammars.lark(value),
-        "regex": lambda: served.grammars.regex(value),
-    }[kind]
+        "grammar": lambda: grammars.lark(value),
+        "regex": lambda: grammars.regex(value),
+        "behind a thought": lambda: grammars.lark(served.form.value_grammar(prompt, schema)),
+    }.get("behind a thought" if thinks else kind, lambda: grammars.schema(schema))
     return [make() for _ in range(count)]
 
 
-def _constraint(body: Constrained) -> tuple[str, Any] | None:
+def constraint_of(body: Constrained) -> tuple[str, Any] | None:
+    """What kind of constraint a request has, and its value. Raises as `masks_of`."""
     given: list[tuple[str, Any]] = []
     if body.json_schema is not None:
         given.append(("schema", _schema(body.json_schema, "json_schema")))

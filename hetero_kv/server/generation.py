@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from hetero_kv.server.errors import ApiError
@@ -27,7 +27,7 @@ class Prompt:
         prompts: token ids of each prompt, at least one.
         sampling: how each answer is drawn: those to the first prompt, then as many to the next one, and so on.
         question: how many of the last tokens are the question about the others; None if unknown.
-        priority: as `Engine.generate` takes it.
+        priority, markers, reuses: as `Engine.generate` takes them.
     """
 
     served: ServedModel
@@ -35,6 +35,8 @@ class Prompt:
     sampling: Sequence[SamplingParams]
     question: int | None = None
     priority: int = 0
+    markers: Mapping[int, str] = field(default_factory=dict)
+    reuses: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,12 @@ class Answers(Source):
         self._rates[0].use(self._key, 1)
         self._streams = [
             prompt.served.engine.generate(
-                prompt.prompts[number // self._choices], sampling, question=prompt.question, priority=prompt.priority
+                prompt.prompts[number // self._choices],
+                sampling,
+                question=prompt.question,
+                priority=prompt.priority,
+                markers=prompt.markers,
+                reuses=prompt.reuses,
             )
             for number, sampling in enumerate(prompt.sampling)
         ]

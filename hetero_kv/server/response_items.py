@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetero_kv.errors import shown
-from hetero_kv.server.chat_answers import AnswerSoFar
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.messages import content_text
+from hetero_kv.serving.answers import Answer
 
 FileText = Callable[[str], str]
 
@@ -101,8 +101,8 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
 
 
-def output_items(answer: AnswerSoFar, ids: Sequence[str], *, is_complete: bool) -> list[dict[str, Any]]:
-    """An answer as items: its thought, its text, its calls; `ids` are theirs, as many as there are items."""
+def output_items(answer: Answer, *, is_complete: bool) -> list[dict[str, Any]]:
+    """An answer as items: its thought, its text, its calls."""
     status = "completed" if is_complete else "incomplete"
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -115,4 +115,5 @@ def output_items(answer: AnswerSoFar, ids: Sequence[str], *, is_complete: bool) 
         {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
         for call in answer.calls
     ]
-    return [{"id": item_id, **item} for item_id, item in zip(ids, items, strict=False)]
+    prefixes = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+    return [{"id": new_id(prefixes[item["type"]]), **item} for item in items]

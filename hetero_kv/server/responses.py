@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hetero_kv.server.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
-from hetero_kv.server.chat_answers import AnswerSoFar, ChatAnswers, ChatEnded, ChatToken
+from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.generation import Prompt
@@ -20,6 +19,7 @@ from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -55,12 +55,11 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     _require_supported(body)
     items, others, choice, prompt = await in_thread(_prepared, host, served, body, key)
     body.response_format = body.response_format or (body.text or {}).get("format")
-    masks = await in_thread(choice.masks, served, body, 1)
+    masks = await in_thread(choice.masks, served, prompt, body, 1)
     sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
-    answers = ChatAnswers(
-        host.answers(Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority), request),
-        choice.parsers(served, prompt, 1),
-    )
+    parsers = choice.parsers(served, prompt, 1)
+    asked = Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers)
+    answers = ChatAnswers(host.answers(asked, request), parsers)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
     unknown = [*body.unknown, *prompt.unused, *others]
     if body.stream:
@@ -103,7 +102,7 @@ def _prepared(
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     tools, others = chat_tools(body.tools)
-    choice = choice_of(served, tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
+    choice = choice_of(tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
     effort = (body.reasoning or {}).get("effort")
     dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
     return list(items), others, choice, prompt_of(served, choice.shown(dialogue))
@@ -121,7 +120,9 @@ class _Writer:
         self._served, self._body, self._keep = served, body, keep
         self._id, self._created = new_id("resp"), int(time.time())
         self._sequence = 0
-        self._answer = AnswerSoFar()
+        # What the open item has so far, and the items before it.
+        self._text, self._call = "", Call("", "")
+        self._closed: list[dict[str, Any]] = []
         # The items so far: id and kind, the last one open unless `_is_open` is False.
         self._items: list[tuple[str, str]] = []
         self._is_open = False
@@ -159,8 +160,7 @@ class _Writer:
         """The complete response, which is kept."""
         done = ended.completion
         is_complete = done.finish_reason not in ("max_new_tokens", "full")
-        ids = [item for item, _ in self._items] or [new_id("item") for _ in range(2 + len(ended.answer.calls))]
-        output = output_items(ended.answer, ids, is_complete=is_complete)
+        output = self._closed or output_items(ended.answer, is_complete=is_complete)
         form = self._form(output, "completed" if is_complete else "incomplete")
         if not is_complete:
             form["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -168,7 +168,7 @@ class _Writer:
             "input_tokens": done.prompt_tokens,
             "input_tokens_details": {"cached_tokens": done.cached_tokens},
             "output_tokens": len(done.pieces),
-            "output_tokens_details": {"reasoning_tokens": ended.answer.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": ended.reasoning_tokens},
             "total_tokens": done.prompt_tokens + len(done.pieces),
         }
         self._keep(form, output)
@@ -177,11 +177,20 @@ class _Writer:
     # -- events
 
     def _part(self, part: Event) -> list[bytes]:
+        if isinstance(part, CallEnded):
+            if part.is_valid:
+                return self._close()
+            part = Content(part.text)
         kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
         frames: list[bytes] = []
-        self._answer.add(part)
         if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:
-            frames += [*self._close(), *self._open(kind)]
+            frames += self._close()
+            self._text, self._call = "", Call(part.id, part.name) if isinstance(part, CallBegun) else Call("", "")
+            frames += self._open(kind)
+        if isinstance(part, Reasoning | Content):
+            self._text += part.text
+        elif isinstance(part, CallArguments):
+            self._call.arguments += part.text
         place: dict[str, Any] = {"item_id": self._items[-1][0], "output_index": len(self._items) - 1}
         match part:
             case Reasoning(text):
@@ -198,18 +207,17 @@ class _Writer:
     def _item(self, status: str) -> dict[str, Any]:
         """The open item as it is."""
         item_id, kind = self._items[-1]
-        answer, item = self._answer, {"id": item_id, "type": kind, "status": status}
+        item = {"id": item_id, "type": kind, "status": status}
         match kind:
             case "reasoning":
-                return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": answer.reasoning}]}
+                return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": self._text}]}
             case "message":
-                return {**item, "role": "assistant", "content": [self._text()] if status == "completed" else []}
-        call = answer.calls[-1]
-        arguments = call.arguments if status == "completed" else ""
-        return {**item, "call_id": call.id, "name": call.name, "arguments": arguments}
+                return {**item, "role": "assistant", "content": [self._part_of_text()] if status == "completed" else []}
+        arguments = self._call.arguments if status == "completed" else ""
+        return {**item, "call_id": self._call.id, "name": self._call.name, "arguments": arguments}
 
-    def _text(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._answer.content, "annotations": [], "logprobs": []}
+    def _part_of_text(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _open(self, kind: str) -> list[bytes]:
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
@@ -232,18 +240,18 @@ class _Writer:
         frames = []
         match kind:
             case "reasoning":
-                done = {**place, "content_index": 0, "text": self._answer.reasoning}
+                done = {**place, "content_index": 0, "text": self._text}
                 frames.append(self._event("response.reasoning_text.done", done))
             case "message":
                 inner = {**place, "content_index": 0}
-                done = {**inner, "text": self._answer.content, "logprobs": []}
+                done = {**inner, "text": self._text, "logprobs": []}
                 frames.append(self._event("response.output_text.done", done))
-                frames.append(self._event("response.content_part.done", {**inner, "part": self._text()}))
+                frames.append(self._event("response.content_part.done", {**inner, "part": self._part_of_text()}))
             case _:
-                call = self._answer.calls[-1]
-                done = {**place, "name": call.name, "arguments": call.arguments}
+                done = {**place, "name": self._call.name, "arguments": self._call.arguments}
                 frames.append(self._event("response.function_call_arguments.done", done))
-        item = {"output_index": place["output_index"], "item": self._item("completed")}
+        self._closed.append(self._item("completed"))
+        item = {"output_index": place["output_index"], "item": self._closed[-1]}
         return [*frames, self._event("response.output_item.done", item)]
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.limits import Gate
+from hetero_kv.serving.answers import AnswerForm
 from hetero_kv.serving.engine import Engine
 from hetero_kv.serving.grammar import Grammars
 
@@ -36,6 +37,11 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Grammars over the model's tokens."""
         return Grammars(self.loaded.tokenizer, self.engine.vocab_size, self.engine.ends)
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """The form in which the model writes thoughts and tool calls."""
+        return AnswerForm(self.loaded.tokenizer)
 
     @cached_property
     def turns(self) -> TurnTokens:

@@ -6,39 +6,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hetero_kv.server.chat_answers import Parser, PlainParser
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue
-from hetero_kv.server.constraints import Constrained, masks_of
+from hetero_kv.server.constraints import Constrained, constraint_of, masks_of
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
+from hetero_kv.serving.answers import AnswerParser, ToolChoice, chosen_tool
 from hetero_kv.serving.grammar import GrammarMask
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tools of a request.
+    """The tools of a request, in OpenAI's form.
 
     Attributes:
         tools: those that the model sees.
+        chosen: "none", "auto", "required", or the function that must be called.
+        is_parallel: whether an answer may have several calls.
     """
 
     tools: tuple[Any, ...] = ()
+    chosen: ToolChoice = "auto"
+    is_parallel: bool = True
 
     def shown(self, dialogue: Dialogue) -> Dialogue:
         """The conversation with the tools that the model sees."""
         return replace(dialogue, tools=self.tools)
 
-    def masks(self, served: ServedModel, body: Constrained, count: int) -> list[GrammarMask | None]:
-        """A mask for each answer. Raises as `masks_of`."""
-        return list(masks_of(served, body, count))
+    def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
+        """A mask for each answer. Raises ApiError 400 for two constraints, else as `masks_of`."""
+        if self.chosen in ("none", "auto"):
+            return list(masks_of(served, body, count, prompt.tokens))
+        if constraint_of(body) is not None:
+            raise ApiError(400, "tool_choice and response_format constrain one answer; give one of them")
+        grammar = served.form.call_grammar(prompt.tokens, self.tools, self.chosen, is_parallel=self.is_parallel)
+        assert grammar is not None
+        return [served.grammars.lark(grammar) for _ in range(count)]
 
-    def parsers(self, served: ServedModel, prompt: ChatPrompt, count: int) -> Sequence[Parser]:
+    def parsers(self, served: ServedModel, prompt: ChatPrompt, count: int) -> Sequence[AnswerParser]:
         """A parser for each answer."""
-        return [PlainParser() for _ in range(count)]
+        tools = () if self.chosen == "none" else self.tools
+        return [served.form.parser(prompt.tokens, tools) for _ in range(count)]
 
 
-def choice_of(served: ServedModel, tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Choice:
-    """The choice of a request's `tools` and `tool_choice`. Raises ApiError 400 for one of unknown form."""
-    if chosen not in (None, "auto", "none"):
-        raise ApiError(400, f"tool_choice is {chosen!r}; give auto or none", param="tool_choice")
-    return Choice(() if chosen == "none" else tuple(tools or ()))
+def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Choice:
+    """The choice of a request's `tools` and `tool_choice`.
+
+    Raises ApiError 400 for a choice of another form, or a tool that is not there.
+    """
+    given = tuple(tools or ())
+    names = [str(function.get("name")) for each in given if isinstance(function := _function(each), dict)]
+    chosen = "auto" if chosen is None else chosen
+    try:
+        chosen_tool(chosen, names)
+    except HeteroKVError as error:
+        raise ApiError(400, str(error), param="tool_choice") from error
+    # What the model must not call, it does not see.
+    return Choice(() if chosen == "none" else given, chosen, parallel)
+
+
+def _function(tool: Any) -> Any:
+    return tool.get("function") if isinstance(tool, dict) else None
