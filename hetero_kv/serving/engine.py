@@ -226,6 +226,7 @@ class Engine:
         *,
         question: int | None = None,
         priority: int = 0,
+        markers: Mapping[int, str] | None = None,
     ) -> Stream:
         """Ask for the continuation of a prompt.
 
@@ -235,6 +236,8 @@ class Engine:
             question: how many of the prompt's last tokens are a question about the others, for rules whose
                 `observation` is `question`; None if unknown.
             priority: requests of a smaller number are admitted before others that wait, and preempt those that run.
+            markers: ids of control tokens and their texts, which pieces give apart from text, as
+                `hetero_kv.serving.answers.AnswerParser` has them.
 
         Returns the stream of its tokens.
 
@@ -256,7 +259,7 @@ class Engine:
             tokens,
             params,
             Sampler(params, tokens, self.vocab_size),
-            TextStream(self.tokenizer, params.stop),
+            TextStream(self.tokenizer, params.stop, markers or ()),
             Stream(self._cancel, None if self._thread is not None else self.step),
             ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self.ends),
             stop_tokens={self._special[text]: text for text in params.stop if text in self._special},
@@ -264,6 +267,7 @@ class Engine:
             limit=min(params.max_new_tokens, capacity + 1 - len(tokens)),
             question=question,
             priority=priority,
+            markers=dict(markers or {}),
         )
         with self._changed:
             if self._is_closed:

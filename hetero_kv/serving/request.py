@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.sampler import Choice, Sampler
@@ -32,7 +33,7 @@ class Request:
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream, stream: Stream, *,
         ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str], question: int | None = None,
-        priority: int = 0,
+        priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
@@ -42,7 +43,7 @@ class Request:
         self.swapped: Swapped | None = None
         self.cached_tokens = 0
         self.is_cancelled = False
-        self._ends, self._stop_tokens, self._text = ends, stop_tokens, text
+        self._ends, self._stop_tokens, self._text, self._markers = ends, stop_tokens, text, markers
         self._pieces: list[Piece] = []
         self.began = time.perf_counter()
 
@@ -96,7 +97,8 @@ class Request:
             reason = "stop_text"
         elif reason is None and len(self.tokens) - self.prompt_tokens == self.limit:
             reason = "max_new_tokens" if self.limit == self.params.max_new_tokens else "full"
-        self._pieces.append(Piece(choice.token, piece, choice.logprob, choice.alternatives))
+        marker = self._markers.get(choice.token, "") if self._text.found is None else ""
+        self._pieces.append(Piece(choice.token, piece, choice.logprob, choice.alternatives, marker))
         self.stream.put(self._pieces[-1])
         return reason
 

@@ -20,12 +20,15 @@ class Piece:
         token: its id.
         text: the text that has become certain with it; "" while a character or a possible stop text is unfinished.
         logprob, alternatives: as in `sampler.Choice`.
+        marker: the text of a token that is one of the request's markers, which follows `text` and is no part of it; ""
+            for other tokens.
     """
 
     token: int
     text: str
     logprob: float | None = None
     alternatives: Mapping[int, float] = field(default_factory=dict)
+    marker: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Completion:
     """A whole answer.
 
     Attributes:
-        text: without special tokens, and without the stop text.
+        text: without special tokens and markers, and without the stop text.
         pieces: its tokens. Their texts, joined, are the beginning of `text`.
         finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the caller, or "full":
             `max_seq_len` has no room for more.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 # What decoders write for bytes that are no character, or not a whole one yet. Byte fallback writes it for every byte of
@@ -16,16 +16,17 @@ class TextStream:
     Args:
         tokenizer: a transformers tokenizer; special tokens have no text.
         stop: texts of which the first one ends the answer.
+        markers: ids of further tokens without a text.
 
     Attributes:
         text: what is certain so far.
         found: the stop text that has ended the answer; None before.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), markers: Container[int] = ()) -> None:
         self.text = ""
         self.found: str | None = None
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop, self._markers = tokenizer, tuple(stop), markers
         self._tokens: list[int] = []
         # The text of tokens [first, read) is known; a token's text may depend on the one before.
         self._first = self._read = 0
@@ -33,7 +34,13 @@ class TextStream:
         self._pending = ""
 
     def add(self, token: int) -> str:
-        """The text that has become certain with this token; often ""."""
+        """The text that has become certain with this token; often "". A marker follows all text before it."""
+        if token in self._markers:
+            text = self.end()
+            # The next token's text may depend on it.
+            self._first, self._read = len(self._tokens), len(self._tokens) + 1
+            self._tokens.append(token)
+            return text
         self._tokens.append(token)
         before, now = self._decoded(self._first, self._read), self._decoded(self._first, len(self._tokens))
         if now.endswith(_UNFINISHED) or len(now) <= len(before):

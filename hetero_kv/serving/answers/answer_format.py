@@ -1,0 +1,153 @@
+"""The forms in which model families write thoughts and tool calls: what they have in common, and their registry."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.serving.answers.call_grammar import Part
+from hetero_kv.serving.answers.reader import MalformedError, Reader, Reading
+from hetero_kv.serving.answers.writing import Writer
+
+#: The markers around thoughts. The first pair that stands in the chat template is the model's.
+THOUGHTS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("Here is my thought process:", "Here is my response:"),
+    ("<think>", "</think>"),
+)
+
+_FORMATS: dict[str, type[AnswerFormat]] = {}
+
+
+def registered(name: str) -> Callable[[type[AnswerFormat]], type[AnswerFormat]]:
+    """Make a form known by a name."""
+
+    def register(form: type[AnswerFormat]) -> type[AnswerFormat]:
+        form.name = name
+        _FORMATS[name] = form
+        return form
+
+    return register
+
+
+def format_names() -> tuple[str, ...]:
+    """The names of all forms."""
+    return tuple(_FORMATS)
+
+
+def format_of(template: str, name: str | None = None) -> type[AnswerFormat]:
+    """The form of a model's tool calls: the named one, or that which its chat template shows.
+
+    Raises HeteroKVError for an unknown name.
+    """
+    if name is not None:
+        if name not in _FORMATS:
+            raise HeteroKVError(f"tool calls have no form {name!r}; give one of {', '.join(_FORMATS)}")
+        return _FORMATS[name]
+    return next((form for form in _FORMATS.values() if re.search(form.shown_by, template)), _FORMATS["llama"])
+
+
+class AnswerFormat(ABC):
+    """Reads one answer. A subclass is the form of a model family.
+
+    Args:
+        reader: the answer's text.
+        writer: takes its parts.
+        tools: the functions of the request, name -> JSON schema of the parameters; without any there are no calls.
+        thought: the markers around thoughts.
+        opens_thought: whether the prompt ends within a thought.
+
+    Attributes:
+        name: its name.
+        shown_by: a regular expression that finds this form, and no other one, in a chat template.
+        markers: texts that are control tokens where the tokenizer has them.
+        openers: those of them that begin calls.
+    """
+
+    name: ClassVar[str]
+    shown_by: ClassVar[str]
+    markers: ClassVar[tuple[str, ...]]
+    openers: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, reader: Reader, writer: Writer, tools: Mapping[str, Mapping[str, Any]], thought: tuple[str, str],
+        opens_thought: bool,
+    ) -> None:  # fmt: skip
+        self.reader, self.writer, self.tools = reader, writer, tools
+        self._thought, self._opens_thought = thought, opens_thought
+
+    @classmethod
+    def all_markers(cls, has_tools: bool) -> tuple[str, ...]:
+        """The markers besides those of thoughts, for a request with or without tools."""
+        return cls.markers if has_tools else ()
+
+    def read(self) -> Reading:
+        """Read the answer to its end."""
+        opened, _ = map(self.reader.mark, self._thought)
+        if self._opens_thought:
+            yield from self._read_thought()
+        else:
+            space = yield from self.reader.space()
+            if (yield from self.reader.accept(opened)):
+                yield from self._read_thought()
+            else:
+                self.writer.content(space)
+        openers = tuple(map(self.reader.mark, self.openers)) if self.tools else ()
+        thoughts = (opened,) if self.reader.is_control(self._thought[0]) else ()
+        if self.tools:
+            yield from self._attempt(self.read_beginning)
+        while True:
+            found = yield from self.reader.until(*openers, *thoughts, emit=self.writer.content)
+            if found is None:
+                return
+            if found in thoughts:
+                yield from self._read_thought()
+                continue
+            self.reader.taken = found
+            yield from self._attempt(lambda: self.read_calls(found))  # noqa: B023 (called at once)
+
+    def _read_thought(self) -> Reading:
+        closed = self.reader.mark(self._thought[1])
+        # A call within a thought ends it, if it cannot be quoted: models forget to close it.
+        openers = [self.reader.mark(opener) for opener in self.openers if self.reader.is_control(opener)]
+        found = yield from self.reader.until(closed, *(openers if self.tools else ()), emit=self.writer.reasoning)
+        self.writer.end_thought()
+        if found is not None and found != closed:
+            self.reader.taken = found
+            yield from self._attempt(lambda: self.read_calls(found))
+
+    def _attempt(self, read: Callable[[], Reading]) -> Reading:
+        try:
+            yield from read()
+        except MalformedError:
+            self.writer.fail()
+        self.reader.taken = ""
+
+    def read_beginning(self) -> Reading:
+        """Read a call without a marker, with which the answer begins. Raises MalformedError for text that is none."""
+        self.reader.taken = ""
+        return
+        yield
+
+    @abstractmethod
+    def read_calls(self, opener: str) -> Reading:
+        """Read the calls after an opener. Raises MalformedError for text that is none."""
+
+    @classmethod
+    @abstractmethod
+    def call_parts(cls, name: str, schema: Mapping[str, Any]) -> Sequence[Part]:
+        """What a call consists of, for a grammar.
+
+        Args:
+            name: the tool's.
+            schema: JSON schema of its parameters, an object.
+        """
+
+    #: What stands between parallel calls, and before and after all of them.
+    between: ClassVar[Sequence[Part] | None] = None
+    before: ClassVar[Sequence[Part]] = ()
+    after: ClassVar[Sequence[Part]] = ()

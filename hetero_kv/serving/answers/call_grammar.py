@@ -1,0 +1,125 @@
+"""Writes grammars for llguidance by which a model must call one of its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A control token where the tokenizer has it, or else its text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class JsonValue:
+    """A JSON value by a schema."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FreeText:
+    """Any text up to an end, which belongs to it."""
+
+    end: str | Marker
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """Parts that may be left out."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several texts."""
+
+    texts: tuple[str, ...]
+
+
+Part = str | Marker | JsonValue | FreeText | Maybe | OneOf
+
+
+def typed_parts(schema: Mapping[str, Any], opened: Callable[[str], str], closed: str) -> list[Part]:
+    """An object's values one by one, in the order of its schema: texts as they are, others as JSON.
+
+    Args:
+        schema: the object's.
+        opened: what stands before the value of a key.
+        closed: what stands after a value.
+    """
+    parts: list[Part] = []
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for key, value in (schema.get("properties") or {}).items():
+        is_text = isinstance(value, Mapping) and value.get("type") == "string" and "enum" not in value
+        texts = value.get("enum") if isinstance(value, Mapping) and value.get("type") == "string" else None
+        within: tuple[Part, ...] = (JsonValue({**value, **definitions} if isinstance(value, Mapping) else {}), closed)
+        if texts:
+            within = (OneOf(tuple(map(str, texts))), closed)
+        elif is_text:
+            within = (FreeText(closed),)
+        one = (opened(key), *within)
+        parts += one if key in (schema.get("required") or ()) else [Maybe(one)]
+    return parts
+
+
+def lark_grammar(
+    calls: Sequence[Sequence[Part]], markers: Mapping[str, int], *, before: Sequence[Part] = (),
+    between: Sequence[Part] | None = None, after: Sequence[Part] = (), thought_end: str | None = None,
+) -> str:  # fmt: skip
+    """A grammar in llguidance's dialect of Lark: one of the calls, or several.
+
+    Args:
+        calls: the parts of each call.
+        markers: texts of the tokenizer's control tokens -> their ids.
+        before, after: what stands before and after all calls.
+        between: what stands between two; None for one call alone.
+        thought_end: what ends a thought that stands before the calls; None without one.
+    """
+    written = _Grammar(markers)
+    call = " | ".join(f"call_{number}" for number in range(len(calls)))
+    more = f" ({written.parts(between)} call)*" if between is not None else ""
+    thought = "" if thought_end is None else f"{written.part(FreeText(Marker(thought_end)))} /[\\n]*/ "
+    rules = [f"start: {thought}{written.parts(before)} call{more} {written.parts(after)}".rstrip(), f"call: {call}"]
+    rules += [f"call_{number}: {written.parts(parts)}" for number, parts in enumerate(calls)]
+    return "\n".join([*rules, *written.rules, ""])
+
+
+class _Grammar:
+    """The rules that parts need."""
+
+    def __init__(self, markers: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self._markers = markers
+
+    def parts(self, parts: Sequence[Part]) -> str:
+        return " ".join(self.part(part) for part in parts)
+
+    def part(self, part: Part) -> str:
+        if isinstance(part, Marker):
+            number = self._markers.get(part.text)
+            return self.part(part.text) if number is None else f"<[{number}]>"
+        if isinstance(part, str):
+            return json.dumps(part, ensure_ascii=False)
+        if isinstance(part, JsonValue):
+            return self._rule("json", f"%json {json.dumps(part.schema)}")
+        if isinstance(part, FreeText):
+            if isinstance(part.end, Marker):
+                if part.end.text in self._markers:
+                    return f"/(?s:.*)/ {self.part(part.end)}"
+                return self.part(FreeText(part.end.text))
+            return self._rule("text", "/(?s:.*)/", f"[suffix={json.dumps(part.end, ensure_ascii=False)}]")
+        if isinstance(part, OneOf):
+            return f"({' | '.join(map(self.part, part.texts))})"
+        return f"({self.parts(part.parts)})?"
+
+    def _rule(self, kind: str, body: str, attributes: str = "") -> str:
+        name = f"{kind}_{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
