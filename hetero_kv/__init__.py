@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hetero_kv.chat.conversation import Conversation
     from hetero_kv.engine.cache import HeteroCache
     from hetero_kv.errors import HeteroKVError
-    from hetero_kv.loading import load_model, open_model
+    from hetero_kv.loading import load_model, open_model, with_rules
     from hetero_kv.rules.injecting import eject, inject
     from hetero_kv.rules.injection import Injection
     from hetero_kv.rules.rule_file import load_rules
@@ -34,6 +34,7 @@ __all__ = [
     "load_model",
     "load_rules",
     "open_model",
+    "with_rules",
 ]
 
 _HOME = {
@@ -48,6 +49,7 @@ _HOME = {
     "load_model": "loading",
     "load_rules": "rules",
     "open_model": "loading",
+    "with_rules": "loading",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from hetero_kv import models
 from hetero_kv.errors import ConfigError
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, OpenedModel, ProgressReport
-from hetero_kv.rules.injecting import inject
+from hetero_kv.rules.injecting import inject, inject_beside
 from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.rule_set import RuleSet
@@ -111,6 +111,53 @@ def open_model(
         injection.compile_kernels(progress)
 
     return replace(opened, load_weights=load_weights)
+
+
+def with_rules(
+    loaded: LoadedModel,
+    config: str | Path | RuleSet | NamedConfig,
+    *,
+    trust_rules: Collection[str] = (),
+    settings_file: Mapping[str, Any] | None = None,
+    progress: ProgressReport | None = None,
+    **settings: Any,
+) -> LoadedModel:
+    """The same model under other rules, beside its present ones: both compute with the same weights in memory.
+
+    Each of the two has its own modules, operators, caches and store; ejecting one leaves the other. Adapters, hooks and
+    changes of the config that come later belong to one of them; a parameter that is changed in place changes in both.
+
+    Args:
+        loaded: with or without rules.
+        config, trust_rules, settings_file, progress, settings: as `load_model`.
+
+    Raises:
+        ConfigError: as `load_model`; or `threads_num` or `weights_device`, which are the process's and the weights',
+            differ from those of `loaded`.
+        InjectionError: the rules keep weights in another form (`weights`) than those of `loaded`, or hooks or other
+            code prevent that the weights are shared.
+        HeteroKVError: the rules do not fit the model.
+    """
+    chosen = config_in(config, trust_rules)
+    command_line = chosen.command_line(settings)
+    engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
+    present = getattr(loaded.model, "hetero_kv_injection", None)
+    if present is None:
+        set_threads(engine.resolved_threads())
+    else:
+        _require_equal("threads_num", engine.resolved_threads(), present.engine.resolved_threads())
+        _require_equal("weights_device", engine.weights_device, present.engine.weights_device)
+    injection = inject_beside(loaded.model, replace(chosen, settings=command_line), settings_file=settings_file)
+    injection.compile_kernels(progress)
+    return replace(loaded, model=injection.model)
+
+
+def _require_equal(name: str, value: object, present: object) -> None:
+    if value != present:
+        raise ConfigError(
+            f"{name} is {value} under these rules, and {present} under those of the model whose weights are shared; "
+            "give both the same"
+        )
 
 
 def _refuse_without_config(function: str, settings: Collection[str]) -> None:

@@ -109,6 +109,20 @@ class QuantizedExperts(QuantizedModule):
         names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
         return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
 
+    def expect_weights_in(self, module: Any) -> None:
+        for leaf, (experts, rows, columns) in self.shapes.items():
+            shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
+            empty = torch.empty(shape, dtype=self.dtype, device="meta")
+            module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+
+    def share_weights(self, other: QuantizedExperts) -> None:
+        for leaf in self.projections:
+            parts = other._parts(leaf)
+            for outputs, weights in parts:
+                self._keep(leaf, outputs, weights)
+            if not parts:
+                self.wrapped._parameters[leaf] = getattr(other.wrapped, leaf)
+
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         sizes = {}
         for leaf, (experts, rows, columns) in self.shapes.items():

@@ -151,6 +151,17 @@ class QuantizedMatrix(QuantizedModule):
             if self.kept_as(stored.get(f"{self.path}.weight"), columns) is not None:
                 yield rows, columns
 
+    def expect_weights_in(self, module: Any) -> None:
+        if self.quantized is not None or self.wrapped.weight.dtype is not self.dtype:
+            shape = self.wrapped.weight.shape if self.quantized is None else self.quantized.shape
+            module._parameters["weight"] = nn.Parameter(
+                torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False
+            )
+
+    def share_weights(self, other: QuantizedMatrix) -> None:
+        if not self.share(other):
+            self.wrapped._parameters["weight"] = other.wrapped.weight
+
     def share(self, other: QuantizedMatrix) -> bool:
         """Share the packed weights of `other`, which are tied to these; False if it has none."""
         if other.quantized is None:

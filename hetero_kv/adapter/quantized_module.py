@@ -117,6 +117,17 @@ class QuantizedModule(Operator):
         """The weights that are packed now."""
 
     @abstractmethod
+    def expect_weights_in(self, module: Any) -> None:
+        """Make a copy of the wrapped module one without weights: parameters on the meta device, as before loading."""
+
+    @abstractmethod
+    def share_weights(self, other: Any) -> None:
+        """Compute with the weights of `other`, an operator of this class, in the same memory.
+
+        The wrapped module is as `other.expect_weights_in` left it.
+        """
+
+    @abstractmethod
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         """The memory of the weights once they are loaded: id of the parameter -> bytes.
 

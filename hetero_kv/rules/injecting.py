@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.owners import flat_classes
 from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.rule_set import RuleSet
+from hetero_kv.rules.sharing import SharedWeights
 from hetero_kv.rules.unpacked import warn_of_unpacked
 from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import SettingError
@@ -57,12 +58,39 @@ def inject(
         UnsupportedModelError: an operator cannot compute a matched module exactly, or this process has only a part of
             the model's weights (FSDP, tensor parallelism); the message gives the reason.
     """
+    return _injected(model, config_in(rules, trust_rules), command_line, settings_file)
+
+
+def inject_beside(
+    model: PreTrainedModel, rules: NamedConfig, *, settings_file: Mapping[str, Any] | None = None
+) -> Injection:
+    """Inject rules into a new model that computes with the weights of `model`, whose own rules stay as they are.
+
+    Modules, config and rules are the new model's own (`Injection.model`), parameters, buffers and packed weights are
+    the same memory. Adapters and hooks that are added later belong to one of the two.
+
+    Raises as `inject`, and InjectionError where the rules keep weights in another form than those of `model`, or where
+    these cannot be shared.
+    """
+    present: Injection | None = getattr(model, "hetero_kv_injection", None)
+    # A forward may exchange parts of modules while it runs.
+    with nullcontext() if present is None else present.one_at_a_time:
+        weights = SharedWeights(model)
+        return _injected(weights.copied(), rules, None, settings_file, weights)
+
+
+def _injected(
+    model: PreTrainedModel,
+    config: NamedConfig,
+    command_line: Mapping[str, Any] | None,
+    settings_file: Mapping[str, Any] | None,
+    shared: SharedWeights | None = None,
+) -> Injection:
     if getattr(model, "hetero_kv_injection", None) is not None:
         raise InjectionError(
             f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
         )
     require_own_weights(model)
-    config = config_in(rules, trust_rules)
     rule_set = config.rules
     flags = canonical(flat_classes(rule_set.known_owners()), command_line, where=COMMAND_LINE)
     command_line = before(config.settings, flags)
@@ -74,6 +102,11 @@ def inject(
     settings = rule_set.modules_in_force(matched, **sources)
     require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
     rule_set.require_effect(command_line, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items()))
+    weights = {
+        path: settings[path].settings.weights for path, (_, cls) in plan.items() if issubclass(cls, QuantizedModule)
+    }
+    if shared is not None:
+        shared.require_equal(weights)
     offloaded = is_offloaded(model)
     applicable = {
         path
@@ -96,6 +129,7 @@ def inject(
     injection = Injection(
         model, engine.settings, attention=AttentionBackend(backend), captures=CaptureState(engine.settings.cuda_graphs)
     )
+    injection.weights = weights
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
         # The deepest modules first: a replaced parent would change its children's paths.
@@ -106,6 +140,8 @@ def inject(
             model.set_submodule(path, operator)
             operator.be_in_place()
             injection.operators[path] = operator
+        if shared is not None:
+            shared.give(injection.operators)
         _configure_together(
             [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
         )

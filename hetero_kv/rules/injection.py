@@ -87,6 +87,7 @@ class Injection:
         engine: the engine's settings in force.
         operators: module path -> operator, in the model's order.
         rules: module path -> the rule that injected its operator.
+        weights: module path -> its setting `weights`, where a rule is about a module's weights.
         sources: module path -> the source of each of its operator's settings; "" -> the engine's.
         configs: the modules whose config a copy replaces, each with the original.
         guards: the forwards that wrap those of models.
@@ -100,6 +101,7 @@ class Injection:
     engine: EngineSettings
     operators: dict[str, Operator] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
     configs: list[tuple[Any, Any]] = field(default_factory=list)
     guards: list[PutForward] = field(default_factory=list)
