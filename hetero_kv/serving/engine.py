@@ -38,6 +38,7 @@ from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import Stream
 from hetero_kv.serving.swapped import SwapFolder
 from hetero_kv.serving.text_stream import TextStream
+from hetero_kv.serving.turns import Turn
 
 _logger = logging.getLogger(__name__)
 
@@ -136,7 +137,10 @@ class Engine:
             self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), max_batch
         )
         size = PartSize(longest_gap_s, part)
-        self._scheduler = Scheduler(forward, self._queues, admission, self._prefixes, size, splits_prompts=splits)
+        self._turn = Turn()
+        self._scheduler = Scheduler(
+            forward, self._queues, admission, self._prefixes, size, self._turn, splits_prompts=splits
+        )
         config = model.model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self._generation = model.model.generation_config
@@ -327,7 +331,8 @@ class Engine:
             if not self._queues.all:
                 self._prefixes.write_one()
                 return False
-            self._scheduler.step()
+            with self._turn:
+                self._scheduler.step()
             return True
 
     def _receive(self) -> None:
@@ -354,6 +359,7 @@ class Engine:
                 # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
                 _logger.exception("a step of the engine failed")
                 self._scheduler.fail_all(error)
+                self._scheduler.tell()
 
     # -- ends
 
@@ -371,6 +377,7 @@ class Engine:
         with self._stepping:
             self._receive()
             self._scheduler.retire_all()
+            self._scheduler.tell()
             while self._prefixes.drop_oldest():
                 pass
             if self._prefixes.stored is not None:

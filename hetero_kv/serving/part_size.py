@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hetero_kv.serving.turns import Others
+
 #: The fewest tokens of a part: with fewer, most of the time would go into reading the weights.
 LEAST = 32
 #: The fewest tokens of a part that passes beside decoded tokens, which read the weights anyway.
@@ -13,6 +15,7 @@ SMALL = 64
 #: The fewest tokens of a large part. Every part that is not small unpacks all weights: 128 tokens take 1.65 s where 64
 #: take 0.62 and 512 take 4.0 (the default model behind 1,024 tokens, AVX2).
 LARGE = 512
+NO_OTHERS = Others()
 # Each new measurement's weight in the mean.
 _NEWEST = 0.3
 
@@ -31,23 +34,31 @@ class PartSize:
         self._token_s: float | None = None
         self._step_s = 0.0
 
-    def of(self, remaining: int, rows: int, beside: bool = False) -> int:
+    @property
+    def decode_s(self) -> float:
+        """Seconds of a step of decoding; 0 before the first one."""
+        return self._step_s
+
+    def of(self, remaining: int, rows: int, beside: bool = False, others: Others = NO_OTHERS) -> int:
         """Tokens of the next part.
 
         Args:
             remaining: tokens of the prompt that have not passed.
             rows: requests that wait for a token meanwhile.
             beside: whether a small part passes in one forward with their tokens.
+            others: what the other engines of the process wait for.
         """
-        if not rows:
+        if not rows and not others.rows:
             return min(remaining, self._alone)
         if self._token_s is None:
             return min(remaining, self._alone, LEAST)
-        fitting = int((self._longest_gap_s - self._step_s) / self._token_s)
+        # Between two tokens every engine has its turn, some of them for a part of a prompt too.
+        gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts)
+        fitting = int((gap - (self._step_s if rows else 0.0)) / self._token_s)
         if fitting < LARGE:
             fitting = SMALL if fitting >= SMALL else LEAST
             if beside:
-                together = int(_PLANNED * self._longest_gap_s / self._token_s)
+                together = int(_PLANNED * gap / self._token_s)
                 fitting = max(LEAST_BESIDE, min(SMALL, together - rows))
         return min(remaining, self._alone, fitting)
 

@@ -17,6 +17,7 @@ from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.stream import FinishReason
+from hetero_kv.serving.turns import Turn
 
 _logger = logging.getLogger(__name__)
 
@@ -37,15 +38,17 @@ class Scheduler:
         admission: says which of them have memory.
         prefixes: keeps the sequences of ended requests.
         part_size: how many tokens of a prompt pass in a step.
+        turn: the engine's turn, which `step` has.
         splits_prompts: whether prompts pass in parts; otherwise each passes whole.
     """
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, prefixes: ResidentPrefixes,
-        part_size: PartSize, *, splits_prompts: bool,
+        part_size: PartSize, turn: Turn, *, splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
+        self._turn = turn
         # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
         self._unchosen: list[tuple[Request, torch.Tensor]] = []
         self._has_warned = False
@@ -64,8 +67,15 @@ class Scheduler:
         splits = self.queues.prefilling is not None and self._splits()
         if not (splits and self._mixed(rows)):
             self._prefill(splits)
+            self._turn.pass_on()
             self._decode(rows)
         self.active_at = time.monotonic()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell the other engines what waits for a token here."""
+        self._turn.rows, self._turn.decode_s = len(self.queues.running), self._part_size.decode_s
+        self._turn.passes_prompt = self.queues.prefilling is not None
 
     # -- computing
 
@@ -83,7 +93,7 @@ class Scheduler:
         prompt, start = request.tokens, request.stored
         size = remaining = len(prompt) - start
         if splits:
-            size = self._part_size.of(remaining, len(self.queues.running), beside)
+            size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others)
         return Part(prompt, start, start + size, request.cached_tokens, request.question)
 
     def _mixed(self, rows: Sequence[Request]) -> bool:
@@ -131,6 +141,7 @@ class Scheduler:
             beyond = tokens_done if tokens_done < tokens else 0
             request.advance(part.start + (part.stop - part.start) * (layers_done * tokens + beyond) / (layers * tokens))
             self.active_at = time.monotonic()
+            self._turn.pass_on()
 
         cache.on_progress = check
         try:

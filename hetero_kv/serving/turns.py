@@ -1,0 +1,99 @@
+"""Turns of the engines of a process: one of them computes at a time, and each as often as the others."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import NamedTuple, Self
+
+
+class Others(NamedTuple):
+    """What the other engines of the process wait for.
+
+    Attributes:
+        rows: their requests that are being answered.
+        decode_s: seconds of a token of each of these requests.
+        prompts: how many of the engines pass a prompt.
+    """
+
+    rows: int = 0
+    decode_s: float = 0.0
+    prompts: int = 0
+
+
+class _Queue:
+    """Those who wait for the cores, in the order in which they came; the first one has them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.turns: deque[Turn] = deque()
+        self.members: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+#: One for the process: a kernel uses all cores, and so do torch's products.
+_PROCESS = _Queue()
+
+
+class Turn:
+    """An engine's turn, a context in which no other engine of the process computes.
+
+    Engines enter in the order in which they ask, so that two that always have work alternate.
+
+    Args:
+        queue: the engines that share the cores; None for those of the process.
+
+    Attributes:
+        rows: requests that the engine is answering, as others see them.
+        decode_s: seconds that a token of each of them takes.
+        passes_prompt: whether a prompt passes.
+    """
+
+    def __init__(self, queue: _Queue | None = None) -> None:
+        self._queue = _PROCESS if queue is None else queue
+        self.rows, self.decode_s, self.passes_prompt = 0, 0.0, False
+        with self._queue.changed:
+            self._queue.members.add(self)
+
+    def __enter__(self) -> Self:
+        with self._queue.changed:
+            self._queue.turns.append(self)
+            try:
+                self._wait()
+            except BaseException:
+                self._leave()
+                raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self._queue.changed:
+            self._leave()
+
+    def pass_on(self) -> None:
+        """Let those who wait compute first; called by the one whose turn it is, where it can stop."""
+        turns = self._queue.turns
+        if len(turns) > 1:
+            with self._queue.changed:
+                turns.rotate(-1)
+                self._queue.changed.notify_all()
+                # Whatever ends the wait, `__exit__` leaves the queue.
+                self._wait()
+
+    def _wait(self) -> None:
+        self._queue.changed.wait_for(lambda: self._queue.turns[0] is self)
+
+    def _leave(self) -> None:
+        self._queue.turns.remove(self)
+        self._queue.changed.notify_all()
+
+    @property
+    def others(self) -> Others:
+        """What the other engines wait for, as they said behind their last step."""
+        with self._queue.changed:
+            others = [each for each in self._queue.members if each is not self]
+        waiting = [each for each in others if each.rows]
+        return Others(
+            sum(each.rows for each in waiting),
+            sum(each.decode_s for each in waiting),
+            sum(each.passes_prompt for each in others),
+        )

@@ -1,0 +1,166 @@
+"""Several engines in one process compute in turn, and each gives the answers that it gives alone."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+
+from hetero_kv import Engine, SamplingParams, with_rules
+from hetero_kv.models.loading import LoadedModel
+from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
+from hetero_kv.serving.turns import Others, Turn, _Queue
+from tests.serving.number_tokenizer import Numbers
+from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.support.small_recipes import small_recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def beside(engine, recipe, **settings):
+    """An engine of the same weights under another recipe."""
+    loaded = LoadedModel(engine._scheduler.forward.model, Numbers(), "tiny", 512)
+    view = with_rules(loaded, small_recipe(recipe, max_seq_len=400))
+    return Engine(view, **{"max_seq_len": 400, "longest_gap_s": 1e6, **settings})
+
+
+def test_engines_of_two_models_under_load_answer_as_alone():
+    settings = {"starts_thread": True, "max_batch": 3, "longest_gap_s": 1e-6}
+    with engine_of("quest", **settings) as first, engine_of("dense", "gemma2", **settings) as second:
+        engines = [first, second]
+        prompts = PROMPTS[:5]
+        expected = [[alone(engine, tokens) for tokens in prompts] for engine in engines]
+        with ThreadPoolExecutor(4) as clients:
+            answers = [
+                clients.submit(lambda engine, tokens: engine.generate(tokens, GREEDY).result().tokens, engine, tokens)
+                for tokens in prompts
+                for engine in engines
+            ]
+            found = [answer.result(120) for answer in answers]
+        assert [found[::2], found[1::2]] == expected
+
+
+def test_engines_of_one_models_weights_under_load_answer_as_alone():
+    with (
+        engine_of("quest", starts_thread=True, longest_gap_s=1e-6) as first,
+        beside(first, "dense", longest_gap_s=1e-6) as second,
+        beside(first, "infinipot") as third,
+    ):
+        engines = [first, second, third]
+        streams = [[engine.generate(tokens, GREEDY) for tokens in PROMPTS[:5]] for engine in engines]
+        answers = [[stream.result(120).tokens for stream in each] for each in streams]
+        assert answers == [[alone(engine, tokens) for tokens in PROMPTS[:5]] for engine in engines]
+        assert answers[0] != answers[1]
+
+
+def test_only_one_engine_computes_at_a_time_and_they_alternate():
+    answer = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    steps: list[str] = []
+    computing = threading.Lock()
+
+    def watched(engine, name):
+        decode = engine._scheduler.forward.decode
+
+        def watching(*arguments):
+            assert computing.acquire(blocking=False)
+            logits = decode(*arguments)
+            steps.append(name)
+            computing.release()
+            return logits
+
+        engine._scheduler.forward.decode = watching
+
+    with engine_of("dense", starts_thread=True) as first, engine_of("dense", starts_thread=True) as second:
+        watched(first, "first")
+        watched(second, "second")
+        with first._turn:
+            streams = [engine.generate(PROMPTS[0], answer) for engine in (first, second)]
+            # Both wait for their turn before either of them begins.
+            while len(first._turn._queue.turns) < 3:
+                threading.Event().wait(0.001)
+        for stream in streams:
+            assert len(stream.result(60).tokens) == 40
+    # Behind their first steps, a step of one is between any two of the other.
+    both = steps[4:70]
+    assert all(first != second for first, second in pairwise(both))
+
+
+def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
+    queue, order = _Queue(), []
+    turns = [Turn(queue) for _ in range(4)]
+
+    def take(number):
+        with turns[number]:
+            order.append(number)
+
+    with turns[0]:
+        threads = []
+        for number in (2, 1, 3):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            while len(queue.turns) < 1 + len(threads):
+                threading.Event().wait(0.001)
+        turns[0].pass_on()
+        order.append(0)
+    for thread in threads:
+        thread.join(10)
+    assert order == [2, 1, 3, 0]
+    assert not queue.turns
+
+
+def test_a_turn_that_ends_in_an_error_is_over():
+    queue = _Queue()
+    turn = Turn(queue)
+    with pytest.raises(ZeroDivisionError), turn:
+        raise ZeroDivisionError
+    assert not queue.turns
+    with Turn(queue):
+        pass
+
+
+def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():
+    """Under sparse prefill a prompt passes whole, and the other engine's requests get tokens meanwhile."""
+    during: list[int] = []
+    with engine_of("minference", starts_thread=False) as first, engine_of("dense", starts_thread=True) as second:
+        answered = second.generate(PROMPTS[0], SamplingParams(max_new_tokens=60, ignore_eos=True))
+        prefill = first._scheduler.forward.prefill
+
+        def counted(cache, part):
+            before = len(answered._pieces)
+            logits = prefill(cache, part)
+            during.append(len(answered._pieces) - before)
+            return logits
+
+        first._scheduler.forward.prefill = counted
+        stream = first.generate(PROMPTS[3], GREEDY)
+        assert stream.result().tokens == alone(first, PROMPTS[3])
+        answered.result(60)
+    assert len(during) == 1
+    assert during[0] > 0
+
+
+def test_an_engine_tells_the_others_what_waits_for_a_token():
+    with engine_of("dense") as first, engine_of("dense") as second:
+        before = first._turn.others.rows
+        stream = second.generate(PROMPTS[0], GREEDY)
+        second.step()
+        assert first._turn.others.rows == before + 1
+        assert second._turn.others.rows == before
+        stream.result()
+        assert first._turn.others.rows == before
+
+
+def test_a_part_fits_into_the_gap_of_other_engines_requests():
+    size = PartSize(0.25, 2048)
+    for _ in range(50):
+        size.passed(64, 64 * 0.25 / 1000)
+        size.decoded(0.2)
+    assert size.of(5000, rows=0) == 2048
+    assert size.of(5000, rows=0, others=Others(rows=1)) == pytest.approx(1000, abs=2)
+    assert size.of(5000, rows=0, others=Others(rows=1, prompts=1)) == SMALL
+    assert size.of(5000, rows=0, others=Others(rows=1, decode_s=0.1)) == pytest.approx(600, abs=2)
+    assert size.of(5000, rows=0, others=Others(rows=1, decode_s=0.3)) == LEAST
+    # Their own requests' tokens take time between the parts as well.
+    assert size.of(5000, rows=1, others=Others(rows=1, decode_s=0.1)) == LEAST
