@@ -61,7 +61,8 @@ class SharedWeights:
         operators = [each for each in self._model.modules() if isinstance(each, Operator)]
         plain = [each for each in self._model.modules() if not isinstance(each, Operator)]
         for module in [*plain, *(each.wrapped for each in operators)]:
-            memo[id(module)] = type(module).__new__(type(module))
+            kind: Any = type(module)
+            memo[id(module)] = kind.__new__(kind)
             for owner in (module._parameters, module._buffers):
                 memo |= {id(tensor): tensor for tensor in owner.values() if tensor is not None}
         # The deepest last: an operator may wrap one.
