@@ -12,7 +12,8 @@ import torch
 from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import CacheFactory
 from hetero_kv.engine.capacity import require_room, room
-from hetero_kv.engine.equal_length_group import EqualLengthGroup
+from hetero_kv.engine.checkpoint import Checkpoint
+from hetero_kv.engine.equal_length_group import NO_COPIES, EqualLengthGroup
 from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.reservations import reserved_by_others
@@ -216,10 +217,21 @@ class Batch:
         for group, state in zip(snapshot.groups, snapshot.states, strict=True):
             group.rollback(state)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def checkpoint(self) -> Checkpoint | None:
+        """A copy of the state of layers that do not keep every token, to which `crop` can return a single sequence.
+
+        None where every layer keeps every token, so that no copy is needed, and where one could not return to it.
+        """
+        return self.groups[0].checkpoint() if len(self.sequences) == 1 else None
+
+    def crop(self, tokens_to_remove: int, checkpoint: Checkpoint | None = None) -> None:
         """Drop the last `-tokens_to_remove` columns, a negative number as in transformers. An empty batch stays empty.
 
-        Raises HeteroKVError for a positive number, and when a layer keeps only a window, whose older tokens are lost.
+        Args:
+            checkpoint: of this sequence, or of one that it was forked from, with as many tokens as stay.
+
+        Raises HeteroKVError for a positive number, for a checkpoint of another length, and when a layer keeps only a
+        window or a state, so that older tokens are lost, and the checkpoint has no copy of it.
         """
         if tokens_to_remove > 0:
             raise HeteroKVError(
@@ -228,9 +240,13 @@ class Batch:
             )
         if not self.sequences:
             return
-        for group in self.groups:
-            group.require_croppable()
         columns = max(0, self.columns.count + tokens_to_remove)
+        copies = NO_COPIES if checkpoint is None else checkpoint.layers
+        if checkpoint is not None and (len(self.sequences) > 1 or checkpoint.length != columns):
+            raise HeteroKVError(
+                f"a checkpoint of {checkpoint.length} tokens cannot cut {len(self.sequences)} sequences to {columns}; "
+                "pass one of that length, and one sequence"
+            )
         removed = self.columns.tokens_after(columns, len(self.sequences))
         cut = self.columns.cut(columns)
         before = self.snapshot()
@@ -251,7 +267,9 @@ class Batch:
             rows = accumulate((len(group.sequences) for group in self.groups), initial=0)
             lengths += [group.length - removed[row] for group, row in zip(self.groups, rows, strict=False)]
             for group, length in zip(self.groups, lengths, strict=True):
-                group.crop_layers(length)
+                group.require_croppable(length, copies)
+            for group, length in zip(self.groups, lengths, strict=True):
+                group.crop_layers(length, copies)
             # From here on blocks are freed, so that a rollback is no longer possible.
             remedy = let_go
             let_go()

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.cache_statistics import CacheStatistics
+from hetero_kv.engine.checkpoint import Checkpoint
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.exclusive_use import ExclusiveUse
@@ -323,10 +324,15 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.computed_under += other.computed_under
         self.mapped_files, other.mapped_files = (*self.mapped_files, *other.mapped_files), ()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def checkpoint(self) -> Checkpoint | None:
         """See Batch."""
         with self.alone():
-            super().crop(tokens_to_remove)
+            return super().checkpoint()
+
+    def crop(self, tokens_to_remove: int, checkpoint: Checkpoint | None = None) -> None:
+        """See Batch."""
+        with self.alone():
+            super().crop(tokens_to_remove, checkpoint)
 
     def select(self, rows: Rows[int] | torch.Tensor) -> None:
         """See Batch."""

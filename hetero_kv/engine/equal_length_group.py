@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine import hf_cache_layers
+from hetero_kv.engine.checkpoint import Checkpoint, LayerCheckpoint
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.sequence import Layout, Sequence
@@ -19,6 +21,7 @@ from hetero_kv.errors import HeteroKVError
 
 #: Arrays that layers pass to each other: name of the family's choice -> key -> array [rows, ...].
 Shared = dict[Any, dict[Any, Any]]
+NO_COPIES: Mapping[int, LayerCheckpoint] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,18 @@ class EqualLengthGroup:
 
     # -- rollback and fork
 
-    def crop_layers(self, length: int) -> None:
-        """Make layers drop the tokens from position `length` on. `cut` follows, or `rollback` after an error."""
-        for layer in self.layers:
-            if isinstance(layer, FamilyLayer):
+    def crop_layers(self, length: int, copies: Mapping[int, LayerCheckpoint] = NO_COPIES) -> None:
+        """Make layers drop the tokens from position `length` on. `cut` follows, or `rollback` after an error.
+
+        copies: of the layers that cannot drop tokens (`Checkpoint.layers`).
+        """
+        for index, layer in enumerate(self.layers):
+            if index in copies:
+                if isinstance(layer, FamilyLayer):
+                    layer.return_to(copies[index])
+                else:
+                    hf_cache_layers.rollback(layer, copies[index].state)
+            elif isinstance(layer, FamilyLayer):
                 layer.crop(length)
             else:
                 layer.crop(length - self.length)
@@ -163,28 +174,49 @@ class EqualLengthGroup:
             self.shared = {}
         self.length, self.prompt_length = length, min(self.prompt_length, length)
 
-    @property
-    def _uncroppable(self) -> set[str]:
-        """The kinds of layers that cannot drop their newest tokens."""
-        return {
-            type(layer).__name__
-            for layer in self.layers
-            if not (layer.can_crop if isinstance(layer, FamilyLayer) else isinstance(layer, DynamicLayer))
-        }
+    def stuck(self, length: int | None = None, copies: Mapping[int, LayerCheckpoint] = NO_COPIES) -> set[str]:
+        """The kinds of layers that cannot drop their tokens from position `length` on (None: from any on)."""
+        found = set()
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, FamilyLayer):
+                goes_back = hf_cache_layers.can_crop(layer, length)
+            else:
+                goes_back = layer.can_crop if length is None else layer.can_crop_to(length)
+            if not goes_back and index not in copies:
+                found.add(type(layer).__name__)
+        return found
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every layer can drop its newest tokens."""
-        return not self._uncroppable
+        """Whether every layer can drop its newest tokens, any number of them."""
+        return not self.stuck()
 
-    def require_croppable(self) -> None:
-        """Raise HeteroKVError unless `is_croppable`."""
-        stuck = self._uncroppable
+    def can_crop_to(self, length: int) -> bool:
+        """Whether every layer can drop its tokens from position `length` on."""
+        return not self.stuck(length)
+
+    def require_croppable(self, length: int | None = None, copies: Mapping[int, LayerCheckpoint] = NO_COPIES) -> None:
+        """Raise HeteroKVError unless every layer can drop its tokens from position `length` on (None: from any on)."""
+        stuck = self.stuck(length, copies)
         if stuck:
             raise HeteroKVError(
                 f"this cache cannot roll back (assisted decoding?): its layers of kind {', '.join(sorted(stuck))} do "
                 "not keep every token; fork() it before tokens that may be dropped"
             )
+
+    def checkpoint(self) -> Checkpoint | None:
+        """A copy of what layers do not keep of earlier tokens; None where all keep it, or one cannot return to it."""
+        copies = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, FamilyLayer):
+                copied = None if layer.can_crop else (layer.checkpoint(),)
+            else:
+                copied = None if hf_cache_layers.can_crop(layer) else (hf_cache_layers.checkpoint(layer),)
+            if copied is not None:
+                if copied[0] is None:
+                    return None
+                copies[index] = copied[0]
+        return Checkpoint(self.length, copies) if copies else None
 
     def snapshot(self) -> GroupSnapshot:
         """The present state, for `rollback`."""

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_kv.engine import recurrent_state
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 
@@ -41,6 +42,21 @@ def fork(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
     if type(layer) in _GROWING:
         return copy.copy(layer)
     return copy.deepcopy(layer, memo)
+
+
+def can_crop(layer: CacheLayerMixin, length: int | None = None) -> bool:
+    """Whether the layer can drop its tokens from position `length` on (None: from any on)."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        # A full window has lost older tokens.
+        return length is not None and layer.cumulative_length < layer.sliding_window
+    return isinstance(layer, DynamicLayer)
+
+
+def checkpoint(layer: CacheLayerMixin) -> LayerCheckpoint | None:
+    """A copy of the state for a layer that cannot drop tokens; None for a layer of an unknown kind."""
+    if not can_be_saved(layer):
+        return None
+    return LayerCheckpoint(snapshot(layer), sum(tensor.nbytes for tensor in tensors(layer)))
 
 
 def tensors(layer: CacheLayerMixin) -> list[torch.Tensor]:

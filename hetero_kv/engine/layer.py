@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.sequence import Layout
@@ -147,6 +148,18 @@ class FamilyLayer(CacheLayerMixin):
 
     #: Whether `crop` is possible.
     can_crop: bool = True
+
+    def can_crop_to(self, length: int) -> bool:
+        """Whether `crop(length)` is possible."""
+        return self.can_crop
+
+    def checkpoint(self) -> LayerCheckpoint | None:
+        """A copy of the present state for a layer that cannot `crop`; None where its class cannot return to one."""
+        return None
+
+    def return_to(self, checkpoint: LayerCheckpoint) -> None:
+        """Drop the tokens behind a checkpoint of this layer, or of one that it was forked from."""
+        raise HeteroKVError(f"layer {self.layer_idx} ({type(self).__name__}) cannot return to a checkpoint")
 
     def snapshot(self) -> Any:
         """The present state, for `rollback`."""

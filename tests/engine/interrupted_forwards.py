@@ -10,13 +10,15 @@ count when the function that would be interrupted is the engine's or the model's
 Left out is what no code can be guarded against, and what undoes an interrupt itself:
 
 - everything in or below an `except` or `finally` block of the engine;
-- what begins when Python lets go of an object, `__del__` and generator expressions, whose exceptions it swallows;
+- what begins when Python lets go of an object, `__del__`, a weak set's forgetting and generator expressions, whose
+  exceptions it swallows;
 - the moment behind `__enter__` and `__exit__`: a `with` does not guard it yet, or any more. So a forward is over when
   its outermost `with` is.
 """
 
 from __future__ import annotations
 
+import _weakrefset
 import ast
 import functools
 import sys
@@ -101,7 +103,8 @@ def is_ours(file: str) -> bool:
 
 def _is_undoing(frame: FrameType) -> bool:
     caller = frame.f_back
-    if frame.f_code.co_name == "__del__":
+    code = frame.f_code
+    if code.co_name == "__del__" or (code.co_name, code.co_filename) == ("_remove", _weakrefset.__file__):
         return True
     return caller is not None and caller.f_lineno in _undoing_lines(caller.f_code.co_filename)
 

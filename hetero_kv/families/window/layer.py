@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import READ_BYTES, Tally
@@ -130,6 +131,27 @@ class WindowLayer(FamilyLayer):
     def rollback(self, snapshot: _Snapshot) -> None:
         """See FamilyLayer. The snapshot's tokens are still intact, because tokens are only ever written behind them."""
         self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
+
+    def can_crop_to(self, length: int) -> bool:
+        """Whether the buffer has the whole window of the first `length` tokens."""
+        return max(0, length - (self.window - 1)) >= self._length - self._end
+
+    def crop(self, length: int) -> None:
+        """See FamilyLayer. The window moves to a new buffer, because snapshots may refer to the dropped tokens."""
+        self._end -= self._length - length
+        self._length, self._start = length, max(0, self._end - (self.window - 1))
+        self._move_window()
+
+    def checkpoint(self) -> LayerCheckpoint:
+        start = max(self._start, self._end - (self.window - 1))
+        parts = [None if part is None else part[:, :, start : self._end].clone() for part in (self.keys, self.values)]
+        state = (*parts, 0, self._end - start, self._length, self.read)
+        return LayerCheckpoint(state, sum(part.nbytes for part in parts if part is not None))
+
+    def return_to(self, checkpoint: LayerCheckpoint) -> None:
+        self.rollback(checkpoint.state)
+        # Moving adds the slack that new tokens are written to.
+        self._move_window()
 
     def saved(self) -> SavedPart:
         part = SavedPart(numbers={"seen": self._length, "read": list(self.read)})
