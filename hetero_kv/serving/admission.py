@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, brief_error
+from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.memory import Goal, Memory
-from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.prefixes import Known, ResidentPrefixes
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.swapped import SwapFolder
 
 _logger = logging.getLogger(__name__)
@@ -29,15 +34,16 @@ class Admission:
         swaps: where sequences of preempted requests go.
         prefixes: sequences that begin as prompts may.
         new_cache: makes an empty cache in the store.
+        checkpoints: of requests whose layers do not keep every token.
         max_batch: the most requests that are answered at a time.
     """
 
     def __init__(
         self, queues: Queues, memory: Memory, swaps: SwapFolder, prefixes: ResidentPrefixes,
-        new_cache: Callable[[], HeteroCache], max_batch: int,
+        new_cache: Callable[[], HeteroCache], checkpoints: Checkpoints, max_batch: int,
     ) -> None:  # fmt: skip
         self._queues, self._memory, self._swaps, self._prefixes = queues, memory, swaps, prefixes
-        self._new_cache, self._max_batch = new_cache, max_batch
+        self._new_cache, self._checkpoints, self._max_batch = new_cache, checkpoints, max_batch
         # The request for which there is no memory, and how many had left when that was seen.
         self._blocked: tuple[Request, int] | None = None
         self._departures = 0
@@ -57,7 +63,7 @@ class Admission:
             return
         cache = None
         try:
-            cache, cached = self._begun_cache(request)
+            cache, reuse, checkpoints = self._begun_cache(request)
             if not self._make_room(request, cache):
                 free(cache)
                 self._blocked = request, queues.departures
@@ -72,36 +78,43 @@ class Admission:
         queues.waiting.remove(request)
         request.cache = cache
         if request.swapped is None:
-            request.cached_tokens, queues.prefilling = cached, request
+            request.begin(reuse, checkpoints)
+            self._checkpoints.use(checkpoints)
+            queues.prefilling = request
         else:
             request.drop_swapped()
             queues.answer(request)
 
-    def _begun_cache(self, request: Request) -> tuple[HeteroCache, int]:
-        """A cache with the longest stored beginning of a prompt, and that beginning's number of tokens."""
+    def _begun_cache(self, request: Request) -> tuple[HeteroCache, Reuse, tuple[KeptCheckpoint, ...]]:
+        """A cache with the longest known beginning of a prompt, what is reused, and that beginning's checkpoints."""
         if request.swapped is not None:
-            return self._new_cache(), 0
-        running = with_caches(self._queues.running)
-        prefix = self._prefixes.fork(request.tokens, [(cache, each.tokens[: each.stored]) for each, cache in running])
-        resident = (self._new_cache(), 0) if prefix is None else prefix
-        return self._loaded_cache(request, *resident) or resident
+            return self._new_cache(), request.reuse, ()
+        live = [
+            Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints))
+            for each, cache in with_caches(self._queues.running)
+        ]
+        prefix = self._prefixes.find(request.tokens, live)
+        resident = self._new_cache() if prefix.cache is None else prefix.cache
+        cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
+        return cache, reuse, prefix.checkpoints if cache is resident else ()
 
-    def _loaded_cache(self, request: Request, resident: HeteroCache, cached: int) -> tuple[HeteroCache, int] | None:
+    def _loaded_cache(self, request: Request, resident: HeteroCache, reuse: Reuse) -> tuple[HeteroCache, Reuse]:
         """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
-        stored = self._prefixes.stored
+        stored, cached = self._prefixes.stored, reuse.tokens
         found = None if stored is None else stored.longest(request.tokens, cached + stored.least)
         if stored is None or found is None:
-            return None
+            return resident, reuse
         context, tokens = found
+        missed = replace(reuse, reason="not_loaded", common=max(tokens, reuse.common))
         empty = self._new_cache()
         (_, needed), *others = self._entering(request, empty, self._queues.running)
         if not self._memory.fits([(empty, max(needed, context.tokens)), *others]):
-            return None
+            return resident, missed
         loaded = stored.load(context, tokens, resident.tokenizer)
         if loaded is None:
-            return None
+            return resident, missed
         free(resident)
-        return loaded, tokens
+        return loaded, _from_disk(reuse, tokens, context.tokens, request.prompt_tokens)
 
     def _make_room(self, request: Request, cache: HeteroCache) -> bool:
         """Preempt less urgent requests until a request can enter with this cache; returns whether it can.
@@ -159,7 +172,8 @@ class Admission:
         queues, cache = self._queues, request.cache
         assert cache is not None
         if request is queues.prefilling:
-            queues.prefilling, request.cached_tokens = None, 0
+            queues.prefilling = None
+            request.begin_again()
         else:
             request.swapped = self._swaps.put(cache)
             if request.swapped is None:
@@ -184,6 +198,15 @@ class Admission:
             if not self.preempt(last):
                 self._queues.fail(last, self._swaps.failure())
         return rows
+
+
+def _from_disk(resident: Reuse, tokens: int, stored: int, prompt: int) -> Reuse:
+    """The reuse of `tokens` tokens of a stored context, where less was resident."""
+    if tokens == prompt - 1:
+        return Reuse(tokens, "all", tokens, "disk")
+    if resident.common > tokens:
+        return replace(resident, tokens=tokens, source="disk")
+    return Reuse(tokens, "extends" if tokens == stored else "differs", tokens, "disk")
 
 
 def _urgency(request: Request) -> tuple[int, float]:

@@ -24,6 +24,7 @@ from hetero_kv.models.messages import Messages
 from hetero_kv.models.tool_definitions import Tools
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.serving.admission import Admission
+from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.memory import Memory
 from hetero_kv.serving.part_size import PartSize
@@ -68,6 +69,10 @@ class Engine:
         kv_tokens: tokens of all requests together, ended ones that are kept included; None takes what `max_batch`
             requests need, or as many as fit into memory.
         kept_prefixes: ended requests whose sequences are kept for prompts that begin alike, where there is memory.
+        checkpoint_gb: GB of memory, beside `kv_tokens`, for copies of recurrent states and sliding windows. Where a
+            prompt departs from an earlier one, such layers go on from the last copy before. The least recently used
+            copies are dropped first. 0 takes none: then only prompts that begin with all of an earlier sequence share
+            it. Models whose layers keep every token need no copies.
         context_folder: a folder to which these sequences go as saved contexts, so that prompts find them when they have
             left memory, and after a restart. They are written while no request is there; one that must leave memory
             before holds up all others for as long as the disk takes to write it, and `close` writes what is left. Files
@@ -93,6 +98,7 @@ class Engine:
         max_batch: int = 8,
         kv_tokens: int | None = None,
         kept_prefixes: int = 16,
+        checkpoint_gb: float = 1.0,
         context_folder: str | Path | None = None,
         context_cache_gb: float | None = None,
         longest_gap_s: float = 0.25,
@@ -104,6 +110,8 @@ class Engine:
             raise HeteroKVError(
                 f"Engine: {model.name} has no rules injected; load it by hetero_kv.load_model(name, config='adaptive')"
             )
+        if not checkpoint_gb >= 0:
+            raise HeteroKVError(f"Engine: checkpoint_gb is {checkpoint_gb}; it must be at least 0")
         if context_cache_gb is not None and not context_cache_gb >= 0:
             raise HeteroKVError(f"Engine: context_cache_gb is {context_cache_gb}; it must be at least 0, or None")
         least = {"max_batch": (max_batch, 1), "part": (part, 1), "kept_prefixes": (kept_prefixes, 0)}
@@ -133,13 +141,16 @@ class Engine:
         self._swaps = SwapFolder(injection)
         self._queues = Queues()
         memory = Memory(self._store, self._prefixes, self._swaps)
+        empty = forward.new_cache(self._store)
+        checkpoints = Checkpoints(round(checkpoint_gb * 1e9) if self._prefixes.can_share(empty) else 0, empty)
         admission = Admission(
-            self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), max_batch
-        )
+            self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), checkpoints,
+            max_batch,
+        )  # fmt: skip
         size = PartSize(longest_gap_s, part)
         self._turn = Turn()
         self._scheduler = Scheduler(
-            forward, self._queues, admission, self._prefixes, size, self._turn, splits_prompts=splits
+            forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, splits_prompts=splits
         )
         config = model.model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -57,47 +57,63 @@ class Memory:
         return cache, min(request.most_stored, max(request.stored, request.prompt_tokens) + AHEAD)
 
     def fits(self, goals: Collection[Goal], without: Sequence[Request] = ()) -> bool:
-        """Whether there are blocks for all goals, once no sequences of ended requests are kept any more.
+        """Whether there are blocks for all goals, once sequences of ended requests are dropped, the oldest first.
+
+        None is dropped where dropping all of them would not be enough.
 
         without: requests whose blocks count as free, because they can be preempted.
         """
-        while self._missing(goals, without) > 0:
+        gone = [request.cache for request in without if request.cache is not None]
+        if self._missing(goals, gone) <= 0:
+            return True
+        if self._missing(goals, [*gone, *self._prefixes.caches]) > 0:
+            return False
+        while self._missing(goals, gone) > 0:
             if not self._prefixes.drop_oldest():
                 return False
         return True
 
-    def _missing(self, goals: Collection[Goal], without: Sequence[Request]) -> int:
-        """How many blocks too few are free for the goals, in the layout that lacks most."""
+    def _missing(self, goals: Collection[Goal], gone: Sequence[HeteroCache]) -> int:
+        """How many blocks too few are free for the goals, in the layout that lacks most.
+
+        gone: caches whose blocks count as free.
+        """
         layouts = [layout for cache, _ in goals for layout in cache.groups[0].layouts]
-        return max(
-            (
-                sum(_more(cache, layout, tokens) for cache, tokens in goals)
-                - self._store.free_blocks(layout)
-                - _freed(without, layout)
-                for layout in dict.fromkeys(layouts)
-            ),
-            default=0,
-        )
+        most = 0
+        for layout in dict.fromkeys(layouts):
+            theirs = _references(gone, layout)
+            needed = sum(_more(cache, layout, tokens, theirs) for cache, tokens in goals)
+            most = max(most, needed - self._store.free_blocks(layout) - self._freed(layout, theirs))
+        return most
+
+    def _freed(self, layout: Layout, gone: Mapping[int, int]) -> int:
+        """How many blocks are free once so many references to each (block -> number) are dropped."""
+        if not gone:
+            return 0
+        blocks, counts = (np.fromiter(each, np.int64, len(gone)) for each in (gone.keys(), gone.values()))
+        return int((self._store.allocators[layout].references_of(blocks) == counts).sum())
 
 
-def _more(cache: HeteroCache, layout: Layout, tokens: int) -> int:
-    """How many blocks a cache of one row takes until it stores so many tokens."""
+def _more(cache: HeteroCache, layout: Layout, tokens: int, gone: Mapping[int, int]) -> int:
+    """How many blocks a cache of one row takes until it stores so many tokens.
+
+    gone: block -> how many references to it count as dropped.
+    """
     size = layout.block_size
     needed = -(-tokens // size)
     for sequence in cache.sequences:
         table = sequence.tables[layout]
         # A partly filled block that others have too is copied.
-        is_copied = table.length % size and table.allocator.references(int(table.ids[-1])) > 1
+        last = int(table.ids[-1]) if table.length % size else None
+        is_copied = last is not None and table.allocator.references(last) - gone.get(last, 0) > 1
         needed = max(0, needed - table.num_blocks) + bool(is_copied)
     return needed
 
 
-def _freed(requests: Iterable[Request], layout: Layout) -> int:
-    """How many blocks are free once these requests have none."""
-    caches = [each.cache for each in requests if each.cache is not None]
-    tables = [sequence.tables[layout] for cache in caches for sequence in cache.sequences]
+def _references(caches: Iterable[HeteroCache], layout: Layout) -> dict[int, int]:
+    """Block -> how many references these caches have to it."""
+    tables = [sequence.tables[layout].ids for cache in caches for sequence in cache.sequences]
     if not tables:
-        return 0
-    blocks, counts = np.unique(np.concatenate([table.ids for table in tables]), return_counts=True)
-    allocator = tables[0].allocator
-    return sum(allocator.references(int(block)) == count for block, count in zip(blocks, counts, strict=True))
+        return {}
+    blocks, counts = np.unique(np.concatenate(tables), return_counts=True)
+    return dict(zip(blocks.tolist(), counts.tolist(), strict=True))

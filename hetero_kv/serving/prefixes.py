@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.checkpoints import KeptCheckpoint, newest_within
+from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
+
+#: How many of a sequence's newest checkpoints go to the disk with it: the end of its prompt, the place before the
+#: answer's beginning, and the end of its document.
+_STORED = 3
 
 
 class Prefix(NamedTuple):
-    """A stored sequence that begins as a prompt does.
+    """The longest beginning of a prompt that is known.
+
+    Attributes:
+        cache: a fork of its sequence, cut to it; None where nothing can be reused.
+        reuse: how much it has, and why no more.
+        checkpoints: those of the sequence within it.
+    """
+
+    cache: HeteroCache | None
+    reuse: Reuse
+    checkpoints: tuple[KeptCheckpoint, ...] = ()
+
+
+class Known(NamedTuple):
+    """A sequence in memory.
 
     Attributes:
         cache: its cache.
-        tokens: how many of the prompt's first tokens it has.
+        tokens: ids of the tokens that it stores.
+        checkpoints: where its layers can go back to.
     """
 
     cache: HeteroCache
-    tokens: int
+    tokens: np.ndarray
+    checkpoints: tuple[KeptCheckpoint, ...] = ()
+
+    def usable(self, common: int) -> int:
+        """How many of the `common` first tokens a fork can keep."""
+        if common == len(self.tokens) or all(group.can_crop_to(common) for group in self.cache.groups):
+            return common
+        point = newest_within(self.checkpoints, common)
+        return 0 if point is None else point.length
+
+    def cut(self, tokens: int) -> HeteroCache:
+        """A fork with the first `tokens` tokens, which are `usable`."""
+        forked = self.cache.fork()
+        if tokens < len(self.tokens):
+            point = newest_within(self.checkpoints, tokens)
+            is_needed = point is not None and not all(group.can_crop_to(tokens) for group in forked.groups)
+            forked.crop(tokens - len(self.tokens), point if is_needed else None)
+        return forked
 
 
 class ResidentPrefixes:
@@ -46,7 +85,7 @@ class ResidentPrefixes:
         self.are_shared = bool(listed) and all(operator.continues_exactly for operator in listed)
         self._most = most
         # By age, the least recently used first.
-        self._kept: list[tuple[HeteroCache, np.ndarray]] = []
+        self._kept: list[Known] = []
         # Those that are on the disk already.
         self._written: set[int] = set()
 
@@ -54,13 +93,19 @@ class ResidentPrefixes:
         """Whether prompts behind a beginning in such a cache are computed exactly."""
         return self.are_shared and _is_shareable(cache)
 
-    def keep(self, cache: HeteroCache, tokens: Sequence[int]) -> None:
-        """Keep the cache of an ended request, which stores `tokens`."""
+    @property
+    def caches(self) -> list[HeteroCache]:
+        """The caches of all kept sequences."""
+        return [each.cache for each in self._kept]
+
+    def keep(self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
+        """Keep the cache of an ended request, which stores `tokens`, and has these checkpoints."""
         is_kept = tokens and self.can_share(cache)
         if not is_kept or not _is_current(cache, cache.injection.state()):
             cache.reset()
             return
-        self._kept.append((cache, np.array(tokens)))
+        within = tuple(each for each in checkpoints if each.length < len(tokens))
+        self._kept.append(Known(cache, np.array(tokens), within))
         if len(self._kept) > self._most:
             self.drop_oldest()
 
@@ -68,11 +113,11 @@ class ResidentPrefixes:
         """Free the least recently used sequence. Returns whether there was one."""
         if not self._kept:
             return False
-        cache, tokens = self._kept[0]
-        self._write(cache, tokens)
+        oldest = self._kept[0]
+        self._write(oldest)
         del self._kept[0]
-        self._written.discard(id(cache))
-        cache.reset()
+        self._written.discard(id(oldest.cache))
+        oldest.cache.reset()
         return True
 
     @property
@@ -88,38 +133,64 @@ class ResidentPrefixes:
     def write_one(self) -> None:
         """Write a sequence that is kept, if there is one, so that it leaves without delay later."""
         if self.is_writing:
-            self._write(*next(each for each in self._kept if id(each[0]) not in self._written))
+            self._write(next(each for each in self._kept if id(each.cache) not in self._written))
 
-    def _write(self, cache: HeteroCache, tokens: np.ndarray) -> None:
-        if self.stored is not None and id(cache) not in self._written:
+    def _write(self, known: Known) -> None:
+        if self.stored is not None and id(known.cache) not in self._written:
             # Once, whether it works or not.
-            self._written.add(id(cache))
-            self.stored.keep(cache, tokens.tolist())
+            self._written.add(id(known.cache))
+            tokens = known.tokens.tolist()
+            self.stored.keep(known.cache, tokens)
+            lengths = {each.length for each in known.checkpoints if each.point is not None}
+            for length in sorted(() if self.stored.goes_back else lengths)[-_STORED:]:
+                # Its blocks are those of the whole sequence, and its states are its own.
+                beginning = known.cut(length)
+                try:
+                    self.stored.keep(beginning, tokens[:length])
+                finally:
+                    beginning.reset()
 
-    def fork(self, prompt: Sequence[int], live: Iterable[tuple[HeteroCache, Sequence[int]]] = ()) -> Prefix | None:
-        """A fork of the sequence with the longest common beginning, cut to it; None where no sequence begins alike.
+    def find(self, prompt: Sequence[int], live: Iterable[Known] = ()) -> Prefix:
+        """The longest beginning of a prompt in memory, in a fork of its sequence.
 
         At least one token of the prompt is left to compute.
 
         Args:
-            live: caches of requests that are being answered, and the tokens that they store.
+            live: sequences of requests that are being answered.
         """
-        new = np.array(prompt)
-        candidates = [*self._kept, *((cache, np.array(tokens)) for cache, tokens in live if _is_shareable(cache))]
-        best: tuple[HeteroCache, int] | None = None
-        now = candidates[0][0].injection.state() if self.are_shared and candidates else None
-        for cache, tokens in candidates if self.are_shared else []:
-            common = _usable(cache, tokens, min(_common(tokens, new), len(new) - 1))
-            if common and (best is None or common > best[1]) and _is_current(cache, now):
-                best = cache, common
-        if best is None:
-            return None
-        cache, common = best
-        self._kept.sort(key=lambda kept: kept[0] is cache)
-        forked = cache.fork()
-        if common < forked.get_seq_length():
-            forked.crop(common - forked.get_seq_length())
-        return Prefix(forked, common)
+        if not self.are_shared:
+            return Prefix(None, Reuse(reason="not_exact"))
+        listed = [*self._kept, *live]
+        candidates = [each for each in listed if _is_shareable(each.cache)]
+        if not candidates:
+            return Prefix(None, Reuse(reason="not_exact" if listed else "nothing_kept"))
+        new, now = np.array(prompt), candidates[0].cache.injection.state()
+        commons = [min(_common(each.tokens, new), len(new) - 1) for each in candidates]
+        # Of equal ones the last: it was used last.
+        longest = max(range(len(candidates)), key=lambda number: (commons[number], number))
+        common, alike = commons[longest], candidates[longest]
+        best: tuple[int, Known] | None = None
+        for count, each in zip(commons, candidates, strict=True):
+            usable = each.usable(count)
+            if usable and (best is None or usable > best[0]) and _is_current(each.cache, now):
+                best = usable, each
+        tokens, known = (0, None) if best is None else best
+        reuse = Reuse(tokens, "differs", common, "memory" if tokens else None)
+        if tokens == len(new) - 1:
+            reuse = replace(reuse, reason="all")
+        elif not common:
+            reuse = replace(reuse, reason="nothing_alike")
+        elif tokens < common and not _is_current(alike.cache, now):
+            reuse = replace(reuse, reason="other_weights")
+        elif tokens < common:
+            kinds = {kind for group in alike.cache.groups for kind in group.stuck(common)}
+            reuse = replace(reuse, reason="cannot_go_back", kind=", ".join(sorted(kinds)))
+        elif known is not None and tokens == len(known.tokens):
+            reuse = replace(reuse, reason="extends")
+        if known is None:
+            return Prefix(None, reuse)
+        self._kept.sort(key=lambda kept: kept.cache is known.cache)
+        return Prefix(known.cut(tokens), reuse, tuple(each for each in known.checkpoints if each.length <= tokens))
 
 
 def _is_shareable(cache: HeteroCache) -> bool:
@@ -136,10 +207,3 @@ def _common(first: np.ndarray, second: np.ndarray) -> int:
     shorter = min(len(first), len(second))
     different = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(different[0]) if len(different) else shorter
-
-
-def _usable(cache: HeteroCache, tokens: np.ndarray, common: int) -> int:
-    """How many of the common tokens a fork can keep: all, or none where layers cannot go back to them."""
-    if common == len(tokens) or all(group.is_croppable for group in cache.groups):
-        return common
-    return 0

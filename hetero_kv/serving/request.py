@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.status import RequestStatus
 from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, Stream
 from hetero_kv.serving.swapped import Swapped
 from hetero_kv.serving.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from hetero_kv.serving.checkpoints import KeptCheckpoint
 
 
 class Request:
@@ -25,7 +30,8 @@ class Request:
         limit: the longest answer that fits, tokens.
         cache: its keys and values; None while it waits.
         swapped: its sequence on the disk, once it is preempted; None otherwise.
-        cached_tokens: tokens of the prompt that another request had computed.
+        reuse: what of the prompt was computed before.
+        checkpoints: where its layers can go back to, if they do not keep every token.
         is_cancelled: whether it ends before its next token.
         began: when it came, seconds of `time.perf_counter`.
     """
@@ -41,7 +47,8 @@ class Request:
         self.limit, self.question, self.priority = limit, question, priority
         self.cache: HeteroCache | None = None
         self.swapped: Swapped | None = None
-        self.cached_tokens = 0
+        self.reuse = Reuse()
+        self.checkpoints: list[KeptCheckpoint] = []
         self.is_cancelled = False
         self._ends, self._stop_tokens, self._text, self._markers = ends, stop_tokens, text, markers
         self._pieces: list[Piece] = []
@@ -49,6 +56,20 @@ class Request:
 
     _admitted: float | None = None
     _first_token_s: float | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were computed before."""
+        return self.reuse.tokens
+
+    def begin(self, reuse: Reuse, checkpoints: Sequence[KeptCheckpoint]) -> None:
+        """Its prompt begins to pass behind what is reused, with these checkpoints."""
+        self.reuse = self.stream.reuse = reuse
+        self.checkpoints = list(checkpoints)
+
+    def begin_again(self) -> None:
+        """Its prompt waits again, from its first token on."""
+        self.reuse, self.stream.reuse, self.checkpoints = Reuse(), None, []
 
     @property
     def stored(self) -> int:
@@ -117,5 +138,6 @@ class Request:
                 cached_tokens=self.cached_tokens,
                 first_token_s=self._first_token_s,
                 total_s=time.perf_counter() - self.began,
+                reuse=self.reuse,
             )
         )

@@ -11,8 +11,9 @@ import torch
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
+from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward, Part
-from hetero_kv.serving.part_size import SMALL, PartSize
+from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues, with_caches
 from hetero_kv.serving.request import Request
@@ -37,6 +38,7 @@ class Scheduler:
         queues: the requests.
         admission: says which of them have memory.
         prefixes: keeps the sequences of ended requests.
+        checkpoints: takes those of prompts, whose parts end there.
         part_size: how many tokens of a prompt pass in a step.
         turn: the engine's turn, which `step` has.
         splits_prompts: whether prompts pass in parts; otherwise each passes whole.
@@ -44,11 +46,11 @@ class Scheduler:
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, prefixes: ResidentPrefixes,
-        part_size: PartSize, turn: Turn, *, splits_prompts: bool,
+        checkpoints: Checkpoints, part_size: PartSize, turn: Turn, *, splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
-        self._turn = turn
+        self._checkpoints, self._turn = checkpoints, turn
         # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
         self._unchosen: list[tuple[Request, torch.Tensor]] = []
         self._has_warned = False
@@ -94,6 +96,8 @@ class Scheduler:
         size = remaining = len(prompt) - start
         if splits:
             size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others)
+            stop = self._checkpoints.next_stop(request, start)
+            size = size if stop is None else min(size, stop - start)
         return Part(prompt, start, start + size, request.cached_tokens, request.question)
 
     def _mixed(self, rows: Sequence[Request]) -> bool:
@@ -118,6 +122,7 @@ class Scheduler:
             return False
         self._part_size.passed(len(rows) + len(part.tokens), time.perf_counter() - began)
         request.advance(part.stop)
+        self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
             rows.append(request)
@@ -154,8 +159,11 @@ class Scheduler:
             return
         finally:
             cache.on_progress = None
-        self._part_size.passed(len(part.tokens), time.perf_counter() - began)
+        if len(part.tokens) >= LEAST:
+            # A token of a shorter part takes longer than those to plan.
+            self._part_size.passed(len(part.tokens), time.perf_counter() - began)
         request.advance(part.stop)
+        self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
             self._take([request], logits[None])
@@ -228,7 +236,7 @@ class Scheduler:
         if cache is None:
             return
         try:
-            self._prefixes.keep(cache, request.tokens[: cache.get_seq_length()])
+            self._prefixes.keep(cache, request.tokens[: cache.get_seq_length()], request.checkpoints)
         except Exception as error:
             _logger.warning("the sequence of an ended request is not kept (%s)", brief_error(error))
 

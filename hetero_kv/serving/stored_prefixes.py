@@ -23,7 +23,7 @@ class StoredPrefixes:
     """Sequences of one model in a folder, which other processes and later ones find too.
 
     If every layer can roll back to any token, any common beginning is reused. Else a sequence is reused only for
-    prompts that begin with all of it.
+    prompts that begin with all of it, and so the caller writes its beginnings up to its checkpoints too.
 
     Args:
         folder: see ContextStore.
@@ -37,7 +37,8 @@ class StoredPrefixes:
     def __init__(self, folder: str | Path, limit: int | None, empty: HeteroCache, store: Store) -> None:
         self._contexts, self._store = ContextStore(folder, limit), store
         self._injection = empty.injection
-        self._goes_back = can_roll_back_exactly(empty)
+        #: Whether any beginning of a sequence can be reused.
+        self.goes_back = can_roll_back_exactly(empty)
         sizes = [layout.block_size for group in empty.groups for layout in group.layouts]
         #: Fewer tokens than this are not worth a file, nor reading one.
         self.least = max(sizes, default=PIECE)
@@ -59,7 +60,7 @@ class StoredPrefixes:
         if len(prompt) <= max(least, PIECE):
             return None
         try:
-            found = self._contexts.longest(self._present(), prompt, whole=not self._goes_back)
+            found = self._contexts.longest(self._present(), prompt, whole=not self.goes_back)
         except Exception as error:
             _logger.warning("no context is looked up in %s: %s", self._contexts.folder, _text(error))
             return None
@@ -88,7 +89,7 @@ class StoredPrefixes:
             return
         try:
             identity = self._present()
-            known = self._contexts.longest(identity, [*tokens, 0], whole=not self._goes_back)
+            known = self._contexts.longest(identity, [*tokens, 0], whole=not self.goes_back)
             if known is None or len(tokens) - known[1] >= self.least:
                 self._contexts.save(cache, tokens, identity=identity)
         except Exception as error:

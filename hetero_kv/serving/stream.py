@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hetero_kv.serving.reuse import Reuse
+
 FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
 
 
@@ -42,9 +44,10 @@ class Completion:
             `max_seq_len` has no room for more.
         stop_text: the stop text that ended it.
         prompt_tokens: the prompt's number of tokens.
-        cached_tokens: how many of them another request had computed.
+        cached_tokens: how many of them were computed before.
         first_token_s: seconds from the request to its first token; None without one.
         total_s: seconds from the request to its end.
+        reuse: why no more of them were computed before.
     """
 
     text: str
@@ -55,6 +58,7 @@ class Completion:
     cached_tokens: int
     first_token_s: float | None
     total_s: float
+    reuse: Reuse = field(default_factory=Reuse)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -91,9 +95,11 @@ class Stream:
 
     Attributes:
         progress: how much of the prompt has passed; None while the request waits.
+        reuse: what of the prompt was computed before, as soon as the rest begins to pass; None before.
     """
 
     progress: Progress | None = None
+    reuse: Reuse | None = None
 
     def __init__(self, cancel: Callable[[Stream], None], compute: Callable[[], object] | None = None) -> None:
         self._changed = threading.Condition()

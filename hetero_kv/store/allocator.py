@@ -60,6 +60,11 @@ class BlockAllocator:
         self._reclaim()
         return int(self._references[block])
 
+    def references_of(self, blocks: np.ndarray) -> np.ndarray:
+        """As `references`, for several blocks at once."""
+        self._reclaim()
+        return self._references[blocks]
+
     def copies_to_own(self, ids: np.ndarray) -> int:
         """Number of blocks to allocate before each of `ids` is writable by one sequence alone (see `BlockTable.own`).
 

@@ -193,6 +193,21 @@ def test_a_request_waits_until_another_one_has_freed_its_memory():
         ]
 
 
+def test_a_request_that_must_wait_anyway_drops_no_sequence_that_is_kept():
+    with engine_of("dense", kv_tokens=424, kept_prefixes=4) as engine:
+        engine.generate(PROMPTS[2], GREEDY).result()
+        running = engine.generate(PROMPTS[3], GREEDY)
+        engine.step()
+        waiting = engine.generate([*reversed(PROMPTS[3])], GREEDY)
+        engine.step()
+        assert len(engine._scheduler.queues.waiting) == 1
+        assert len(engine._prefixes.caches) == 1
+        # It may drop it once that helps.
+        assert waiting.result().tokens == alone(engine, [*reversed(PROMPTS[3])])
+        assert running.is_done
+        assert engine._prefixes.find([*PROMPTS[2], 5]).reuse.tokens == 0
+
+
 def test_a_request_that_never_fits_is_refused_by_name():
     with engine_of("dense") as engine:
         with pytest.raises(CacheFullError, match="the prompt has 401 tokens, and max_seq_len is 400"):

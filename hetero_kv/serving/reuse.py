@@ -1,0 +1,59 @@
+"""How much of a prompt was computed before, and why no more of it could be reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal[
+    "all", "extends", "differs", "nothing_alike", "nothing_kept", "cannot_go_back", "other_weights", "not_loaded",
+    "not_exact",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a request took over from sequences that were computed before.
+
+    Attributes:
+        tokens: how many of the prompt's first tokens were not computed again.
+        reason: why the others were: "all" but the last token were reused, of which logits are needed; the prompt
+            "extends" the longest known sequence; it "differs" from all known ones from token `tokens` on;
+            "nothing_alike" is known, or "nothing_kept" at all; layers of `kind` "cannot_go_back" to where it departs;
+            the sequence was computed under "other_weights", adapters or hooks; a stored context was "not_loaded", for
+            want of memory or because it is damaged; a prompt behind a stored beginning is "not_exact" under the rules.
+        common: how many first tokens the prompt shares with the known sequence that begins most alike, of which
+            `tokens` could be reused.
+        source: where they were: "memory", on the "disk", or None for none.
+        kind: the kinds of layers that cannot go back.
+    """
+
+    tokens: int = 0
+    reason: Reason = "nothing_kept"
+    common: int = 0
+    source: Literal["memory", "disk"] | None = None
+    kind: str = ""
+
+    @property
+    def text(self) -> str:
+        """The reason as a sentence."""
+        return {
+            "all": f"all but the last of the prompt's {self.tokens + 1} tokens were computed before",
+            "extends": f"the longest known sequence ends behind token {self.tokens}",
+            "differs": f"the prompt differs from every known sequence from token {self.tokens} on",
+            "nothing_alike": "no known sequence begins as the prompt does",
+            "nothing_kept": "no sequence is kept yet",
+            "cannot_go_back": (
+                f"the prompt departs from a known sequence at token {self.common}, and layers of kind {self.kind} "
+                f"cannot go back to there: the last checkpoint before is at token {self.tokens}"
+            ),
+            "other_weights": (
+                f"the sequence that begins with the same {self.common} tokens was computed under other weights, "
+                "adapters or hooks"
+            ),
+            "not_loaded": (
+                f"a stored context begins with the same {self.common} tokens, and was not loaded: there was too little "
+                "memory, or it is damaged"
+            ),
+            "not_exact": "under these rules a prompt behind a known beginning is not computed as a whole one",
+        }[self.reason]

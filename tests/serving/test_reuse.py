@@ -1,0 +1,111 @@
+"""An answer says how much of its prompt was computed before, and why no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_kv import SamplingParams
+from hetero_kv.serving.reuse import Reuse
+from tests.serving.test_engine import PROMPTS, engine_of
+from tests.support.ragged_rows import prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ONE = SamplingParams(max_new_tokens=1)
+FIRST, OTHER = prompt(130, 70).tolist(), prompt(40, 71).tolist()
+
+
+def reuse_of(engine, tokens):
+    stream = engine.generate(tokens, ONE)
+    completion = stream.result()
+    assert completion.reuse.tokens == completion.cached_tokens
+    assert stream.reuse == completion.reuse
+    assert all(word not in completion.reuse.text for word in ("{", "None"))
+    return completion.reuse
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with engine_of("dense") as engine:
+        yield engine
+
+
+@pytest.fixture
+def known(engine):
+    """An engine that knows one prompt."""
+    while engine._prefixes.drop_oldest():
+        pass
+    assert reuse_of(engine, FIRST) == Reuse(0, "nothing_kept")
+    return engine
+
+
+def test_a_prompt_that_is_known_is_reused_but_for_its_last_token(known):
+    found = reuse_of(known, FIRST)
+    assert found == Reuse(129, "all", 129, "memory")
+    assert found.text == "all but the last of the prompt's 130 tokens were computed before"
+
+
+def test_a_prompt_that_goes_on_behind_a_sequence_extends_it(known):
+    assert reuse_of(known, [*FIRST, *OTHER]) == Reuse(130, "extends", 130, "memory")
+
+
+def test_a_prompt_that_departs_says_where(known):
+    changed = [*FIRST[:77], (FIRST[77] + 1) % 97, *FIRST[78:]]
+    found = reuse_of(known, changed)
+    assert found == Reuse(77, "differs", 77, "memory")
+    assert "from token 77 on" in found.text
+
+
+def test_a_prompt_that_begins_otherwise_says_that_nothing_is_alike(known):
+    assert reuse_of(known, [(FIRST[0] + 1) % 97, *FIRST[1:]]) == Reuse(0, "nothing_alike")
+
+
+def test_the_sequence_that_begins_most_alike_counts(known):
+    reuse_of(known, [*FIRST[:50], *OTHER])
+    assert reuse_of(known, [*FIRST[:50], *OTHER[:10], *FIRST[:5]]).tokens == 60
+    assert reuse_of(known, [*FIRST[:90], *OTHER]).tokens == 90
+
+
+def test_other_weights_are_named():
+    with engine_of("dense") as engine:
+        reuse_of(engine, FIRST)
+        with torch.no_grad():
+            engine._scheduler.forward.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        found = reuse_of(engine, [*FIRST, *OTHER])
+        assert found == Reuse(0, "other_weights", 130)
+        assert "the same 130 tokens was computed under other weights" in found.text
+
+
+@pytest.mark.parametrize("recipe", ["infinipot", "minference"])
+def test_rules_under_which_nothing_is_shared_say_so(recipe):
+    with engine_of(recipe) as engine:
+        reuse_of(engine, PROMPTS[1])
+        assert reuse_of(engine, [*PROMPTS[1], 5]) == Reuse(0, "not_exact")
+
+
+def test_layers_that_cannot_go_back_are_named():
+    with engine_of("dense", "lfm2", checkpoint_gb=0) as engine:
+        reuse_of(engine, FIRST)
+        found = reuse_of(engine, [*FIRST[:100], *OTHER])
+        assert found == Reuse(0, "cannot_go_back", 100, None, "LinearAttentionLayer")
+        assert "at token 100, and layers of kind LinearAttentionLayer" in found.text
+
+
+def test_stored_contexts_say_that_they_are_from_the_disk(tmp_path):
+    with engine_of("dense", context_folder=tmp_path) as engine:
+        reuse_of(engine, FIRST)
+    with engine_of("dense", context_folder=tmp_path) as engine:
+        assert reuse_of(engine, [*FIRST, *OTHER]) == Reuse(130, "extends", 130, "disk")
+    with engine_of("dense", context_folder=tmp_path) as engine:
+        assert reuse_of(engine, [*FIRST[:100], *OTHER]) == Reuse(100, "differs", 100, "disk")
+
+
+def test_a_stored_context_that_cannot_be_loaded_is_named(tmp_path):
+    with engine_of("dense", context_folder=tmp_path) as engine:
+        reuse_of(engine, FIRST)
+    with engine_of("dense", context_folder=tmp_path) as engine:
+        engine._prefixes.stored.load = lambda *_: None
+        found = reuse_of(engine, [*FIRST, *OTHER])
+        assert found == Reuse(0, "not_loaded", 130)
+        assert "130 tokens, and was not loaded" in found.text
