@@ -35,7 +35,8 @@ class TensorDigests:
         """The SHA-256 digest of each tensor's bytes."""
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             found = [self._of_one(tensor, pool) for tensor in tensors]
-        self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
+        # Several models over the same weights may look at the same time.
+        self._known = {key: known for key, known in list(self._known.items()) if known.tensor() is not None}
         return found
 
     def _of_one(self, tensor: torch.Tensor, pool: ThreadPoolExecutor) -> bytes:

@@ -76,7 +76,10 @@ def inject_beside(
     # A forward may exchange parts of modules while it runs.
     with nullcontext() if present is None else present.one_at_a_time:
         weights = SharedWeights(model)
-        return _injected(weights.copied(), rules, None, settings_file, weights)
+        injection = _injected(weights.copied(), rules, None, settings_file, weights)
+    if present is not None:
+        injection.digests = present.digests
+    return injection
 
 
 def _injected(

@@ -93,7 +93,7 @@ class Injection:
         guards: the forwards that wrap those of models.
         attention: the backend setting for attention on a GPU, and which backends have run.
         captures: whether decoding uses CUDA graphs, and which steps were captured.
-        digests: digests of the model's weights, computed on first use.
+        digests: digests of the model's weights, computed on first use; models that share weights share these too.
         one_at_a_time: the lock that a thread takes during a forward, because operators are shared.
     """
 

@@ -89,6 +89,8 @@ class Admission:
         """A cache with the longest known beginning of a prompt, what is reused, and that beginning's checkpoints."""
         if request.swapped is not None:
             return self._new_cache(), request.reuse, ()
+        if not request.reuses:
+            return self._new_cache(), Reuse(reason="off"), ()
         live = [
             Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints))
             for each, cache in with_caches(self._queues.running)

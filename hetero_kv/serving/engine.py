@@ -47,6 +47,8 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Answers requests from any number of threads and event loops; one thread of its own computes.
 
+    Engines of one process, also of models that share their weights (`hetero_kv.with_rules`), compute in turn.
+
     All requests share one store of keys and values. A prompt that begins as an earlier one does computes the rest
     alone. Requests that are answered at the same time share every reading of the weights.
 
@@ -242,6 +244,7 @@ class Engine:
         question: int | None = None,
         priority: int = 0,
         markers: Mapping[int, str] | None = None,
+        reuses: bool = True,
     ) -> Stream:
         """Ask for the continuation of a prompt.
 
@@ -253,6 +256,7 @@ class Engine:
             priority: requests of a smaller number are admitted before others that wait, and preempt those that run.
             markers: ids of control tokens and their texts, which pieces give apart from text, as
                 `hetero_kv.serving.answers.AnswerParser` has them.
+            reuses: whether a beginning that was computed before is taken over; otherwise all of the prompt is computed.
 
         Returns the stream of its tokens.
 
@@ -283,6 +287,7 @@ class Engine:
             question=question,
             priority=priority,
             markers=dict(markers or {}),
+            reuses=reuses,
         )
         with self._changed:
             if self._is_closed:

@@ -30,6 +30,7 @@ class Request:
         limit: the longest answer that fits, tokens.
         cache: its keys and values; None while it waits.
         swapped: its sequence on the disk, once it is preempted; None otherwise.
+        reuses: whether it may take over what was computed before.
         reuse: what of the prompt was computed before.
         checkpoints: where its layers can go back to, if they do not keep every token.
         is_cancelled: whether it ends before its next token.
@@ -39,12 +40,12 @@ class Request:
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream, stream: Stream, *,
         ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str], question: int | None = None,
-        priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}),
+        priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}), reuses: bool = True,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.params, self.sampler, self.stream = params, sampler, stream
-        self.limit, self.question, self.priority = limit, question, priority
+        self.limit, self.question, self.priority, self.reuses = limit, question, priority, reuses
         self.cache: HeteroCache | None = None
         self.swapped: Swapped | None = None
         self.reuse = Reuse()

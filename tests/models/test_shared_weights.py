@@ -7,9 +7,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 from hetero_kv import HeteroCache, eject, inject, load_model, with_rules
+from hetero_kv.contexts import tensor_digests
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.rules.matching import InjectionError
+from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -47,7 +49,7 @@ def given(weights, **more):
     return {**SETTINGS, "weights": weights, **more}
 
 
-@pytest.mark.parametrize("weights", ["auto", "q4_0", "bf16"])
+@pytest.mark.parametrize("weights", with_slow(["auto", "q4_0", "bf16"], slow=["q4_0", "bf16"]))
 def test_each_view_computes_as_a_model_that_is_loaded_alone_with_its_recipe(quantized_file, weights):
     first, *others = RECIPES
     loaded = load_model(quantized_file, dtype="float32", config=first, **given(weights))
@@ -121,8 +123,23 @@ def test_contexts_of_one_view_are_those_of_a_model_that_was_loaded_alone(quantiz
         assert torch.equal(alone.model(IDS[:, :1], past_key_values=again).logits, expected)
 
 
+def test_shared_weights_are_hashed_once(quantized_file, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(tensor_digests, "_hashed", lambda data: hashed.append(len(data)) or bytes(32))
+    loaded = load_model(quantized_file, dtype="float32", config="dense", **SETTINGS)
+    first = loaded.model.hetero_kv_injection.identity
+    once = sum(hashed)
+    second = with_rules(loaded, "quest", **SETTINGS).model.hetero_kv_injection.identity
+    assert sum(hashed) == once > 10_000
+    assert second.weights == first.weights
+
+
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "jamba"]
+    "architecture",
+    with_slow(
+        ["qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "jamba"],
+        slow=["gpt_oss", "deepseek_v3", "lfm2", "jamba"],
+    ),
 )
 def test_every_kind_of_model_can_be_shared(architecture):
     def injected(name, weights):

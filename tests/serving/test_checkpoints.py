@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Recurrent states of every kind, and sliding windows.
 STATEFUL = [*HYBRIDS, "gemma2", "gemma3_text", "gpt_oss"]
-ALIKE = ("qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "lfm2_moe", "gemma2", "qwen3_next", "bamba")
+ALIKE = [name for name in STATEFUL if name not in ("lfm2", "qwen3_5_text", "gemma3_text")]
 DOCUMENT, QUESTION, OTHER, THIRD = (
     prompt(length, seed).tolist() for seed, length in enumerate((200, 21, 30, 70), start=40)
 )
@@ -41,7 +43,7 @@ def test_a_second_question_to_a_document_goes_on_from_the_documents_end(architec
         assert again.tokens == alone(engine, [*DOCUMENT, *QUESTION, *OTHER])
 
 
-@pytest.mark.parametrize("architecture", with_slow(STATEFUL, slow=[*ALIKE, "jamba", "gpt_oss"]))
+@pytest.mark.parametrize("architecture", with_slow(STATEFUL, slow=ALIKE))
 def test_a_turn_whose_history_lost_its_thoughts_goes_on_from_before_the_answer(architecture):
     """The template's beginning of an answer, which the next prompt has not, is 4 tokens."""
     start = [3, 4, 5, 6]
@@ -112,6 +114,33 @@ def test_checkpoints_are_bounded_in_bytes_and_the_least_recently_used_go_first()
         assert gone.tokens == alone(engine, [*documents[2][:90], 9])
 
 
+@pytest.mark.parametrize("architecture", with_slow(["lfm2", "gemma3_text", "qwen3_next", "jamba"], slow=ALIKE))
+def test_prompts_that_depart_anywhere_are_answered_as_alone(architecture, monkeypatch, tmp_path):
+    """A tree of prompts, while sequences and checkpoints are dropped, and requests are answered side by side."""
+    monkeypatch.setattr(checkpoints, "EVERY", 16)
+    drawn, few = random.Random(3), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    settings = {"part": 24, "kept_prefixes": 3, "kv_tokens": 600, "context_folder": tmp_path}
+    with engine_of("dense", architecture, **settings) as engine:
+        taken, known, reused = engine._scheduler._checkpoints, [DOCUMENT], 0
+        for number in range(8):
+            branches = []
+            for _ in range(2):
+                trunk = drawn.choice(known)
+                tail = prompt(drawn.randrange(1, 60), 100 + number).tolist()
+                branches.append([*trunk[: drawn.randrange(20, 200)], *tail])
+            known += branches
+            question = drawn.choice([None, 5])
+            streams = [engine.generate(tokens, few, question=question) for tokens in branches]
+            for tokens, stream in zip(branches, streams, strict=True):
+                found = stream.result()
+                assert found.tokens == alone(engine, tokens, 4)
+                reused += 0 < found.cached_tokens < len(tokens) - 1
+            if taken._limit > 1e8:
+                taken._limit = 3 * taken.nbytes
+            assert taken.nbytes <= taken._limit
+        assert reused > 5
+
+
 def test_no_checkpoint_is_taken_of_memory_that_caches_have_reserved(monkeypatch):
     with engine_of("dense", "lfm2") as engine:
         taken = engine._scheduler._checkpoints
@@ -172,7 +201,7 @@ def test_a_second_question_goes_on_from_the_documents_end_after_a_restart(archit
         assert found.tokens == alone(engine, [*DOCUMENT, *OTHER])
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "jamba", "qwen3_next", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("architecture", with_slow(STATEFUL, slow=ALIKE))
 def test_a_cache_that_returns_to_a_checkpoint_continues_bit_for_bit(architecture):
     model = tiny_model(architecture)
     inject(model, small_recipe("dense"))

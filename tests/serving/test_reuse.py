@@ -67,6 +67,12 @@ def test_the_sequence_that_begins_most_alike_counts(known):
     assert reuse_of(known, [*FIRST[:90], *OTHER]).tokens == 90
 
 
+def test_a_request_may_compute_all_of_its_prompt(known):
+    found = known.generate([*FIRST, *OTHER], ONE, reuses=False).result()
+    assert found.reuse == Reuse(0, "off")
+    assert "off" in found.reuse.text
+
+
 def test_other_weights_are_named():
     with engine_of("dense") as engine:
         reuse_of(engine, FIRST)

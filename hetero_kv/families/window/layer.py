@@ -133,8 +133,8 @@ class WindowLayer(FamilyLayer):
         self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
 
     def can_crop_to(self, length: int) -> bool:
-        """Whether the buffer has the whole window of the first `length` tokens."""
-        return max(0, length - (self.window - 1)) >= self._length - self._end
+        """Whether no token has left the window, which is all that forks have."""
+        return self._length < self.window or length >= self._length
 
     def crop(self, length: int) -> None:
         """See FamilyLayer. The window moves to a new buffer, because snapshots may refer to the dropped tokens."""
