@@ -66,6 +66,10 @@ class Checkpoints:
             return None
         tokens = request.prompt_tokens
         stops = [] if request.question is None else [tokens - request.question]
+        if request.reuse.reason == "cannot_go_back":
+            # Where two prompts part, a third one may: behind a system prompt that all of them have. The place is that
+            # of Marconi's "branching points" (arXiv:2411.19379, section 4.1).
+            stops.append(request.reuse.common)
         if tokens - request.cached_tokens >= _LEAST:
             stops.append(tokens - TAIL)
         return min((stop for stop in stops if stop > start), default=None)
