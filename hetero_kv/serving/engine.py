@@ -150,7 +150,7 @@ class Engine:
             max_batch,
         )  # fmt: skip
         size = PartSize(longest_gap_s, part)
-        self._turn = Turn()
+        self._turn = Turn(longest_gap_s)
         self._scheduler = Scheduler(
             forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, splits_prompts=splits
         )

@@ -69,7 +69,6 @@ class Scheduler:
         splits = self.queues.prefilling is not None and self._splits()
         if not (splits and self._mixed(rows)):
             self._prefill(splits)
-            self._turn.pass_on()
             self._decode(rows)
         self.active_at = time.monotonic()
         self.tell()
@@ -147,6 +146,7 @@ class Scheduler:
             request.advance(part.start + (part.stop - part.start) * (layers_done * tokens + beyond) / (layers * tokens))
             self.active_at = time.monotonic()
             self._turn.pass_on()
+            self.active_at = time.monotonic()
 
         cache.on_progress = check
         try:

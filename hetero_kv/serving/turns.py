@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from typing import NamedTuple, Self
@@ -41,6 +42,7 @@ class Turn:
     Engines enter in the order in which they ask, so that two that always have work alternate.
 
     Args:
+        longest_s: seconds after which `pass_on` lets others compute; before, nothing is cut short for them.
         queue: the engines that share the cores; None for those of the process.
 
     Attributes:
@@ -49,8 +51,9 @@ class Turn:
         passes_prompt: whether a prompt passes.
     """
 
-    def __init__(self, queue: _Queue | None = None) -> None:
-        self._queue = _PROCESS if queue is None else queue
+    def __init__(self, longest_s: float, queue: _Queue | None = None) -> None:
+        self._longest_s, self._queue = longest_s, _PROCESS if queue is None else queue
+        self._began = 0.0
         self.rows, self.decode_s, self.passes_prompt = 0, 0.0, False
         with self._queue.changed:
             self._queue.members.add(self)
@@ -70,9 +73,9 @@ class Turn:
             self._leave()
 
     def pass_on(self) -> None:
-        """Let those who wait compute first; called by the one whose turn it is, where it can stop."""
+        """Let those who wait compute, if this turn is a long one; called where the one whose turn it is can stop."""
         turns = self._queue.turns
-        if len(turns) > 1:
+        if len(turns) > 1 and time.perf_counter() - self._began >= self._longest_s:
             with self._queue.changed:
                 turns.rotate(-1)
                 self._queue.changed.notify_all()
@@ -81,6 +84,7 @@ class Turn:
 
     def _wait(self) -> None:
         self._queue.changed.wait_for(lambda: self._queue.turns[0] is self)
+        self._began = time.perf_counter()
 
     def _leave(self) -> None:
         self._queue.turns.remove(self)

@@ -89,7 +89,7 @@ def test_only_one_engine_computes_at_a_time_and_they_alternate():
 
 def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
     queue, order = _Queue(), []
-    turns = [Turn(queue) for _ in range(4)]
+    turns = [Turn(0.0, queue) for _ in range(4)]
 
     def take(number):
         with turns[number]:
@@ -110,20 +110,39 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
     assert not queue.turns
 
 
+def test_a_short_turn_is_not_cut():
+    queue = _Queue()
+    first, second, order = Turn(1e6, queue), Turn(0.0, queue), []
+
+    def take():
+        with second:
+            order.append("second")
+
+    with first:
+        thread = threading.Thread(target=take)
+        thread.start()
+        while len(queue.turns) < 2:
+            threading.Event().wait(0.001)
+        first.pass_on()
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
 def test_a_turn_that_ends_in_an_error_is_over():
     queue = _Queue()
-    turn = Turn(queue)
+    turn = Turn(0.0, queue)
     with pytest.raises(ZeroDivisionError), turn:
         raise ZeroDivisionError
     assert not queue.turns
-    with Turn(queue):
+    with Turn(0.0, queue):
         pass
 
 
 def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():
     """Under sparse prefill a prompt passes whole, and the other engine's requests get tokens meanwhile."""
     during: list[int] = []
-    with engine_of("minference", starts_thread=False) as first, engine_of("dense", starts_thread=True) as second:
+    with engine_of("minference", longest_gap_s=1e-6) as first, engine_of("dense", starts_thread=True) as second:
         answered = second.generate(PROMPTS[0], SamplingParams(max_new_tokens=60, ignore_eos=True))
         prefill = first._scheduler.forward.prefill
 
