@@ -75,13 +75,14 @@ def kernel_for(dtype: str) -> Any:
         qkv, qkv, qkv, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
         types.Array(types.int64, 2, "C"), int2, types.int64, int3, int3, types.boolean, integers,
         real, real, real, integers, integers, integers, lse3, qkv, lse3, types.Array(types.float32, 4, "C"), integers,
+        int3,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
         group_vectors, group_values, ranges, table, which, positions, allowed, shared, flags, target, scale, softcap,
-        addresses, shape, itemsizes, outside_lse, out, lse, masses, taken,
+        addresses, shape, itemsizes, outside_lse, out, lse, masses, taken, recorded,
     ):  # fmt: skip
         (
             reduce,
@@ -271,7 +272,11 @@ def kernel_for(dtype: str) -> Any:
                 softcap, head_rows(weights), head_rows(block_masses), head_rows(token_scores),
             )  # fmt: skip
             run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, rerank_args)
-            chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
+            chosen = recorded
+            if recorded.size == 0:
+                chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
+            elif recorded.shape != (rows, lists, token_scores.shape[3]):
+                return BAD_SHAPES
             token_counts = np.empty((rows, lists, 3), np.int32)
             blocks_of = pool_blocks(positions, context)
             choose_token_args = (

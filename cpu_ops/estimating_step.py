@@ -25,7 +25,7 @@ from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.estimating_kernel import StepFlags, kernel_for
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import all_threads
-from hetero_kv.cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
+from hetero_kv.cpu_ops.retrieval_step import BAD_SHAPES, NOTHING_FORBIDDEN, REFUSALS
 from hetero_kv.cpu_ops.storage import numbers_of, storage_of
 from hetero_kv.cpu_ops.untyped_arrays import as_bytes
 
@@ -181,6 +181,7 @@ class EstimatingStep:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
         positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+        recorded: np.ndarray = NOTHING_FORBIDDEN,
     ) -> float:  # fmt: skip
         """Store one token of every row, unless its position is negative, and attend.
 
@@ -192,10 +193,12 @@ class EstimatingStep:
         kv_heads, group] float32, written: the log-sum-exp of what was attended here, and the same with the estimated
         mass of the other blocks. The second is NaN if nothing can be estimated, and for means without deviations if
         the blocks are passed in although keys would choose them (`rerank` 0), because their masses would be too small.
+        recorded: [rows, lists, capacity of positions * block size] int32 of -1, or empty. Where single tokens are
+        chosen, the first numbers of each list are overwritten with their block id * block_size + offset.
         """
         return self._call(
             self._flags, q, k, v, ranges, table, which, positions, allowed, shared, scale, softcap, outside_lse, out,
-            lse, masses,
+            lse, masses, recorded,
         )  # fmt: skip
 
     def rehearsed(
@@ -215,11 +218,12 @@ class EstimatingStep:
         self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray,
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+        recorded: np.ndarray = NOTHING_FORBIDDEN,
     ) -> float:  # fmt: skip
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, ranges, table, which, positions, allowed, shared, flags,
             self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, outside_lse,
-            out, lse, masses, self.taken,
+            out, lse, masses, self.taken, recorded,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])

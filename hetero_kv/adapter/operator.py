@@ -42,6 +42,8 @@ class AttentionOperator(Operator):
     changes_arguments: bool = False
     #: Whether `arguments_for` reads the hidden states, and the decoder layer's input (`layer_input`).
     reads_hidden_states: bool = False
+    #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).
+    records_attention: bool = False
     #: The decoder layer's input of a decoded token, before any norm, [rows, 1, width]; None: unknown.
     layer_input: torch.Tensor | None = None
     #: The decoder layer's norm before the attention module; None where unknown.
@@ -222,6 +224,22 @@ class AttentionOperator(Operator):
     def attended_tokens(self, length: int) -> float:
         """Tokens that a decode step after `length` tokens attends to; the maximum where each step decides."""
         return length
+
+    def require_recordable(self, *, in_prompt: bool) -> None:
+        """Raise HeteroKVError unless it records a token's attention exactly.
+
+        in_prompt: whether the token is the last one of a prompt, instead of a generated one.
+        """
+        if not self.records_attention:
+            raise HeteroKVError(
+                f"{self.path} ({type(self).__name__}) cannot say which tokens it attends to; use rules with other "
+                "operators"
+            )
+        if in_prompt and not self.prefills_exactly:
+            raise HeteroKVError(
+                f"{self.path} ({type(self).__name__}) does not attend to all of a prompt, and cannot say what the "
+                "first token behind one attended to; ask about a later token"
+            )
 
     @property
     def observed_queries(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.engine.attention_record import AttentionRecord
 from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
@@ -36,6 +37,7 @@ class FamilyLayer(CacheLayerMixin):
         state: see above.
         read: bytes that the attention of decoded tokens read, per row; a layer that counts them includes them in its
             snapshots.
+        record: where the operator records the attention of the token that passes; None for no record.
     """
 
     is_sliding = False
@@ -48,6 +50,7 @@ class FamilyLayer(CacheLayerMixin):
     layout: Layout | None = None
     state: Any = None
     read: Tally = NO_NUMBERS
+    record: AttentionRecord | None = None
 
     _group: weakref.ref[EqualLengthGroup]
 

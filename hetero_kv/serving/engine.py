@@ -24,6 +24,7 @@ from hetero_kv.models.messages import Messages
 from hetero_kv.models.tool_definitions import Tools
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.serving.admission import Admission
+from hetero_kv.serving.attended import Attended, Replay, edges_of, require_recordable
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.memory import Memory
@@ -36,7 +37,7 @@ from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
-from hetero_kv.serving.stream import Stream
+from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
 from hetero_kv.serving.text_stream import TextStream
 from hetero_kv.serving.turns import Turn
@@ -137,6 +138,7 @@ class Engine:
             and not any(getattr(layer, "is_strided", False) for layer in layers)
             and not forward.longest_rotates_all
         )
+        self._injection = injection
         self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
         if context_folder is not None:
             self._prefixes.stored = self._stored_prefixes(forward, context_folder, context_cache_gb)
@@ -160,7 +162,7 @@ class Engine:
         added = model.tokenizer.added_tokens_decoder.items()
         self._special = {token.content: number for number, token in added if token.special}
         self._new: deque[Request] = deque()
-        self._cancelled: deque[Stream] = deque()
+        self._cancelled: deque[ResultStream[Any]] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
         # For the steps of `step`: the interpreter raises KeyboardInterrupt in the main thread alone.
@@ -268,33 +270,93 @@ class Engine:
         for token in params.ends:
             self._require_token(token, "ends has")
         tokens = self._tokens(prompt)
-        capacity = self.max_seq_len
-        if len(tokens) > capacity:
-            raise CacheFullError(
-                f"the prompt has {len(tokens)} tokens, and max_seq_len is {capacity}; shorten the prompt by "
-                f"{len(tokens) - capacity} tokens, or set max_seq_len to at least {len(tokens)}"
-            )
+        self._require_room(tokens)
         request = Request(
             tokens,
             params,
             Sampler(params, tokens, self.vocab_size),
             TextStream(self.tokenizer, params.stop, markers or ()),
-            Stream(self._cancel, None if self._thread is not None else self.step),
+            self._new_stream(),
             ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self.ends),
             stop_tokens={self._special[text]: text for text in params.stop if text in self._special},
             # The last token of an answer is not stored.
-            limit=min(params.max_new_tokens, capacity + 1 - len(tokens)),
+            limit=min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens)),
             question=question,
             priority=priority,
             markers=dict(markers or {}),
             reuses=reuses,
         )
+        return self._submitted(request)
+
+    def attended(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        *,
+        prompt_tokens: int | None = None,
+        bins: int | Sequence[int] = 256,
+        priority: int = 0,
+    ) -> ResultStream[Attended]:
+        """Ask what the forward that chose a token of an answer attended to.
+
+        That forward is computed again, in blocks that a request has left or has now. If there are none, all tokens
+        before it pass again. Numbers are those of the answer where blocks come from the request that gave it; after a
+        new prefill, they are so with `prompt_tokens`, to rounding.
+
+        Args:
+            tokens: a prompt and its answer, at least up to the token. Later ones are not read.
+            position: the token's place in `tokens`, at least 1.
+            prompt_tokens: how many of the tokens passed as a prompt, so that the first token of an answer is
+                `tokens[prompt_tokens]`; that one was chosen by the prompt's exact attention. If None, all tokens but
+                the last before `position` pass as a prompt where they must pass again.
+            bins: how many runs of neighbouring tokens get a number, at most; or the first token of each run.
+            priority: as of `generate`.
+
+        Returns the stream, without pieces, whose result is an `Attended`. Cancelled, it raises HeteroKVError.
+
+        Raises:
+            CacheFullError: the tokens do not fit into `max_seq_len`.
+            HeteroKVError: the attention of a layer cannot be recorded, which is named, an argument is outside of its
+                range, or the engine is closed.
+        """
+        known = self._tokens(tokens)
+        if not 1 <= position < len(known):
+            raise HeteroKVError(f"position is {position}; it must be from 1 to {len(known) - 1}, a place in the tokens")
+        if prompt_tokens is not None and not 1 <= prompt_tokens <= position:
+            raise HeteroKVError(
+                f"prompt_tokens is {prompt_tokens}; it must be from 1 to position, {position}, because no forward "
+                "chose a token of a prompt"
+            )
+        prompt = max(1, position - 1) if prompt_tokens is None else prompt_tokens
+        before, edges = known[:position], edges_of(bins, position)
+        self._require_room(before)
+        require_recordable(self._injection, in_prompt=prompt == position)
+        params = SamplingParams(max_new_tokens=1)
+        return self._submitted(
+            Replay(
+                before, params, Sampler(params, before, self.vocab_size), TextStream(self.tokenizer),
+                self._new_stream(), prompt=prompt, edges=edges, priority=priority,
+            )
+        )  # fmt: skip
+
+    def _new_stream(self) -> ResultStream[Any]:
+        return ResultStream(self._cancel, None if self._thread is not None else self.step)
+
+    def _submitted(self, request: Request) -> ResultStream[Any]:
         with self._changed:
             if self._is_closed:
                 raise HeteroKVError("the engine is closed; make another one")
             self._new.append(request)
             self._changed.notify_all()
         return request.stream
+
+    def _require_room(self, tokens: Sequence[int]) -> None:
+        capacity = self.max_seq_len
+        if len(tokens) > capacity:
+            raise CacheFullError(
+                f"the prompt has {len(tokens)} tokens, and max_seq_len is {capacity}; shorten the prompt by "
+                f"{len(tokens) - capacity} tokens, or set max_seq_len to at least {len(tokens)}"
+            )
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -322,7 +384,7 @@ class Engine:
         ends = self._generation.eos_token_id
         return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
-    def _cancel(self, stream: Stream) -> None:
+    def _cancel(self, stream: ResultStream[Any]) -> None:
         with self._changed:
             self._cancelled.append(stream)
             self._changed.notify_all()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.status import RequestStatus
-from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, Stream
+from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, ResultStream
 from hetero_kv.serving.swapped import Swapped
 from hetero_kv.serving.text_stream import TextStream
 
@@ -38,9 +38,10 @@ class Request:
     """
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream, stream: Stream, *,
-        ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str], question: int | None = None,
-        priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}), reuses: bool = True,
+        self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream,
+        stream: ResultStream[Any], *, ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str],
+        question: int | None = None, priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}),
+        reuses: bool = True,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
-from hetero_kv.serving.checkpoints import Checkpoints
+from hetero_kv.serving.attended import Attended, Replay
+from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
-from hetero_kv.serving.queues import Queues, with_caches
+from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.stream import FinishReason
 from hetero_kv.serving.turns import Turn
@@ -91,13 +94,17 @@ class Scheduler:
 
     def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
         """The next part of a request's prompt; all that is left of it unless it `splits`."""
-        prompt, start = request.tokens, request.stored
-        size = remaining = len(prompt) - start
+        stop = self._stop_of(request, len(request.tokens), splits, beside)
+        return Part(request.tokens, request.stored, stop, request.cached_tokens, request.question)
+
+    def _stop_of(self, request: Request, end: int, splits: bool, beside: bool) -> int:
+        """The end of the next part of a request's tokens up to `end`."""
+        size = remaining = end - request.stored
         if splits:
             size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others)
-            stop = self._checkpoints.next_stop(request, start)
-            size = size if stop is None else min(size, stop - start)
-        return Part(prompt, start, start + size, request.cached_tokens, request.question)
+            checkpoint = None if isinstance(request, Replay) else self._checkpoints.next_stop(request, request.stored)
+            size = size if checkpoint is None else min(size, checkpoint - request.stored)
+        return request.stored + size
 
     def _mixed(self, rows: Sequence[Request]) -> bool:
         """Pass a small part of the prompt and decode one token of every row, in one forward.
@@ -105,7 +112,7 @@ class Scheduler:
         Returns whether that was done; after an error, and for a large part, each is computed by itself.
         """
         request, rows = self.queues.prefilling, list(rows)
-        if request is None or not rows or not self.forward.mixes:
+        if request is None or isinstance(request, Replay) or not rows or not self.forward.mixes:
             return False
         part = self._part_of(request, splits=True, beside=True)
         if len(part.tokens) > SMALL:
@@ -133,24 +140,30 @@ class Scheduler:
         request = self.queues.prefilling
         if request is None:
             return
-        cache, part = request.cache, self._part_of(request, splits, beside=False)
+        cache, start = request.cache, request.stored
         assert cache is not None
+        if isinstance(request, Replay):
+            stop = self._stop_of(request, request.passing, splits, beside=False)
+            compute: Callable[[], Any] = partial(request.compute, self.forward, stop, splits=splits)
+        else:
+            part = self._part_of(request, splits, beside=False)
+            stop, compute = part.stop, partial(self.forward.prefill, cache, part)
         began = time.perf_counter()
-        request.advance(part.start)
+        request.advance(start)
 
         def check(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
             if request.is_cancelled:
                 raise CancelledInPrefillError
             # A finished layer counts all of its tokens already.
             beyond = tokens_done if tokens_done < tokens else 0
-            request.advance(part.start + (part.stop - part.start) * (layers_done * tokens + beyond) / (layers * tokens))
+            request.advance(start + (stop - start) * (layers_done * tokens + beyond) / (layers * tokens))
             self.active_at = time.monotonic()
             self._turn.pass_on()
             self.active_at = time.monotonic()
 
         cache.on_progress = check
         try:
-            logits = self.forward.prefill(cache, part)
+            computed = compute()
         except CancelledInPrefillError:
             self._retire(request, "stopped")
             return
@@ -159,14 +172,28 @@ class Scheduler:
             return
         finally:
             cache.on_progress = None
-        if len(part.tokens) >= LEAST:
+        request.advance(stop)
+        if isinstance(request, Replay):
+            if computed is not None:
+                self._end_replay(request, computed)
+            return
+        if stop - start >= LEAST:
             # A token of a shorter part takes longer than those to plan.
-            self._part_size.passed(len(part.tokens), time.perf_counter() - began)
-        request.advance(part.stop)
+            self._part_size.passed(stop - start, time.perf_counter() - began)
         self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
-            self._take([request], logits[None])
+            self._take([request], computed[None])
+
+    def _end_replay(self, replay: Replay, attended: Attended) -> None:
+        """End a replay; keep its sequence if others may want what it had to compute."""
+        cache = self.queues.leave(replay)
+        assert cache is not None
+        replay.stream.complete(attended)
+        if attended.cached_tokens + 1 < cache.get_seq_length():
+            self._keep(cache, replay.tokens)
+        else:
+            free(cache)
 
     def _decode(self, rows: Sequence[Request]) -> None:
         """Decode one token of every row."""
@@ -233,10 +260,12 @@ class Scheduler:
         """End a request whose answer is complete, and keep its sequence for others."""
         cache = self.queues.leave(request)
         request.complete(reason)
-        if cache is None:
-            return
+        if cache is not None:
+            self._keep(cache, request.tokens[: cache.get_seq_length()], request.checkpoints)
+
+    def _keep(self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
         try:
-            self._prefixes.keep(cache, request.tokens[: cache.get_seq_length()], request.checkpoints)
+            self._prefixes.keep(cache, tokens, checkpoints)
         except Exception as error:
             _logger.warning("the sequence of an ended request is not kept (%s)", brief_error(error))
 

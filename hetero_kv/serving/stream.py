@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from hetero_kv.serving.reuse import Reuse
 
+#: What a stream ends with.
+Result = TypeVar("Result")
 FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
 
 
@@ -84,8 +86,8 @@ class Progress:
     elapsed_s: float
 
 
-class Stream:
-    """The answer to one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole answer.
+class ResultStream(Generic[Result]):
+    """What becomes of one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole result.
 
     Several threads and tasks may read it. A loop that is left early does not cancel the request; `cancel` does.
 
@@ -101,10 +103,12 @@ class Stream:
     progress: Progress | None = None
     reuse: Reuse | None = None
 
-    def __init__(self, cancel: Callable[[Stream], None], compute: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, cancel: Callable[[ResultStream[Any]], None], compute: Callable[[], object] | None = None
+    ) -> None:
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
-        self._completion: Completion | None = None
+        self._completion: Result | None = None
         self._error: BaseException | None = None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._cancel, self._compute = cancel, compute
@@ -118,7 +122,7 @@ class Stream:
             yield piece
             known += 1
 
-    def result(self, timeout: float | None = None) -> Completion:
+    def result(self, timeout: float | None = None) -> Result:
         """The whole answer, once it is there.
 
         Args:
@@ -153,10 +157,10 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    def __await__(self) -> Generator[object, None, Completion]:
+    def __await__(self) -> Generator[object, None, Result]:
         return self._awaited().__await__()
 
-    async def _awaited(self) -> Completion:
+    async def _awaited(self) -> Result:
         while not self.is_done:
             await self._change(len(self._pieces))
         return self.result()
@@ -212,7 +216,7 @@ class Stream:
             self._pieces.append(piece)
             self._wake()
 
-    def complete(self, completion: Completion) -> None:
+    def complete(self, completion: Result) -> None:
         """The answer is complete."""
         with self._changed:
             self._completion = completion
@@ -230,6 +234,10 @@ class Stream:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
         self._waiting = []
+
+
+#: An answer as it comes. Other requests have no pieces.
+Stream = ResultStream[Completion]
 
 
 def _late(timeout: float | None) -> TimeoutError:

@@ -7,7 +7,7 @@ from typing import Any
 
 # What decoders write for bytes that are no character, or not a whole one yet. Byte fallback writes it for every byte of
 # a run that is not whole, so that any number of them may still change.
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
 
 
 class TextStream:
@@ -43,7 +43,7 @@ class TextStream:
             return text
         self._tokens.append(token)
         before, now = self._decoded(self._first, self._read), self._decoded(self._first, len(self._tokens))
-        if now.endswith(_UNFINISHED) or len(now) <= len(before):
+        if now.endswith(UNFINISHED) or len(now) <= len(before):
             return ""
         self._first, self._read = self._read, len(self._tokens)
         return self._certain(now[len(before) :], is_last=False)

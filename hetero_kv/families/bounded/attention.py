@@ -48,6 +48,7 @@ class BoundedAttention(AttentionOperator):
     meaning, settings_class, chosen_by = BOUNDED.meaning, BOUNDED.settings_class, BOUNDED.chosen_by
     statistics = (CACHED_ENTRIES, READ_BYTES)
     changes_arguments = True
+    records_attention = True
 
     settings: BoundedSettings
 
@@ -152,6 +153,10 @@ class BoundedAttention(AttentionOperator):
             out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
+        if layer.record is not None and step.is_decode and step.keeps:
+            assert layer.entries is not None
+            layer.record.add_keys(q, keys[0], layer.entries.positions[0], call.scale, call.softcap)
+            layer.record.complete(lse, sink=call.sink)
         seen = layer.key_array, step.part.question, step.is_decode
         layer.observe(ObservedAttention(q, lse, keys, call.scale, call.softcap, *seen))
         return out.to(call.q.dtype)

@@ -21,6 +21,7 @@ from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.footprint import PagedFootprint
@@ -87,6 +88,9 @@ class RetrievalAttention(WindowedDecode):
             out, lse = self._completed(group, call, out, lse, estimated)
         elif estimated is not None:
             self._count([group], *estimated)
+        if layer.record is not None:
+            attended = None if estimated is None else torch.from_numpy(estimated[0][0])
+            self._record_token(layer, blocks, call, torch.from_numpy(lse), attended)
         if self.accumulates:
             seen = call.q.squeeze(2).to(torch.float32).contiguous().numpy()
             self._remember(layer, step, call, seen, lse.reshape(rows, heads))
@@ -101,6 +105,7 @@ class RetrievalAttention(WindowedDecode):
             or not native.stores
             or not native.fits(dtype, softcap is not None)
             or layer.window is not None
+            or layer.record is not None
             or self.accumulates
             or self.engine.measure_recall
         ):
@@ -207,6 +212,14 @@ class RetrievalAttention(WindowedDecode):
         watches = self.accumulates or self.preselected is not None
         observed = self.settings.observed(None) if watches else 0
         return PagedFootprint.of(shape, self.settings, self.accumulates, derived, observed=observed)
+
+    def require_recordable(self, *, in_prompt: bool) -> None:
+        super().require_recordable(in_prompt=in_prompt)
+        if self.settings.token_step > 1:
+            raise HeteroKVError(
+                f"{self.path}: token_step is {self.settings.token_step}, so that what a token attends to follows from "
+                "earlier tokens, and cannot be computed again for one; use rules with token_step 1"
+            )
 
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator: with `target_mass`, the most that a step may attend to."""

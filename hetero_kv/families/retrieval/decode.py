@@ -20,6 +20,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
 from hetero_kv.families.retrieval.recall import covered_mass
+from hetero_kv.families.retrieval.recording import add_blocks, add_window, around_context, chosen_of_context
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
 
@@ -93,7 +94,7 @@ class RetrievalDecode(RetrievalPrefill):
                 score = self.representative_type.score
                 which = fetching.by_scores(q, self.shared, largest, score, self.threads)
         inputs = q, k, v, ranges, table, which, positions, allowed, self.shared
-        estimated = None
+        estimated, tokens = None, NOTHING_FORBIDDEN
         taken = [
             SelectionStatistics(min(positions.shape[2], context) if each else context)
             for context, each in zip(contexts, chosen, strict=True)
@@ -103,10 +104,13 @@ class RetrievalDecode(RetrievalPrefill):
             if outside_lse is None:
                 outside_lse = np.full(lse.shape, -np.inf, np.float32)
             results = scale, softcap, outside_lse, out, lse, masses
+            if layer.record is not None and native.by_token and chooses:
+                capacity = positions.shape[2] * layer.layout.block_size
+                tokens = np.full((*positions.shape[:2], capacity), -1, np.int32)
             with one_kernel_at_a_time:
                 if fetching is not None:
                     fetching.by_rehearsal(native, (*inputs, *results))
-                stored = native(*inputs, *results)
+                stored = native(*inputs, *results, *([tokens] if tokens.size else []))
                 # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()
             if chooses:
@@ -129,7 +133,27 @@ class RetrievalDecode(RetrievalPrefill):
             group.layer.read = group.layer.read.plus(group.layer.reading.of_step(group.step.length, context, each))
         if stored:
             layer.require_storable(stored)
+        if layer.record is not None:
+            ids = groups[0].blocks.table[0, groups[0].blocks.finalized - contexts[0] : groups[0].blocks.finalized]
+            size, none = layer.layout.block_size, np.empty((0, 0), np.int32)
+            chosen_by = (each[0] if len(each) else none for each in (positions, tokens))
+            layer.chosen = chosen_of_context(ids, size, which, *chosen_by)
         return estimated
+
+    def _record_token(
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, total: torch.Tensor,
+        attended: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Complete the layer's record after a decoded token.
+
+        total, attended: as of `AttentionRecord.complete`.
+        """
+        assert layer.record is not None
+        assert layer.chosen is not None
+        add_blocks(layer, blocks, call, around_context(layer, blocks, layer.chosen))
+        add_window(layer, call)
+        layer.record.complete(total, attended, call.sink)
+        layer.chosen = None
 
     def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:
         """Add a query [batch, heads, k_dim] float32 and its log-sum-exp [batch, heads] to the pending queries."""

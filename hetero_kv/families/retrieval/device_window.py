@@ -75,7 +75,7 @@ class DeviceWindow:
             if not positions:
                 continue
             at = torch.arange(positions.start, positions.stop, device=self.keys.device)
-            slots = torch.where(at < self.initial, at, self.initial + (at - self.initial) % self.ring)
+            slots = self._slots(at)
             for index, blocks in enumerate(ids):
                 read = pool.read(blocks, positions.start, positions.stop)
                 keys, values = (on_device(part, self.keys.device) for part in read)
@@ -120,6 +120,23 @@ class DeviceWindow:
             for part in self._occupied()
         )
         return unfolded_heads(q, *functools.reduce(lambda before, part: merge_attention(*before, *part), parts))
+
+    def attended(self, q: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """What `attend` attends to, of the first row, in parts.
+
+        Each is a query as `q`, keys [kv_heads, n, k_dim], and their positions [n].
+        """
+        positions = self._positions(0, self._length)
+        return [(q, self.keys[0, :, self._slots(positions)], positions)]
+
+    def _positions(self, begin: int, end: int) -> torch.Tensor:
+        """The positions from `begin` up to `end` that the window has."""
+        at = torch.arange(begin, min(end, self._length), device=self.keys.device)
+        return at[(at < self.initial) | (at >= self._local_start)]
+
+    def _slots(self, positions: torch.Tensor) -> torch.Tensor:
+        in_ring = self.initial + (positions - self.initial) % self.ring
+        return torch.where(positions < self.initial, positions, in_ring)
 
     @property
     def nbytes(self) -> int:

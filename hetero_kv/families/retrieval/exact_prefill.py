@@ -19,6 +19,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.gpu_prefill.pieces import attention_after_pieces
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.recording import add_blocks
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.gpu_ops.attention import chunk_attention
@@ -31,6 +32,7 @@ class ExactPrefill(AttentionOperator):
 
     prefills_exactly = True
     continues_exactly = True
+    records_attention = True
 
     def __init__(self, path: str, wrapped: nn.Module, settings: object, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -54,6 +56,8 @@ class ExactPrefill(AttentionOperator):
         observation = layer.state.observation
         if observation is not None:
             layer.state = replace(layer.state, observation=observation.grown(q, lse, call.scale, call.softcap))
+        if layer.record is not None and step.keeps:
+            self._record_prompt(layer, step, call, lse)
         return out.to(call.q.dtype)
 
     def _attended_chunk(
@@ -71,6 +75,21 @@ class ExactPrefill(AttentionOperator):
         if not layer.prefill_buffer.first:
             return *self.attend_chunk(step, call, past_k, past_v), call.q
         return *attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v), call.q
+
+    def _record_prompt(
+        self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall, total: torch.Tensor
+    ) -> None:
+        """Record the attention of a prompt's last token, a chunk of its own."""
+        record, buffer, past = layer.record, layer.prefill_buffer, step.past
+        assert record is not None
+        if buffer is None:
+            add_blocks(layer, step.blocks(layer.layout), call)
+        else:
+            for first, keys, _ in layer.pieces(0, call.k) if buffer.first else ():
+                record.add_keys(call.q, keys[0], first + torch.arange(keys.shape[2]), call.scale, call.softcap)
+            own = buffer.keys[0, :, : past + 1 - buffer.first]
+            record.add_keys(call.q, own, torch.arange(buffer.first, past + 1), call.scale, call.softcap)
+        record.complete(total, sink=call.sink)
 
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor

@@ -71,6 +71,8 @@ class RetrievalLayer(AccumulatingLayer):
         self.token_step: RetrievalStep | EstimatingStep | None = None
         #: How many bytes `token_step` reads.
         self.reading: ReadSizes | None = None
+        #: Where it has a record, the tokens that the last step chose of the Context, [lists, tokens] bool.
+        self.chosen: torch.Tensor | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)

@@ -52,6 +52,8 @@ class WindowedDecode(RetrievalDecode):
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
             merged, merged_lse = apply_sink(merged, merged_lse, call.sink)
+        if layer.record is not None:
+            self._record_token(layer, blocks, call, merged_lse, None if estimated is None else attended)
         if self.accumulates:
             seen = np.full(q.shape[:2], np.nan, np.float32)
             self._remember(layer, step, call, q.squeeze(2).copy(), seen)

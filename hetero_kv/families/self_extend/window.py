@@ -82,6 +82,13 @@ class GroupedWindow(DeviceWindow):
             ]
         return unfolded_heads(q, *functools.reduce(lambda before, part: merge_attention(*before, *part), found))
 
+    def attended(self, q: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As in DeviceWindow: far keys at grouped positions, then neighbours at their own."""
+        near = max(0, self._length - self.positions.neighbours)
+        own = self.positions.neighbouring_queries(q, self._length - 1, self.rotary)
+        parts = (q, self.keys, self._positions(0, near)), (own, self.own_keys, self._positions(near, self._length))
+        return [(query, keys[0, :, self._slots(positions)], positions) for query, keys, positions in parts]
+
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.own_keys.numel() * self.own_keys.element_size()

@@ -50,6 +50,7 @@ class ShadowKVAttention(RopeCapture):
 
     meaning, settings_class = SHADOWKV.meaning, SHADOWKV.settings_class
     prefills_exactly = True
+    records_attention = True
     statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE, READ_BYTES)
     rotation_use = (
         "ShadowKVAttention undoes the rotation of keys, which needs one rotation per position; use RetrievalAttention "
@@ -129,9 +130,17 @@ class ShadowKVAttention(RopeCapture):
         past_k, past_v = layer.extend(call.k, call.v)
         assert layer.prefill_buffer is not None
         if layer.prefill_buffer.first:
-            out, _ = attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
+            out, total = attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
         else:
-            out, _ = self.prompt_attention(step, call, past_k, past_v)
+            out, total = self.prompt_attention(step, call, past_k, past_v)
+        if layer.record is not None and step.keeps:
+            buffer = layer.prefill_buffer
+            for first, keys, _ in layer.pieces(0, call.k) if buffer.first else ():
+                layer.record.add_keys(call.q, keys[0], first + torch.arange(keys.shape[2]), call.scale, call.softcap)
+            own = buffer.keys[0, :, : buffer.length - buffer.first]
+            positions = torch.arange(buffer.first, buffer.length)
+            layer.record.add_keys(call.q, own, positions, call.scale, call.softcap)
+            layer.record.complete(total, sink=call.sink)
         return out.to(call.q.dtype)
 
     def _require_full(self, call: bridge.AttentionCall) -> None:
@@ -156,8 +165,26 @@ class ShadowKVAttention(RopeCapture):
         layer.read = layer.read.plus(read_bytes(layer, missed))
         if self.engine.measure_recall:
             self._measure_recall(layer, call, lse)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        if layer.record is not None:
+            self._record_token(layer, call, lse)
         layer.project(step)
-        return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
+        return out.to(call.q.dtype)
+
+    def _record_token(self, layer: LowRankLayer, call: bridge.AttentionCall, total: torch.Tensor) -> None:
+        """Record the attention of a decoded token, with keys as the factors reconstruct them."""
+        record, length = layer.record, layer.stored_length
+        assert record is not None
+        outliers = layer.context.outliers
+        if outliers is not None:
+            residents = outliers.residents
+            chunks = torch.cat([outliers.ids[0].cpu(), residents.ids[0].cpu()], dim=1)
+            at = (chunks[:, :, None] * layer.chunk_size + torch.arange(layer.chunk_size)).flatten(1)
+            record.add_keys(call.q, residents.keys[0], at, call.scale, call.softcap)
+        recent = torch.arange(layer.context.length, length)
+        record.add_keys(call.q, layer.recent_keys.entries[0], recent, call.scale, call.softcap)
+        record.complete(total, sink=call.sink)
 
     def _decoded_by_kernels(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall

@@ -22,6 +22,7 @@ from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.recall import covered_mass
+from hetero_kv.families.retrieval.recording import add_blocks, add_window, around_context
 from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.token_retrieval import choosers
@@ -152,13 +153,17 @@ class TokenRetrievalAttention(ExactPrefill):
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
         attended = self._attended if layer.window is None else self._attended_with_window
+        shares = layer.state.share
         out, lse, mass = attended(layer, step, blocks, call)
         if self.engine.measure_recall:
             assert layer.pool is not None
             covered = covered_mass(layer.pool, blocks, call, mass, self.threads)
             layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
         if call.sink is not None:
-            out, _ = apply_sink(out, lse, call.sink)
+            out, lse = apply_sink(out, lse, call.sink)
+        if layer.record is not None:
+            # A chooser that estimates what it leaves out gives a share.
+            self._record_token(layer, blocks, call, lse, None if layer.state.share is shares else mass)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
     def _token_query(
@@ -172,8 +177,21 @@ class TokenRetrievalAttention(ExactPrefill):
         first, end = min(layer.layout.sink_blocks, blocks.finalized), blocks.finalized
         return TokenQuery(
             q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
-            self.threads,
+            self.threads, record=layer.record,
         )  # fmt: skip
+
+    def _record_token(
+        self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, total: torch.Tensor,
+        attended: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Complete the layer's record, to which `TokenQuery.attend` has added single tokens, if there was a choice."""
+        record, layout = layer.record, layer.layout
+        assert record is not None
+        tokens = (blocks.finalized - min(layout.sink_blocks, blocks.finalized)) * layout.block_size
+        of_context = torch.full((1, tokens), record.is_empty)
+        add_blocks(layer, blocks, call, around_context(layer, blocks, of_context))
+        add_window(layer, call)
+        record.complete(total, attended, call.sink)
 
     def _attended(
         self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
@@ -202,7 +220,11 @@ class TokenRetrievalAttention(ExactPrefill):
         `mass` is on the CPU, and NaN where neither recall nor the chooser needs it. The host waits for one copy from
         the device and makes one copy back, as in `WindowedDecode`.
         """
-        needs_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_outside_lse)
+        needs_window = (
+            layer.record is not None
+            or self.engine.measure_recall
+            or (self.chooser is not None and self.chooser.reads_outside_lse)
+        )
         window_step = layer.window_step(call, blocks.finalized * layer.layout.block_size, needs_window)
         staging = layer.staging
         assert staging is not None

@@ -25,6 +25,7 @@ class SlidingWindowAttention(AttentionOperator):
     statistics = (READ_BYTES,)
     prefills_exactly = True
     continues_exactly = True
+    records_attention = True
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -51,7 +52,12 @@ class SlidingWindowAttention(AttentionOperator):
         if step.is_decode:
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
         inputs = call.q, keys, values, layer.window, call.scale, call.softcap, call.sink
-        return sliding_window_attention(*inputs)[0]
+        out, total = sliding_window_attention(*inputs)
+        if layer.record is not None:
+            positions = torch.arange(layer.get_seq_length() - keys.shape[2], layer.get_seq_length())
+            layer.record.add_keys(call.q, keys[0], positions, call.scale, call.softcap)
+            layer.record.complete(total, sink=call.sink)
+        return out
 
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         return self.prefill_chunk(layer, step, call)

@@ -12,6 +12,7 @@ import torch
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.sparse_gather import token_scores, token_values
+from hetero_kv.engine.attention_record import AttentionRecord
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.settings.former_names import refuse_former_methods
 from hetero_kv.store.pool import BlockPool
@@ -87,6 +88,7 @@ class TokenQuery(NamedTuple):
         outside_lse: log-sum-exp of the scores of all tokens outside the Context, [rows, kv_heads, group] float32.
         known: what the chooser learned when blocks were finalized.
         ahead: the choice made before the query was known, if the chooser looks ahead.
+        record: where the attention to single tokens is recorded; None for no record.
     """
 
     q: np.ndarray
@@ -101,6 +103,7 @@ class TokenQuery(NamedTuple):
     known: LearnedState
     threads: int
     ahead: ChosenTokens | None = None
+    record: AttentionRecord | None = None
 
     @property
     def context(self) -> np.ndarray:
@@ -151,6 +154,10 @@ class TokenQuery(NamedTuple):
         beyond = torch.arange(positions.shape[2]) >= torch.from_numpy(counts)[:, :, None, None]
         scores.masked_fill_(beyond, -torch.inf)
         weighted = scores if log_weights is None else scores + log_weights[:, :, None]
+        if self.record is not None:
+            # One sequence alone has a record.
+            places = torch.from_numpy(positions[0]).long() + self.first * pool.block_size
+            self.record.add(weighted[0], places)
         mass, lse = (torch.logsumexp(each, dim=3) for each in (scores, weighted))
         weights = torch.exp(weighted - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
         out = token_values(weights.contiguous().numpy(), pool.value_array, *chosen, self.threads)

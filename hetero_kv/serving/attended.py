@@ -1,0 +1,195 @@
+"""What the forward behind a token attended to: it passes once more, with a record in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import index
+from typing import Any
+
+import numpy as np
+from transformers.cache_utils import DynamicLayer
+
+from hetero_kv.engine.attention_record import AttentionRecord
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.serving.request import Request
+from hetero_kv.serving.stream import FinishReason
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What the forward that chose a token attended to.
+
+    A layer's masses are shares of its softmax, means over its query heads: `masses.sum(1) + estimated + sinks` is 1, to
+    rounding.
+
+    Attributes:
+        position: the token's place in the sequence. The forward's input was the token before, which attended to itself
+            and those before it.
+        layers: [layers], numbers of the model's attention layers.
+        edges: [bins + 1] int64; bin i has the tokens from `edges[i]` up to `edges[i + 1]`.
+        masses: [layers, bins] float32, of keys that were attended to one by one.
+        chosen: [layers, bins] float32, the share of a bin's tokens that were attended to one by one, the mean over kv
+            heads, or over query heads where each chooses its own. 1 everywhere under full attention.
+        estimated: [layers] float32, the share of keys of which only an estimate counted, as of blocks by their mean.
+        sinks: [layers] float32, the share of a learned attention sink.
+        cached_tokens: how many tokens an earlier request had computed.
+    """
+
+    position: int
+    layers: tuple[int, ...]
+    edges: np.ndarray
+    masses: np.ndarray
+    chosen: np.ndarray
+    estimated: np.ndarray
+    sinks: np.ndarray
+    cached_tokens: int
+
+    @property
+    def total(self) -> np.ndarray:
+        """[bins] float32, the mean of `masses` over the layers."""
+        return self.masses.mean(axis=0)
+
+
+def edges_of(bins: int | Sequence[int], tokens: int) -> np.ndarray:
+    """The edges of bins, [bins + 1] int64.
+
+    Args:
+        bins: how many bins, as equal as possible, and no more than tokens; or the first token of each.
+        tokens: how many tokens all bins have together.
+
+    Raises HeteroKVError for bins that are no such thing.
+    """
+    try:
+        starts = [] if isinstance(bins, int) else [index(start) for start in bins]
+    except TypeError:
+        raise HeteroKVError(f"bins is {shown(bins, 80)}; give a number, or the first token of each bin") from None
+    if isinstance(bins, int):
+        if bins < 1:
+            raise HeteroKVError(f"bins is {bins}; it must be at least 1")
+        return np.arange(min(bins, tokens) + 1, dtype=np.int64) * tokens // min(bins, tokens)
+    edges = np.array([*starts, tokens], np.int64)
+    if edges[0] != 0 or (np.diff(edges) < 1).any():
+        raise HeteroKVError(f"bins is {shown(bins, 80)}; the bins' first tokens rise from 0 and are below {tokens}")
+    return edges
+
+
+class Replay(Request):
+    """A request to record what the forward that chose a token attended to.
+
+    What no earlier request has computed passes as it did first: the first `prompt` tokens as a prompt, and each later
+    one alone.
+
+    Args:
+        tokens: all tokens before the one that the forward chose. The last of them is the forward's input.
+        prompt: how many of them passed as a prompt.
+        edges: of the bins.
+        others: further arguments of `Request`.
+    """
+
+    def __init__(self, tokens: Sequence[int], *others: Any, prompt: int, edges: np.ndarray, **named: Any) -> None:
+        super().__init__(tokens, *others, ends=frozenset(), limit=1, stop_tokens={}, **named)
+        self._prompt, self._edges = prompt, edges
+
+    @property
+    def _is_in_prompt(self) -> bool:
+        """Whether the recorded token is the last one of a prompt."""
+        return self._prompt == self.prompt_tokens
+
+    @property
+    def passing(self) -> int:
+        """The end of the tokens that pass next: what is left of the prompt, or one token."""
+        before = min(self._prompt, self.prompt_tokens - 1)
+        return before if self.stored < before else self.stored + 1
+
+    def compute(self, forward: ModelForward, stop: int, *, splits: bool) -> Attended | None:
+        """Pass the tokens up to `stop`, of those that are `passing`.
+
+        Args:
+            splits: whether prompts may pass in parts.
+
+        Returns what the last token attended to; None before it passes.
+
+        Raises HeteroKVError when the attention of a layer cannot be recorded.
+        """
+        cache, start = self.cache, self.stored
+        assert cache is not None
+        prompt = self.tokens[: self._prompt]
+        part = partial(forward.prefill, cache, Part(prompt, start, stop, self.cached_tokens, self.question))
+        if stop < self.prompt_tokens:
+            if start < self._prompt:
+                part()
+            else:
+                forward.decode([cache], [self.tokens[start]])
+            return None
+        if self._is_in_prompt and start and not splits:
+            raise HeteroKVError(
+                "prompts pass whole under these rules, or because of others' hooks in the model, so that it is not "
+                "known what the first token behind one attended to; ask about a later token"
+            )
+        with self._recording(cache) as records:
+            if self._is_in_prompt:
+                part()
+            else:
+                forward.decode([cache], [self.tokens[start]])
+        return self._attended(records)
+
+    @contextmanager
+    def _recording(self, cache: HeteroCache) -> Iterator[dict[int, AttentionRecord]]:
+        layers = [layer for layer in cache.groups[0].layers if isinstance(layer, FamilyLayer)]
+        records = {layer.layer_idx: AttentionRecord(self._edges) for layer in layers}
+        for layer in layers:
+            layer.record = records[layer.layer_idx]
+        try:
+            yield records
+        finally:
+            for layer in layers:
+                layer.record = None
+
+    def _attended(self, records: dict[int, AttentionRecord]) -> Attended:
+        missing = [layer for layer, record in records.items() if not record.is_complete]
+        if missing:
+            raise HeteroKVError(f"the operators of the layers {missing} have not recorded their attention")
+        of_layers = list(records.values())
+        return Attended(
+            position=self.prompt_tokens,
+            layers=tuple(records),
+            edges=self._edges,
+            masses=np.stack([record.masses for record in of_layers]),
+            chosen=np.stack([record.chosen for record in of_layers]),
+            estimated=np.array([record.estimated for record in of_layers], np.float32),
+            sinks=np.array([record.sink for record in of_layers], np.float32),
+            cached_tokens=self.cached_tokens,
+        )
+
+    def complete(self, reason: FinishReason) -> None:
+        """End without a result."""
+        self.stream.fail(
+            HeteroKVError(f"what token {self.prompt_tokens} attended to was cancelled before it was known")
+        )
+
+
+def require_recordable(injection: Any, *, in_prompt: bool) -> None:
+    """Raise HeteroKVError, naming it, for a layer whose attention cannot be recorded.
+
+    Args:
+        injection: the model's (`hetero_kv_injection`).
+        in_prompt: whether the recorded token is the last one of a prompt.
+    """
+    operators = list(injection.attention_operators())
+    for operator in operators:
+        operator.require_recordable(in_prompt=in_prompt)
+    own = {operator.layer_idx for operator in operators}
+    for number, layer in enumerate(injection.cache_layers()):
+        if number not in own and isinstance(layer, DynamicLayer):
+            raise HeteroKVError(
+                f"layer {number} of the model has attention of its own, which no rule replaces, and which cannot say "
+                "what it attends to; use rules that replace all attention layers"
+            )
+    if not own:
+        raise HeteroKVError("no layer of the model has attention that rules replace; use rules that replace some")
