@@ -177,8 +177,8 @@ class Scheduler:
             if computed is not None:
                 self._end_replay(request, computed)
             return
-        if stop - start >= LEAST:
-            # A token of a shorter part takes longer than those to plan.
+        if stop - start >= LEAST or not self._checkpoints.are_taken:
+            # Before a checkpoint parts are short, and each of their tokens takes longer than those to plan.
             self._part_size.passed(stop - start, time.perf_counter() - began)
         self._checkpoints.take(request)
         if part.is_last:

@@ -19,7 +19,7 @@ class Marker:
 class JsonValue:
     """A JSON value by a schema."""
 
-    schema: Mapping[str, Any]
+    schema: Mapping[str, Any] | bool
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.templates import TemplateError, template_source
 from hetero_kv.models.tool_definitions import Tools, read_tools
 from hetero_kv.serving.answers.answer_format import THOUGHTS, AnswerFormat, format_of
-from hetero_kv.serving.answers.call_grammar import lark_grammar
+from hetero_kv.serving.answers.call_grammar import JsonValue, lark_grammar
 from hetero_kv.serving.answers.events import Event, joined
 from hetero_kv.serving.answers.reader import Reader
 from hetero_kv.serving.answers.writing import Writer
@@ -106,6 +106,11 @@ class AnswerForm:
             after=form.after,
             thought_end=self._thought[1] if self.opens_thought(prompt) else None,
         )
+
+    def value_grammar(self, prompt: Sequence[int], schema: Mapping[str, Any] | bool) -> str:
+        """A grammar, as of `call_grammar`, by which the answer is a JSON value of a schema, behind an open thought."""
+        end = self._thought[1] if self.opens_thought(prompt) else None
+        return lark_grammar([[JsonValue(schema)]], self._added, thought_end=end)
 
 
 def chosen_tool(tool_choice: ToolChoice, names: Sequence[str]) -> str | None:
