@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hetero_kv.models.config_contract import require_weights
 from hetero_kv.models.configuration import config_of, loading_errors, open_gguf, origin_of
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.model_files import encoders, gguf_models
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.vocabulary import suppressed_ids, token_id
 from hetero_kv.models.gguf.weight_loading import load_weights
@@ -28,6 +30,8 @@ from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
 from hetero_kv.models.turns import end_of_turn_ids
+
+_logger = logging.getLogger(__name__)
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -151,6 +155,7 @@ def _opened(
         if gguf is not None:
             model = _weightless(config, torch_dtype, trust_remote_code)
             weights = WeightMap.of(model, gguf)
+            _tell_of_encoder(gguf)
             if not defers_weights:
                 # Rules injected later cannot keep these weights packed, and warn of it.
                 model.hetero_kv_unpacked = gguf.path
@@ -182,6 +187,17 @@ def _opened(
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
+
+
+def _tell_of_encoder(file: GGUFFile) -> None:
+    """Warn that images or sounds are not computed, if the model's encoder is beside its file."""
+    beside = list(file.path.parent.glob("*.gguf"))
+    if (found := encoders(beside)) and len(gguf_models(beside)) == 1:
+        _logger.warning(
+            "%s: texts only; the encoder of images or sounds beside it is left out: %s",
+            file.path,
+            ", ".join(path.name for path in found),
+        )
 
 
 # A model changes some buffers as it runs, so they must not be inference tensors, even in a caller's inference mode.

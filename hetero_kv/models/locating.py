@@ -13,6 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.fetching import fetch
 from hetero_kv.models.gguf.file import MAGIC
+from hetero_kv.models.gguf.model_files import gguf_models, model_stem
 from hetero_kv.models.named import NAMED_MODELS, unknown_name
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.sources import HUB_TIMEOUT_SECONDS
@@ -65,11 +66,11 @@ def locate(
             return Location(name, None, fetch(model, report)[0], model.context_length)
     _require_regular(path)
     if is_gguf and not path.is_dir():
-        return Location(path.stem, None, path)
+        return Location(model_stem(path), None, path)
     gguf = None if gguf_path is None else _gguf_in(Path(gguf_path).expanduser())
     if path.is_dir():
         if not (path / "config.json").is_file():
-            found = sorted(file.name for file in path.glob("*.gguf"))
+            found = [file.name for file in gguf_models(path.glob("*.gguf"))]
             remedy = f"give one of its GGUF files: {', '.join(found)}" if found else "give a model's directory"
             raise ModelError(
                 f"the directory {name!r} has no config.json, so it is not in Hugging Face format; {remedy}"
@@ -108,7 +109,7 @@ def _gguf_in(path: Path) -> Path:
     _require_regular(path)
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*.gguf"))
+    found = gguf_models(path.glob("*.gguf"))
     if len(found) != 1:
         listed = f" ({', '.join(file.name for file in found)})" if found else ""
         raise ModelError(

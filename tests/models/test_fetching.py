@@ -13,13 +13,12 @@ import stat
 from collections import namedtuple
 from pathlib import Path
 
-import huggingface_hub
 import psutil
 import pytest
 
 from hetero_kv.models import ModelError, ModelFile, NamedModel, cache_home, fetch, sources
 from hetero_kv.models.sources import HubSource, PackagePiece, PackageSource
-from tests.support.file_server import FileServer, wheel_of
+from tests.support.file_server import FileServer, use_hub, wheel_of
 from tests.support.slow_variants import combined
 
 PARTS = (b"first half, " * 5000, b"second half")
@@ -60,12 +59,6 @@ def server(monkeypatch, tmp_path):
     use_hub(monkeypatch, server.url)
     yield server
     server.close()
-
-
-def use_hub(monkeypatch, url):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def leftovers():

@@ -68,21 +68,3 @@ def test_a_file_that_is_no_usable_gguf_is_refused_with_the_reason(tmp_path, cont
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"there is no GGUF file '.*absent\.gguf'"):
         GGUFFile.read(tmp_path / "absent.gguf")
-
-
-@pytest.mark.parametrize(("number", "which"), [(None, "one"), (0, "part 1"), (2, "part 3")])
-def test_one_part_of_a_split_model_is_refused(tmp_path, number, which):
-    path = tmp_path / "part.gguf"
-    writer = gguf.GGUFWriter(path, "qwen2")
-    if number:
-        # Only the first part has the model's metadata.
-        writer.kv_data[0].clear()
-    writer.add_uint16("split.count", 3)
-    if number is not None:
-        writer.add_uint16("split.no", number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=rf"part\.gguf' is {which} of the 3 parts of a split model; merge"):
-        GGUFFile.read(path)

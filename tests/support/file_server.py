@@ -7,6 +7,8 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from zipfile import ZIP_DEFLATED, ZipFile
 
+import huggingface_hub
+
 
 class FileServer:
     """Serves `files` (path → bytes) and links to them at `/`; counts requests; never answers those in `hold`."""
@@ -58,6 +60,13 @@ class FileServer:
                 pass
 
         return Handler
+
+
+def use_hub(monkeypatch, url):
+    """Let the hub's client talk to the server at `url`."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def wheel_of(path, package, version, member, content):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from gguf import GGML_QUANT_SIZES
 
@@ -15,6 +16,7 @@ from hetero_kv.models.gguf.header import (
     ARRAY,
     FLOATS,
     INTEGERS,
+    MOST_TENSORS,
     STRING,
     GGUFTensorEntry,
     MalformedHeaderError,
@@ -26,6 +28,8 @@ DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 16
 #: Limit on a tensor's dimensions; the rows, heads and vocabularies of text models are smaller.
 LARGEST_DIMENSION = 1 << 24
+#: Limit on the files of a split model.
+MOST_PARTS = 1 << 10
 NO_WEIGHTS = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 #: The ids that mean "no token": -1, stored unsigned and signed.
@@ -33,13 +37,21 @@ NO_TOKEN = ((1 << 32) - 1, -1)
 TOKEN_ARRAYS = {"tokens": {STRING}, "merges": {STRING}, "scores": FLOATS, "token_type": INTEGERS}
 
 
+class NamedTensor(Protocol):
+    """A tensor with a name."""
+
+    @property
+    def name(self) -> str:
+        """The name, as GGUF spells it."""
+
+
 def check_metadata(metadata: Mapping[str, MetadataValue]) -> None:
     """Raise MalformedHeaderError if a known key has a value of the wrong type, or out of range."""
     architecture = _text(metadata, "general.architecture")
     if architecture is not None:
         check_values(metadata, architecture)
-    for key in ("split.count", "split.no"):
-        check_integer(metadata, key, IntegerRange(0, 1 << 16), None)
+    for key, largest in (("split.count", MOST_PARTS), ("split.no", MOST_PARTS), ("split.tensors.count", MOST_TENSORS)):
+        check_integer(metadata, key, IntegerRange(0, largest), None)
     _text(metadata, "tokenizer.chat_template")
     _text(metadata, "tokenizer.ggml.model")
     _check_vocabulary(metadata)
@@ -56,7 +68,7 @@ def alignment(metadata: Mapping[str, MetadataValue]) -> int:
     return int(entry.value)
 
 
-def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[GGUFTensorEntry]) -> None:
+def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedTensor]) -> None:
     """Raise MalformedHeaderError unless the file has the tensors of as many blocks as its metadata say."""
     entry = metadata.get("general.architecture")
     prefix = "" if entry is None else entry.value.decode()

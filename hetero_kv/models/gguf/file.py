@@ -1,13 +1,16 @@
 """Reads the header of a GGUF file: its metadata and the positions of its tensors.
 
-A file that violates the requirements of `docs/gguf_files.md` is refused by name. No tensor is read here.
+A model may be split into several files (`split_files.py`), which are read as one. A file that violates the requirements
+of `docs/gguf_files.md` is refused by name. No tensor is read here.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +33,7 @@ from hetero_kv.models.gguf.header import (
     MetadataValue,
     UnknownTypeError,
 )
+from hetero_kv.models.gguf.split_files import check_parts, part_count, part_paths
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -40,61 +44,54 @@ _DAMAGE = (struct.error, UnicodeDecodeError, MalformedHeaderError)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's position: `shape` in torch's order (slowest dimension first), `offset` from the file's start."""
+    """A tensor's position: `shape` in torch's order (slowest dimension first), `offset` from its file's start.
+
+    part: the number of its file, from 0, if the model is split into several.
+    """
 
     name: str
     shape: tuple[int, ...]
     quantization: GGMLQuantizationType
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of the GGUF file at `path`; `state` is the file's size and modification time when it was read."""
+    """The header of the GGUF file at `path`; `state` is the file's size and modification time when it was read.
+
+    Attributes:
+        tensors: those of all parts.
+        later_parts: the headers of the second and further files of a split model.
+    """
 
     path: Path
     metadata: dict[str, MetadataValue]
     tensors: tuple[TensorInfo, ...]
     state: tuple[int, int]
+    later_parts: tuple[GGUFFile, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the header of `path`.
+        """Read the header of `path`, and of the other parts beside it if the model is split.
 
         Raises:
-            ModelError: the file is missing, is no GGUF file, has an unsupported version or byte order, is one part of a
-                split model, violates the requirements, or is shorter than its header says.
+            ModelError: the file or a part of the model is missing, is no GGUF file, has an unsupported version or byte
+                order, violates the requirements, or is shorter than its header says.
         """
-        if not path.is_file():
-            raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
-        try:
-            with path.open("rb") as file:
-                state = _state(file)
-                if file.read(len(MAGIC)) != MAGIC:
-                    raise ModelError(f"{str(path)!r} does not begin with the letters GGUF; give a file in GGUF format")
-                content = MAGIC + file.read(USUAL_HEADER_BYTES)
-                try:
-                    return _header(path, content, state)
-                except _DAMAGE:
-                    rest = file.read(HEADER_BYTES - len(content))
-                    if not rest:
-                        raise
-                return _header(path, content + rest, state)
-        except OSError as error:
-            raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
-        except UnknownTypeError as error:
-            raise ModelError(
-                f"{str(path)!r}: {error}; give a file in another quantization, or install a newer version of gguf"
-            ) from error
-        except _DAMAGE as error:
-            what = (
-                error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
-            )
-            raise ModelError(
-                f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "
-                "download the file again, or convert it again"
-            ) from error
+        given = _read(path)
+        whole = given
+        with _damage_of(path, given.state):
+            if part_count(given.metadata) > 1:
+                parts = [given if part == path else _read(part) for part in part_paths(given)]
+                check_parts(parts)
+                tensors = [replace(info, part=number) for number, part in enumerate(parts) for info in part.tensors]
+                whole = replace(parts[0], tensors=tuple(tensors), later_parts=tuple(parts[1:]))
+            if "general.architecture" not in whole.metadata:
+                raise ModelError(f"{str(whole.path)!r} has no general.architecture in its metadata; convert it again")
+            check_blocks(whole.metadata, whole.tensors)
+        return whole
 
     @property
     def architecture(self) -> str:
@@ -117,6 +114,11 @@ class GGUFFile:
             return [text.decode() for text in entry.value]
         return entry.value
 
+    @property
+    def parts(self) -> tuple[GGUFFile, ...]:
+        """The headers of the model's files, in order."""
+        return self, *self.later_parts
+
     def open(self) -> BinaryIO:
         """The open file, to read tensors from. Raises ModelError if it has changed since its header was read."""
         try:
@@ -131,6 +133,45 @@ class GGUFFile:
     def changed(self) -> ModelError:
         """The error for a file that changes while it is read."""
         return ModelError(f"{str(self.path)!r} was changed while it was read; load it again when it is complete")
+
+
+def _read(path: Path) -> GGUFFile:
+    """The header of one file, which may be a part of a model."""
+    if not path.is_file():
+        raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
+    try:
+        with path.open("rb") as file:
+            state = _state(file)
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ModelError(f"{str(path)!r} does not begin with the letters GGUF; give a file in GGUF format")
+            with _damage_of(path, state):
+                content = MAGIC + file.read(USUAL_HEADER_BYTES)
+                try:
+                    return _header(path, content, state)
+                except _DAMAGE:
+                    rest = file.read(HEADER_BYTES - len(content))
+                    if not rest:
+                        raise
+                return _header(path, content + rest, state)
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
+
+
+@contextmanager
+def _damage_of(path: Path, state: tuple[int, int]) -> Iterator[None]:
+    """Within this context, errors of a damaged header become ModelErrors that name its file."""
+    try:
+        yield
+    except UnknownTypeError as error:
+        raise ModelError(
+            f"{str(path)!r}: {error}; give a file in another quantization, or install a newer version of gguf"
+        ) from error
+    except _DAMAGE as error:
+        what = error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
+        raise ModelError(
+            f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "
+            "download the file again, or convert it again"
+        ) from error
 
 
 def _state(file: Any) -> tuple[int, int]:
@@ -149,18 +190,8 @@ def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
     tensor_count, entry_count = cursor.counts()
     metadata = cursor.metadata(entry_count)
     check_metadata(metadata)
-    parts, number = metadata.get("split.count"), metadata.get("split.no")
-    if parts is not None and parts.value > 1:
-        which = "one" if number is None else f"part {number.value + 1}"
-        raise ModelError(
-            f"{str(path)!r} is {which} of the {parts.value} parts of a split model; "
-            "merge them into one file first (llama.cpp: llama-gguf-split --merge)"
-        )
-    if "general.architecture" not in metadata:
-        raise ModelError(f"{str(path)!r} has no general.architecture in its metadata; convert it again")
     entries = cursor.tensors(tensor_count)
     each = alignment(metadata)
-    check_blocks(metadata, entries)
     start = -(-cursor.position // each) * each
     end = start + check_places(entries, each)
     if entries:

@@ -20,18 +20,14 @@ WITHOUT_EFFECT = {
     r"general\.sampling\..+": "recommend sampling settings, which the caller chooses",
     r"(quantize\.)?imatrix\..+": "describe the quantization",
     r"mradermacher\..+": "name the author and date of the quantization",
-    r"split\.(no|count|tensors\.count)": "read with the header, which requires a whole file",
+    r"split\.(no|count|tensors\.count)": "say how the model is divided into files, which are read as one",
     r"tokenizer\..+": "models/gguf/tokenizer_keys.py refuses the keys that the tokenizer does not use",
 }
 _KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in WITHOUT_EFFECT))
-MODEL = "model"
 
 
 def require_all_used(file: GGUFFile, architecture: Architecture, used: Iterable[str]) -> None:
     """Raise ModelError for a key that the architecture's table does not read and that may have an effect."""
-    kind = file.get("general.type", MODEL)
-    if kind != MODEL:
-        raise ModelError(f"{str(file.path)!r} has general.type {kind!r}; give the file of the model itself")
     prefix = f"{architecture.name}."
     done = {"general.type", *used, *(prefix + suffix for suffix in architecture.without_effect)}
     unread = [key for key in file.metadata if key not in done and not _KNOWN.fullmatch(key)]

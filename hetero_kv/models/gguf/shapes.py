@@ -35,6 +35,6 @@ def require_shape(file: GGUFFile, info: TensorInfo, expected: tuple[int, ...], f
     keys = dict.fromkeys(f"{file.architecture}.{suffix}" for suffix in suffixes)
     source = ", ".join(f"{key} {file.get(key)}" for key in keys if key in file.metadata)
     raise ModelError(
-        f"tensor {info.name!r} of {str(file.path)!r} is {list(found)} and the model's parameter {list(expected)}, by "
-        f"{source or 'its configuration'}; download the file again, or convert it again"
+        f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} is {list(found)} and the model's parameter "
+        f"{list(expected)}, by {source or 'its configuration'}; download the file again, or convert it again"
     )

@@ -46,15 +46,18 @@ def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
 
     Raises ModelError if the file has changed since its header was read, or numbers are not finite.
     """
-    with file.open() as content:
-        for info in sorted(file.tensors, key=lambda info: info.offset):
-            yield info, _data(file, content, info)
+    for number, part in enumerate(file.parts):
+        own = [info for info in file.tensors if info.part == number]
+        with part.open() as content:
+            for info in sorted(own, key=lambda info: info.offset):
+                yield info, _data(part, content, info)
 
 
 def numbers_of(file: GGUFFile, name: str) -> list[float] | None:
     """The numbers of a small tensor; None if the file lacks it."""
     for info in file.tensors:
         if info.name == name:
-            with file.open() as content:
-                return [float(number) for number in gguf.dequantize(_data(file, content, info), info.quantization).flat]
+            part = file.parts[info.part]
+            with part.open() as content:
+                return [float(number) for number in gguf.dequantize(_data(part, content, info), info.quantization).flat]
     return None

@@ -23,6 +23,13 @@ from hetero_kv.models.gguf.architectures import (
 from hetero_kv.models.gguf.architectures.declaration import Architecture
 from hetero_kv.models.gguf.file import GGUFFile
 
+MODEL = "model"
+#: `general.type` of files that belong to a model -> what they are.
+ADDITIONS = {
+    "mmproj": "the encoder of images or sounds beside a model",
+    "adapter": "an adapter of a model's weights",
+    "imatrix": "what a model's quantization is weighted by",
+}
 ARCHITECTURES: dict[str, Architecture] = {
     table.name: table
     for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek, gemma4, granite_hybrid)
@@ -31,7 +38,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """The table of the file's architecture. Raises ModelError if there is none."""
+    """The table of the file's architecture. Raises ModelError if there is none, or the file is not of a model."""
+    kind = file.get("general.type", MODEL)
+    if kind != MODEL:
+        what = f" ({ADDITIONS[kind]})" if kind in ADDITIONS else ""
+        raise ModelError(f"{str(file.path)!r} has general.type {kind!r}{what}; give the file of the model itself")
     table = ARCHITECTURES.get(file.architecture)
     if table is None:
         raise ModelError(
