@@ -40,8 +40,8 @@ def add_model_flags(parser: FlagParser, default: str) -> argparse._ArgumentGroup
         "--model",
         "--model_path",
         metavar="MODEL",
-        help="a directory in Hugging Face format, a config.json, a hub id, a .gguf file, or a named model (default: "
-        f"{default})",
+        help="a directory in Hugging Face format, a config.json, a hub id (owner/repo:Q4_K_M for a .gguf file there), "
+        f"a .gguf file, or a named model (default: {default})",
     )
     group.add_argument(
         "--gguf_path",

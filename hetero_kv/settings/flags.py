@@ -169,7 +169,8 @@ def add_loading_flags(parser: argparse.ArgumentParser, default: str) -> None:
         "--model",
         "--model_path",
         metavar="MODEL",
-        help=f"a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: {default})",
+        help="a directory in Hugging Face format, a hub id (owner/repo:Q4_K_M for a .gguf file there), a .gguf file, "
+        f"or a named model (default: {default})",
     )
     model.add_argument(
         "--gguf_path",

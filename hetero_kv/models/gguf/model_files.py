@@ -9,9 +9,9 @@ from typing import TypeVar
 
 #: The name of a part of a split model, by llama.cpp's convention; numbers begin with 1.
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
-#: Names of files beside a model: its image or audio encoder, and what quantized it.
-_BESIDE = re.compile(r"(mmproj|imatrix)\b.*|.*[-.](mmproj|imatrix)\b.*", re.IGNORECASE)
-_ENCODER = re.compile(r"mmproj\b.*|.*[-.]mmproj\b.*", re.IGNORECASE)
+#: Names of files beside a model: its image or audio encoder, what quantized it, models that draft its tokens.
+_BESIDE = re.compile(r"(.*[-._])?(mmproj|imatrix)\b.*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
+_ENCODER = re.compile(r"(.*[-._])?mmproj\b.*", re.IGNORECASE)
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 
