@@ -7,6 +7,7 @@ parameter and persistent buffer a tensor.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from hetero_kv.models.parameters import tied_parameters
 from hetero_kv.models.placing import decoder_layers
 
 ROW = "{row}"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class WeightMap:
         known = _ParameterPaths(model, architecture_of(file), parameters)
         targets: dict[str, Target] = {}
         unplaced = []
+        if predicting := known.predicting_blocks(file):
+            _logger.warning(
+                "%s: blocks that predict further tokens are left out: %s", file.path, ", ".join(map(str, predicting))
+            )
         for info in file.tensors:
             if info.name in ROPE_TENSORS or info.name in experts or known.is_unused(info.name):
                 continue
@@ -169,6 +175,11 @@ class _ParameterPaths:
         self.with_others_keys = {
             number for number, each in enumerate(attentions) if getattr(each, "is_kv_shared_layer", False)
         }
+
+    def predicting_blocks(self, file: GGUFFile) -> list[int]:
+        """The numbers of the blocks after the model's layers, if these predict further tokens."""
+        numbers = {int(match[1]) for name in file.tensor_names if (match := BLOCK.match(name))}
+        return sorted(number for number in numbers if number >= self.count) if self.architecture.predicts else []
 
     def is_unused(self, name: str) -> bool:
         """Whether the model computes without a tensor.

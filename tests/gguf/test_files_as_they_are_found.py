@@ -1,0 +1,66 @@
+"""Files with more in them than the model computes with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero_kv import load_model
+from hetero_kv.models.gguf.architectures import ARCHITECTURES
+from tests.gguf.logit_errors import IDS, TOLERANCE, relative_error
+from tests.support.gguf_models.container import Layout, Tensor, padded, scalar
+from tests.support.gguf_models.variants import VARIANTS
+
+UINT32 = 4
+#: One of each way to count the layers; the others are slow.
+QUICK = ("glm4moe", "exaone-moe")
+PREDICTING = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in VARIANTS
+    if ":" not in name and ARCHITECTURES[name].predicts
+]
+
+
+def add(layout, name, dims, data):
+    """A further float32 tensor."""
+    last = layout.tensors[-1]
+    offset = last.offset + len(padded(bytes(last.data)))
+    layout.tensors.append(Tensor(name, dims, 0, offset, bytearray(np.asarray(data, np.float32).tobytes())))
+
+
+def put(layout, key, value):
+    layout.entries = [entry for entry in layout.entries if entry[0] != key] + [(key, value)]
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_blocks_that_predict_further_tokens_are_left_out_with_a_warning(written, tmp_path, caplog, name):
+    file = written(name)
+    layout, layers = Layout.of(file.path), file.original.config.num_hidden_layers
+    for each in [each for each in layout.tensors if each.name.startswith(f"blk.{layers - 1}.")]:
+        add(layout, each.name.replace(f"blk.{layers - 1}.", f"blk.{layers}."), each.dims, np.ones(each.dims))
+    add(layout, f"blk.{layers}.nextn.eh_proj.weight", [64, 32], np.ones((64, 32)))
+    put(layout, f"{name}.block_count", scalar(UINT32, layers + 1))
+    put(layout, f"{name}.nextn_predict_layers", scalar(UINT32, 1))
+    layout.write(tmp_path / "more.gguf")
+    model = load_model(tmp_path / "more.gguf", dtype="float32", device="cpu").model
+    assert relative_error(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+    assert f"blocks that predict further tokens are left out: {layers}" in caplog.text
+
+
+def test_a_vocabulary_with_fewer_tokens_than_the_embedding_has_rows(written, tmp_path):
+    file = written("llama")
+    layout, rows = Layout.of(file.path), 64
+    for tensor in layout.tensors:
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            tensor.dims[1] += rows
+            tensor.data += bytes(4 * rows * tensor.dims[0])
+    place = 0
+    for tensor in layout.tensors:
+        tensor.offset = place
+        place += len(padded(bytes(tensor.data)))
+    layout.entries = [entry for entry in layout.entries if entry[0] != "llama.vocab_size"]
+    layout.write(tmp_path / "padded.gguf")
+    loaded = load_model(tmp_path / "padded.gguf", dtype="float32", device="cpu")
+    found, expected = loaded.model(IDS).logits, file.original(IDS).logits
+    assert found.shape[-1] == len(loaded.tokenizer) + rows
+    assert relative_error(found[..., :-rows], expected).max() < TOLERANCE
