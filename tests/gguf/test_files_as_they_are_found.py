@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 
 from hetero_kv import load_model
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from tests.gguf.logit_errors import IDS, TOLERANCE, relative_error
-from tests.support.gguf_models.container import Layout, Tensor, padded, scalar
+from tests.support.gguf_models.container import Layout, Tensor, array, padded, scalar
 from tests.support.gguf_models.variants import VARIANTS
 
 UINT32 = 4
@@ -39,6 +40,9 @@ def test_blocks_that_predict_further_tokens_are_left_out_with_a_warning(written,
     for each in [each for each in layout.tensors if each.name.startswith(f"blk.{layers - 1}.")]:
         add(layout, each.name.replace(f"blk.{layers - 1}.", f"blk.{layers}."), each.dims, np.ones(each.dims))
     add(layout, f"blk.{layers}.nextn.eh_proj.weight", [64, 32], np.ones((64, 32)))
+    for key, entry in gguf.GGUFReader(file.path).fields.items():
+        if key.startswith(f"{name}.") and isinstance(values := entry.contents(), list) and len(values) == layers:
+            put(layout, key, array(entry.types[-1], [*values, values[-1]]))
     put(layout, f"{name}.block_count", scalar(UINT32, layers + 1))
     put(layout, f"{name}.nextn_predict_layers", scalar(UINT32, 1))
     layout.write(tmp_path / "more.gguf")

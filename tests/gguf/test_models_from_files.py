@@ -24,7 +24,9 @@ PROMPT, WHOLE = 40, 56
 PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
-WITHOUT_RULES = {"falcon", "bloom", "mamba"}
+WITHOUT_RULES = {"falcon", "bloom", "mamba", "mamba2"}
+#: Whose state is not given back as keys and values are.
+ONLY_STATE = {"mamba", "mamba2"}
 #: Layers use the keys and values of others.
 SHARED_KEYS = "gemma4: keys of other layers"
 #: Whose files this package does not write yet: heads of the state are reordered.
@@ -74,7 +76,7 @@ def test_logits_of_a_prompt_and_a_second_turn_are_the_originals(written, name):
     file = written(name)
     model = loaded(file.path)
     assert relative_error(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
-    if name != "mamba":
+    if name.partition(":")[0] not in ONLY_STATE:
         assert relative_error(in_turns(model), in_turns(file.original)).max() < TOLERANCE
 
 

@@ -128,7 +128,6 @@ def test_positions_are_rotated_as_llama_cpp_rotates_them(case):
         ("qwen2", {"rope.dimension_sections": [8, 4, 4, 0]}, "dimension_sections .*, which divides a head"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned False, which means a model without RoPE"),
         ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, which is not the model's 0.00001"),
-        ("mamba", {"ssm.dt_b_c_rms": True, "ssm.inner_size": 128}, "ssm.dt_b_c_rms True, which belongs to FalconMamba"),
         (
             "gemma3",
             {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]},

@@ -29,7 +29,12 @@ _KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in WITHOUT_EFFECT))
 def require_all_used(file: GGUFFile, architecture: Architecture, used: Iterable[str]) -> None:
     """Raise ModelError for a key that the architecture's table does not read and that may have an effect."""
     prefix = f"{architecture.name}."
-    done = {"general.type", *used, *(prefix + suffix for suffix in architecture.without_effect)}
+    done = {
+        "general.type",
+        *used,
+        *architecture.scalars.values(),
+        *(prefix + suffix for suffix in architecture.without_effect),
+    }
     unread = [key for key in file.metadata if key not in done and not _KNOWN.fullmatch(key)]
     if unread:
         listed = ", ".join(f"{key} {shown(_short(file, key))}" for key in unread[:5])

@@ -40,6 +40,7 @@ INTEGER_RANGES = {
     "expert_gating_func": IntegerRange(0, 16),
     "expert_feed_forward_length": IntegerRange(0, 1 << 20),
     "expert_shared_feed_forward_length": IntegerRange(0, 1 << 20),
+    "moe_latent_size": IntegerRange(0, 1 << 17),
     "rope.dimension_count": IntegerRange(0, 1 << 14),
     "rope.scaling.original_context_length": IntegerRange(0, 1 << 27),
     "attention.head_count": IntegerRange(0, 4096, per_block=True),
@@ -101,6 +102,8 @@ BOOLEANS = frozenset({
 STRINGS = frozenset({"rope.scaling.type", "tensor_data_layout"})
 #: Keys of arrays of integers or booleans; the first may also be a single integer.
 LISTS = ("attention.sliding_window_pattern", "attention.recurrent_layers", "rope.dimension_sections")
+#: Beginning of the keys of xIELU, which have no architecture's name.
+ACTIVATION = "xielu."
 #: Suffixes of keys that may be infinite: Gemma 3n writes minus infinity for layers that keep all activations.
 MAY_BE_INFINITE = (".activation_sparsity_scale",)
 
@@ -130,6 +133,7 @@ def check_values(metadata: Mapping[str, MetadataValue], architecture: str) -> No
             is_list = entry.types[0] == ARRAY and entry.types[-1] in INTEGERS | {BOOL}
             _require(is_one or is_list, key, entry, "an array of whole numbers or of true and false")
     check_finite(metadata, f"{architecture}.")
+    check_finite(metadata, ACTIVATION)
 
 
 def check_integer(metadata: Mapping[str, MetadataValue], key: str, allowed: IntegerRange, blocks: Any) -> None:

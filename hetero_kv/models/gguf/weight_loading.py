@@ -51,6 +51,10 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
             converted[info.quantization.name, kept] += 1
         done += info.nbytes
         report("reading weights", done, total)
+    for path, number in weights.scalars.items():
+        module, leaf = owner_of(model, path)
+        whole = torch.full(shape_of(module, leaf), number, dtype=parameter_dtype(model, path, dtype))
+        set_tensor(module, leaf, whole)
     for place, source in tied.items():
         tie(model, place, source)
     if converted:

@@ -53,11 +53,13 @@ class WeightMap:
         config: the model's text configuration.
         targets: GGUF tensor name -> its target.
         experts: GGUF tensor name -> the place of an expert tensor in a parameter.
+        scalars: parameter or buffer of one number, which the metadata have -> the number.
     """
 
     config: Any
     targets: dict[str, Target]
     experts: dict[str, ExpertPlace]
+    scalars: dict[str, float]
 
     @classmethod
     def of(cls, model: Any, file: GGUFFile) -> WeightMap:
@@ -89,7 +91,7 @@ class WeightMap:
                 f"{type(model).__name__} ({', '.join(unplaced[:3])}); give the model in Hugging Face format, without "
                 "this file, or weights that belong to the configuration"
             )
-        weights = cls(config, targets, experts)
+        weights = cls(config, targets, experts, known.scalars(file))
         weights._require_all_filled(model, file, parameters)
         return weights
 
@@ -106,6 +108,7 @@ class WeightMap:
             parts.setdefault(place.parameter, []).append(place.part)
         # Gate and up of experts are one parameter, and either may be missing.
         filled += [path for path, found in parts.items() if sorted(found) in ([""], ["gate", "up"])]
+        filled += list(self.scalars)
         duplicates = {path for path in filled if filled.count(path) > 1} if len(set(filled)) < len(filled) else set()
         if duplicates:
             raise ModelError(f"{str(file.path)!r} has two tensors for {min(duplicates)}; download the file again")
@@ -180,6 +183,21 @@ class _ParameterPaths:
         """The numbers of the blocks after the model's layers, if these predict further tokens."""
         numbers = {int(match[1]) for name in file.tensor_names if (match := BLOCK.match(name))}
         return sorted(number for number in numbers if number >= self.count) if self.architecture.predicts else []
+
+    def scalars(self, file: GGUFFile) -> dict[str, float]:
+        """Parameter -> its number, for the parameters that the file's metadata have.
+
+        Raises ModelError if the file has not one for each layer.
+        """
+        found = {}
+        for leaf, key in self.architecture.scalars.items():
+            values = file.get(key)
+            if not isinstance(values, tuple) or len(values) != self.count:
+                raise ModelError(
+                    f"{str(file.path)!r} has not one number for each of {self.count} layers in {key}; convert it again"
+                )
+            found |= {f"{self.layers}.{layer}.{leaf}": float(value) for layer, value in enumerate(values)}
+        return found
 
     def is_unused(self, name: str) -> bool:
         """Whether the model computes without a tensor.

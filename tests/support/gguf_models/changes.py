@@ -49,9 +49,26 @@ def minus_exponential_column(tensor: np.ndarray, config: Any) -> np.ndarray:
     return one_column(minus_exponential(tensor, config), config)
 
 
-def by_mamba_group(tensor: np.ndarray, config: Any) -> np.ndarray:
+def by_group(groups: str) -> Change:
     """A norm over groups, [inner] -> [groups, inner / groups]."""
-    return tensor.reshape(config.mamba_n_groups, -1)
+    return lambda tensor, config: tensor.reshape(getattr(config, groups), -1)
+
+
+def multiplied(*names: str, place: int | None = None) -> Change:
+    """By the configuration's factors of these names; `place` where each is a list of them."""
+
+    def change(tensor: np.ndarray, config: Any) -> np.ndarray:
+        factors = [getattr(config, name) for name in names]
+        return tensor * np.float32(np.prod(factors if place is None else [each[place] for each in factors]))
+
+    return change
+
+
+def multiplied_sections(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Falcon-H1's first projection: rows of the gate, the input, B, C and the time steps by a factor each."""
+    state = config.mamba_n_groups * config.mamba_d_state
+    sizes = [config.mamba_d_ssm, config.mamba_d_ssm, state, state, config.mamba_n_heads]
+    return tensor * (np.repeat(config.ssm_multipliers, sizes) * config.ssm_in_multiplier).astype(np.float32)[:, None]
 
 
 def minus_exponential(tensor: np.ndarray, config: Any) -> np.ndarray:

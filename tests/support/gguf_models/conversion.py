@@ -41,6 +41,8 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
             continue
         match = re.fullmatch(rf"{re.escape(layout.blocks)}\.(\d+)\.(.+)", name)
         places, prefix, inner = (layout.layer, f"blk.{match[1]}.", match[2]) if match else (layout.model, "", name)
+        if inner in layout.scalars:
+            continue
         within = re.sub(r"\.\d+(?=\.)", ".*", inner)
         place, ending = _place(places, within)
         array = tensor.detach().float().numpy()
@@ -52,6 +54,15 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
         for suffix, part in (changed if isinstance(changed, dict) else {f"{named}{ending}": changed}).items():
             found[f"{prefix}{suffix}"] = np.ascontiguousarray(part)
     return found | {name: np.stack(parts) for name, parts in stacks.items()}
+
+
+def scalars(model: Any) -> dict[str, list[float]]:
+    """The arrays of the file's metadata that have a parameter's number for each layer, by whole key."""
+    layout, state = layout_of(model.config), model.state_dict()
+    return {
+        key: [float(state[f"{layout.blocks}.{layer}.{leaf}"]) for layer in range(model.config.num_hidden_layers)]
+        for leaf, key in layout.scalars.items()
+    }
 
 
 def write(
@@ -67,7 +78,7 @@ def write(
     architecture = layout_of(model.config).architecture
     writer = gguf.GGUFWriter(path, architecture)
     more = {f"{architecture}.{key.replace('__', '.')}": value for key, value in changed.items()}
-    for key, value in {**metadata(model.config), **vocabulary, **more}.items():
+    for key, value in {**metadata(model.config), **scalars(model), **vocabulary, **more}.items():
         if value is not None:
             add(writer, key, value)
     for name, tensor in tensors(model).items():

@@ -36,6 +36,17 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {}),
+    "apertus": (
+        "apertus",
+        {
+            "hidden_act": "xielu",
+            **rotation(
+                "llama3", 50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        },
+    ),
+    "chatglm": ("glm", {"head_dim": 16, "attention_bias": True, **rotation(partial_rotary_factor=0.5)}),
     "granite": (
         "granite",
         {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},

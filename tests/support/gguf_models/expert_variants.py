@@ -45,6 +45,19 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax-m2": ("minimax_m2", {**DIM, **LOCAL_EXPERTS, "rotary_dim": 16}),
+    "afmoe": (
+        "afmoe",
+        {
+            **DIM,
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "route_scale": 1.7,
+            "sliding_window": WINDOW,
+            "mup_enabled": True,
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "ernie4_5-moe": (
         "ernie4_5_moe",

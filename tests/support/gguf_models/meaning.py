@@ -59,6 +59,8 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "granitemoe": _GRANITE,
     "granitehybrid": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
+    "afmoe": {"expert_weights_scale": ("route_scale", 1.0)},
+    "nemotron_h_moe": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
     "dots1": _ROUTED,
     # No groups are the same as all four.
     "deepseek2": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
@@ -116,7 +118,8 @@ class Base:
             named = f"{self.architecture}.attention.recurrent_layers" in self.said
             neutral |= suffix == "full_attention_interval" and named
             return None if neutral or value == known else "is passed over"
-        known = suffix in layout_of(self.original.config).keys or suffix.startswith("rope.")
+        layout = layout_of(self.original.config)
+        known = suffix in layout.keys or suffix in layout.scalars.values() or suffix.startswith("rope.")
         return None if known else "changes the logits, and is no key of such a model"
 
     def without_effect(self, key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DELTA, EXPERTS, LOCAL_EXPERTS, MAMBA2, TIED, rotation
+from tests.support.gguf_models.settings import DELTA, EXPERTS, LOCAL_EXPERTS, MAMBA2, NEMOTRON, TIED, rotation
 
 #: As `variants.VARIANTS`.
 RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -17,6 +17,77 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba": ("mamba", {"state_size": 8, "use_mambapy": False, **TIED}),
+    "mamba: FalconMamba": ("falcon_mamba", {"state_size": 8, "use_mambapy": False, **TIED}),
+    "mamba2": (
+        "mamba2",
+        {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "conv_kernel": 4, **TIED},
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "num_hidden_layers": 5,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 0,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layout": "nemotron_h_moe",
+            "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **{name: value for name, value in MAMBA2.items() if name != "layer_types"},
+            "head_dim": 32,
+            "mamba_d_ssm": 128,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.8,
+            "mlp_multipliers": [0.9, 0.7],
+            "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+        },
+    ),
+    "falcon-h1: norm": (
+        "falcon_h1",
+        {
+            **{name: value for name, value in MAMBA2.items() if name != "layer_types"},
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mlp_multipliers": [1.0, 1.0],
+            "ssm_multipliers": [1.0] * 5,
+        },
+    ),
+    "granitehybrid: Bamba": (
+        "bamba",
+        {
+            **{name: value for name, value in MAMBA2.items() if name != "layer_types"},
+            "attn_layer_indices": [1],
+            **rotation(partial_rotary_factor=0.5),
+        },
+    ),
     "lfm2moe": (
         "lfm2_moe",
         {

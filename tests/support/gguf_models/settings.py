@@ -80,5 +80,13 @@ MAMBA2 = {
     "mamba_chunk_size": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+NEMOTRON = {
+    **DIM,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+}
 V2 = {"norm_topk_prob": False}
 ROUTED_YARN = rotation("yarn", 1e4, **YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)

@@ -22,7 +22,11 @@ _NOT_THEIRS = {
     "falcon": ("num_key_value_heads", "intermediate_size"),
     "bloom": tuple(BASE.keys() - {"hidden_size"}),
     "gpt2": tuple(BASE),
-    "mamba": ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba"),
+        ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    ),
+    "nemotron_h": ("num_hidden_layers",),
 }
 
 
@@ -69,7 +73,7 @@ def _randomise(model: PreTrainedModel, random: torch.Generator) -> None:
             numbers *= 4 / inputs**0.5
         elif "A_log" in name:
             numbers = torch.log(torch.rand(tensor.shape, generator=random) * 7 + 1)
-        elif name.endswith("mixer.D"):
+        elif name.endswith(("mixer.D", "mamba.D")):
             numbers = 1 + 0.5 * numbers
         elif ".post_" in name and model.config.num_hidden_layers > 16:
             # What many layers add: more of it would magnify rounding beyond all bounds.

@@ -19,6 +19,7 @@ from hetero_kv.models.gguf.architectures import (
     mixtures,
     older,
     qwen,
+    state_space,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture
 from hetero_kv.models.gguf.file import GGUFFile
@@ -32,7 +33,20 @@ ADDITIONS = {
 }
 ARCHITECTURES: dict[str, Architecture] = {
     table.name: table
-    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures, deepseek, gemma4, granite_hybrid)
+    for module in (
+        llama,
+        qwen,
+        delta_net,
+        gemma,
+        dense,
+        older,
+        hybrid,
+        mixtures,
+        deepseek,
+        gemma4,
+        granite_hybrid,
+        state_space,
+    )
     for table in module.TABLES
 }
 

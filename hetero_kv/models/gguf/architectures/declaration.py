@@ -45,6 +45,8 @@ class Architecture:
         settings: puts the settings that need more than a new name.
         predicts: whether blocks after the model's layers may predict further tokens (MTP); they are not loaded.
         of_own_keys: the tensors that a layer with the keys and values of another one does not use.
+        scalars: parameter of a layer -> the whole key (without the architecture's name) of an array that has its number
+            for each layer; such a parameter has no tensor.
         without_effect: key -> why it does not change the computation.
         model: tensor -> place. A name without `.weight` or `.bias` stands for both. Paths are relative to the module
             that contains the layers, or to the model if they begin with "/".
@@ -60,6 +62,7 @@ class Architecture:
     optional: frozenset[str] = frozenset()
     predicts: bool = False
     of_own_keys: frozenset[str] = frozenset()
+    scalars: Mapping[str, str] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -122,10 +122,14 @@ def _put_experts(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.copy("moe_intermediate_size", "expert_feed_forward_length")
     settings.put("routed_scaling_factor", metadata.scalar("expert_weights_scale", 0.0) or 1.0, "expert_weights_scale")
     settings.put("norm_topk_prob", metadata.scalar("expert_weights_norm", False), "expert_weights_norm")
-    _put_groups(metadata, settings)
+    put_expert_groups(metadata, settings)
 
 
-def _put_groups(metadata: MetadataReader, settings: ConfigSettings) -> None:
+def put_expert_groups(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put how many groups of experts there are, and how many are chosen.
+
+    Raises ModelError if they do not fit the experts.
+    """
     groups, experts = metadata.scalar("expert_group_count", 0) or 1, settings["n_routed_experts"]
     # V3 adds up the two best of a group.
     least = 1 if settings["model_type"] == "deepseek_v2" else 2

@@ -1,4 +1,4 @@
-"""Dense models of recent years: OLMo 2 and 3, Command R, GLM 4, Seed-OSS, EXAONE 4, ERNIE 4.5, Hunyuan.
+"""Dense models of recent years: Apertus, OLMo 2 and 3, Command R, GLM 4, Seed-OSS, EXAONE 4, ERNIE 4.5, Hunyuan.
 
 Sources: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
@@ -66,6 +66,12 @@ def _glm(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
+def _apertus(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads_and_rope(metadata, settings)
+    settings.put("hidden_act", "xielu")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+
+
 def _seed_oss(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads_and_rope(metadata, settings)
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
@@ -110,6 +116,23 @@ _PARALLEL: Places = {**_WITHOUT_NORMS, **NORMED_HEADS, **GATED, "attn_norm": "in
 _MERGED: Places = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 TABLES = (
+    Architecture(
+        "apertus",
+        ("apertus",),
+        _KEYS,
+        MODEL,
+        {
+            **_WITHOUT_NORMS,
+            **NORMED_HEADS,
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        _apertus,
+        scalars={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")},
+    ),
+    Architecture("chatglm", ("glm",), _KEYS, MODEL, {**ATTENTION, **_MERGED}, _glm),
     Architecture("olmo2", ("olmo2", "olmo3"), _KEYS, MODEL, _NORMED_AFTER, _olmo2),
     Architecture("command-r", ("cohere",), _LAYER_NORM, MODEL, _PARALLEL, _command_r),
     Architecture("cohere2", ("cohere2",), _LAYER_NORM, MODEL, _PARALLEL, _cohere2),

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba 2 between attention layers.
+"""Granite 4, and Bamba: Mamba 2 between attention layers.
 
 Sources: `conversion/granite.py`, `conversion/mamba.py` and `src/models/granite-hybrid.cpp` of
 https://github.com/ggml-org/llama.cpp.
@@ -14,15 +14,10 @@ from hetero_kv.models.gguf.architectures.declaration import (
     ParameterPlace,
     Places,
 )
-from hetero_kv.models.gguf.architectures.inverse_transforms import (
-    CONVOLUTION,
-    FLAT,
-    FLAT_LOGARITHM,
-    SHARED_GATE_ROWS,
-    SHARED_UP_ROWS,
-)
-from hetero_kv.models.gguf.architectures.llama import REORDERED, put_granite_scales
+from hetero_kv.models.gguf.architectures.inverse_transforms import SHARED_GATE_ROWS, SHARED_UP_ROWS
+from hetero_kv.models.gguf.architectures.llama import GRANITE_SCALES, REORDERED, put_granite_scales
 from hetero_kv.models.gguf.architectures.rope import put_rope
+from hetero_kv.models.gguf.architectures.state_space import mamba2_places, put_inner_size
 
 KV_HEADS = "attention.head_count_kv"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
@@ -30,6 +25,9 @@ SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 def _granite_hybrid(metadata: MetadataReader, settings: ConfigSettings) -> None:
     _put_layers(metadata, settings)
+    if not any(metadata.has(suffix) for suffix in GRANITE_SCALES):
+        _bamba(metadata, settings)
+        return
     put_granite_scales(metadata, settings)
     put_rope(metadata, settings)
     # llama.cpp's switch for RoPE.
@@ -46,6 +44,23 @@ def _granite_hybrid(metadata: MetadataReader, settings: ConfigSettings) -> None:
         metadata.expect(SHARED_WIDTH, width, f"is not the {width} of feed_forward_length")
         settings.put("num_local_experts", 0)
         settings.put("shared_intermediate_size", width)
+
+
+def _bamba(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    settings.values["model_type"] = "bamba"
+    kinds = settings.values.pop("layer_types")
+    attending = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    settings.from_file.pop("layer_types", None)
+    settings.put("attn_layer_indices", attending, KV_HEADS)
+    metadata.expect("rope.scaling.finetuned", True, "means a model without RoPE, and Bamba has it")
+    put_rope(metadata, settings, partial=True)
+    if settings["rope_parameters"]["partial_rotary_factor"] == 1 and metadata.config is None:
+        raise metadata.unsupported("rope.dimension_count", "is wrong for Bamba, which rotates a half of each head")
+    for suffix in ("expert_count", "expert_used_count"):
+        metadata.expect(suffix, 0, "counts experts, which Bamba does not have")
+    _put_mamba(metadata, settings)
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    settings.put("mlp_bias", metadata.has_tensor("ffn_down.bias"))
 
 
 def _put_layers(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -69,31 +84,35 @@ def _put_mamba(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.copy("mamba_d_state", "ssm.state_size")
     settings.copy("mamba_n_groups", "ssm.group_count")
     settings.copy("mamba_n_heads", "ssm.time_step_rank")
-    width, heads = settings["hidden_size"], settings["mamba_n_heads"]
-    inner = metadata.scalar("ssm.inner_size", 2 * width)
-    if inner % width or inner % heads or inner % settings["mamba_n_groups"]:
-        raise metadata.unsupported("ssm.inner_size", f"does not fit {heads} heads and the hidden size {width}")
-    settings.put("mamba_expand", inner // width, "ssm.inner_size")
-    settings.put("mamba_d_head", inner // heads, "ssm.inner_size")
+    put_inner_size(metadata, settings, "mamba_expand", "mamba_d_head")
     settings.put("mamba_conv_bias", metadata.has_tensor("ssm_conv1d.bias"))
     settings.put("mamba_proj_bias", metadata.has_tensor("ssm_in.bias"))
 
 
+_GATE = ParameterPlace("shared_mlp.input_linear", part=SHARED_GATE_ROWS)
+_UP = ParameterPlace("shared_mlp.input_linear", part=SHARED_UP_ROWS)
+_DOWN = "shared_mlp.output_linear"
 _LAYER: Places = {
     **REORDERED,
+    **mamba2_places("mamba"),
+    "ffn_norm": ("post_attention_layernorm", "pre_ff_layernorm"),
     "ffn_gate_inp": "block_sparse_moe.router",
-    # A model without experts has only what others share.
-    **{f"ffn_gate{end}": ParameterPlace("shared_mlp.input_linear", part=SHARED_GATE_ROWS) for end in ("", "_shexp")},
-    **{f"ffn_up{end}": ParameterPlace("shared_mlp.input_linear", part=SHARED_UP_ROWS) for end in ("", "_shexp")},
-    **{f"ffn_down{end}": "shared_mlp.output_linear" for end in ("", "_shexp")},
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d.weight": ParameterPlace("mamba.conv1d.weight", CONVOLUTION),
-    "ssm_conv1d.bias": "mamba.conv1d.bias",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": ParameterPlace("mamba.A_log", FLAT_LOGARITHM),
-    "ssm_d": ParameterPlace("mamba.D", FLAT),
-    "ssm_norm": ParameterPlace("mamba.norm", FLAT),
-    "ssm_out": "mamba.out_proj",
+    "ffn_gate_shexp": _GATE,
+    "ffn_up_shexp": _UP,
+    "ffn_down_shexp": _DOWN,
+    # A Granite model without experts has only what others share; the second places are Bamba's.
+    "ffn_gate": (_GATE, "feed_forward.gate_proj"),
+    "ffn_up": (_UP, "feed_forward.up_proj"),
+    "ffn_down": (_DOWN, "feed_forward.down_proj"),
 }
 
-TABLES = (Architecture("granitehybrid", ("granitemoehybrid",), {**SIZES, **RMS_NORM}, MODEL, _LAYER, _granite_hybrid),)
+TABLES = (
+    Architecture(
+        "granitehybrid",
+        ("granitemoehybrid", "bamba"),
+        {**SIZES, **RMS_NORM},
+        {**MODEL, "output_norm": ("norm", "final_layernorm")},
+        _LAYER,
+        _granite_hybrid,
+    ),
+)

@@ -41,7 +41,8 @@ def _lfm2_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 
 def _mamba(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    metadata.expect("ssm.dt_b_c_rms", False, "belongs to FalconMamba, which this version does not compute")
+    if metadata.scalar("ssm.dt_b_c_rms", False):
+        settings.values["model_type"] = "falcon_mamba"
     settings.copy("conv_kernel", "ssm.conv_kernel")
     settings.copy("state_size", "ssm.state_size")
     settings.copy("time_step_rank", "ssm.time_step_rank")
@@ -91,7 +92,7 @@ LFM2_MOE = Architecture(
 )
 MAMBA = Architecture(
     "mamba",
-    ("mamba",),
+    ("mamba", "falcon_mamba"),
     {"block_count": "num_hidden_layers", "embedding_length": "hidden_size", _RMS: "layer_norm_epsilon"},
     {"token_embd": "embeddings", "output_norm": "norm_f", "output": "/lm_head"},
     {

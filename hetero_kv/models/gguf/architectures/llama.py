@@ -82,6 +82,10 @@ def _granite(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_granite_scales(metadata, settings)
 
 
+#: The factors of Granite's models, which all their files have.
+GRANITE_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+
+
 def put_granite_scales(metadata: MetadataReader, settings: ConfigSettings) -> None:
     """Put the factors of attention, embeddings, residuals and logits."""
     settings.put("attention_multiplier", metadata.scalar("attention.scale", 0.0) or 0.0, "attention.scale")

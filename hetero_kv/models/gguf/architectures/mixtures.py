@@ -1,4 +1,4 @@
-"""Mixtures of experts: gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE, OLMoE, ERNIE 4.5, Hunyuan.
+"""Mixtures of experts: AFMoE, gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE, OLMoE, ERNIE 4.5, Hunyuan.
 
 Sources: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
@@ -77,6 +77,23 @@ def _glm4_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
     _routing(metadata, settings, "n_shared_experts")
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("use_qk_norm", metadata.has_tensor("attn_q_norm.weight"))
+
+
+def _afmoe(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    put_experts(metadata, settings, "num_experts")
+    settings.copy("num_shared_experts", "expert_shared_count")
+    settings.put("num_dense_layers", metadata.scalar("leading_dense_block_count", 0), "leading_dense_block_count")
+    settings.put("route_scale", metadata.scalar("expert_weights_scale", 0.0) or 1.0, "expert_weights_scale")
+    if not metadata.scalar("expert_weights_norm", False):
+        raise metadata.unsupported("expert_weights_norm", "does not normalize weights of experts, which the model does")
+    metadata.expect("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+    put_windows(metadata, settings, usual=4)
+    put_rope(metadata, settings)
+    metadata.expect("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+    # No key states it: llama.cpp multiplies embeddings by the root of their length, as all published models do.
+    settings.put("mup_enabled", True)
 
 
 def _dots1(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -200,6 +217,25 @@ EXAONE_MOE = Architecture(
     predicts=True,
 )
 
+AFMOE = Architecture(
+    "afmoe",
+    ("afmoe",),
+    _KEYS,
+    MODEL,
+    {
+        **ATTENTION,
+        **NORMED_HEADS,
+        **GATED,
+        **SHARED_EXPERTS,
+        "attn_gate": "self_attn.gate_proj",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_gate_inp": "mlp.router.gate",
+        "exp_probs_b.bias": "mlp.expert_bias",
+    },
+    _afmoe,
+)
 OLMOE = Architecture("olmoe", ("olmoe",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **ROUTER}, _olmoe)
 ERNIE_MOE = Architecture(
     "ernie4_5-moe",
@@ -232,4 +268,4 @@ HUNYUAN_MOE = Architecture(
     _hunyuan_moe,
 )
 
-TABLES = (GPT_OSS, MINIMAX_M2, GLM4_MOE, DOTS1, EXAONE_MOE, OLMOE, ERNIE_MOE, HUNYUAN_MOE)
+TABLES = (AFMOE, GPT_OSS, MINIMAX_M2, GLM4_MOE, DOTS1, EXAONE_MOE, OLMOE, ERNIE_MOE, HUNYUAN_MOE)

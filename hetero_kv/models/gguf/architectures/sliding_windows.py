@@ -43,8 +43,9 @@ def put_windows(
         if isinstance(pattern, tuple | list)
         else [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
     )
-    if len(has_window) != layers:
+    # A list may include the blocks that predict further tokens.
+    if len(has_window) not in (layers, metadata.scalar("block_count", layers)):
         raise metadata.unsupported(PATTERN, f"has not one value for each of {layers} layers")
     settings.put("sliding_window", window or None, WINDOW)
-    kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
+    kinds = ["sliding_attention" if each else "full_attention" for each in has_window[:layers]]
     settings.put("layer_types", kinds, PATTERN)

@@ -15,6 +15,7 @@ from tests.support.gguf_models.layouts import (
     llama,
     qwen,
     recurrent,
+    state_space,
     ungated,
 )
 from tests.support.gguf_models.layouts.layout import Layout, Place, Value
@@ -34,4 +35,5 @@ LAYOUTS: dict[str, Layout] = {
     **delta_net.LAYOUTS,
     **gemma4.LAYOUTS,
     **granite_hybrid.LAYOUTS,
+    **state_space.LAYOUTS,
 }

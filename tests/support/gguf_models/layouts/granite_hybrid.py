@@ -55,7 +55,7 @@ LAYOUTS: dict[str, Layout] = {
             "mamba.A_log": ("ssm_a", changes.minus_exponential_column),
             "mamba.D": ("ssm_d", changes.one_column),
             "mamba.dt_bias": "ssm_dt.bias",
-            "mamba.norm": ("ssm_norm", changes.by_mamba_group),
+            "mamba.norm": ("ssm_norm", changes.by_group("mamba_n_groups")),
             "mamba.out_proj": "ssm_out",
         },
         MODEL,

@@ -30,6 +30,7 @@ class Layout:
         blocks: where the layers lie in the model.
         pieces: whether the vocabulary is one of SentencePiece; otherwise of bytes, to be split as `pre` says.
         extra: tensors that are no parameters.
+        scalars: parameter of one number -> the whole key of an array with its numbers of all layers.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class Layout:
     pre: str = "qwen2"
     pieces: bool = False
     extra: Callable[[Any], dict[str, np.ndarray]] = field(default=lambda config: {})
+    scalars: Mapping[str, str] = field(default_factory=dict)
 
 
 def always(value: Any) -> Value:

@@ -35,7 +35,8 @@ def llama3_factors(config: Any) -> dict[str, np.ndarray]:
     said = rotation_of(config)
     if said["rope_type"] != "llama3":
         return {}
-    lengths = 2 * math.pi * said["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    dim = rotated(config)
+    lengths = 2 * math.pi * said["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     turns = said["original_max_position_embeddings"] / lengths
     share = (turns - said["low_freq_factor"]) / (said["high_freq_factor"] - said["low_freq_factor"])
     share = np.clip(share, 0, 1)
