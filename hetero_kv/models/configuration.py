@@ -14,8 +14,10 @@ from transformers import AutoConfig
 
 from hetero_kv.models.boundary import as_model_error
 from hetero_kv.models.config_contract import require_possible_config
+from hetero_kv.models.gguf.architectures import architecture_of
 from hetero_kv.models.gguf.config_from_file import adapt, configuration_of
 from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.merged_tensors import separated
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.progress import ProgressReport
@@ -92,7 +94,8 @@ def open_gguf(location: Location) -> Iterator[GGUFFile | None]:
         if location.gguf is None:
             yield None
             return
-        yield GGUFFile.read(location.gguf)
+        file = GGUFFile.read(location.gguf)
+        yield separated(file, architecture_of(file))
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from hetero_kv import load_model
+from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from tests.gguf.logit_errors import IDS, TOLERANCE, relative_error
 from tests.support.gguf_models.container import Layout, Tensor, array, padded, scalar
@@ -58,13 +60,56 @@ def test_a_vocabulary_with_fewer_tokens_than_the_embedding_has_rows(written, tmp
         if tensor.name in ("token_embd.weight", "output.weight"):
             tensor.dims[1] += rows
             tensor.data += bytes(4 * rows * tensor.dims[0])
-    place = 0
-    for tensor in layout.tensors:
-        tensor.offset = place
-        place += len(padded(bytes(tensor.data)))
+    move_together(layout)
     layout.entries = [entry for entry in layout.entries if entry[0] != "llama.vocab_size"]
     layout.write(tmp_path / "padded.gguf")
     loaded = load_model(tmp_path / "padded.gguf", dtype="float32", device="cpu")
     found, expected = loaded.model(IDS).logits, file.original(IDS).logits
     assert found.shape[-1] == len(loaded.tokenizer) + rows
     assert relative_error(found[..., :-rows], expected).max() < TOLERANCE
+
+
+def merge_queries_keys_and_values(layout):
+    """As a converter does that is told to."""
+    for suffix in ("weight", "bias"):
+        for q in [each for each in layout.tensors if each.name.endswith(f".attn_q.{suffix}")]:
+            k, v = (
+                next(each for each in layout.tensors if each.name == q.name.replace("attn_q", part))
+                for part in ("attn_k", "attn_v")
+            )
+            q.name = q.name.replace("attn_q", "attn_qkv")
+            q.dims[-1] += k.dims[-1] + v.dims[-1]
+            q.data += k.data + v.data
+            layout.tensors.remove(k)
+            layout.tensors.remove(v)
+    move_together(layout)
+
+
+def move_together(layout):
+    """Put the tensors one behind the other."""
+    place = 0
+    for tensor in layout.tensors:
+        tensor.offset = place
+        place += len(padded(bytes(tensor.data)))
+
+
+@pytest.mark.parametrize("name", ["llama: biases", "chatglm"])
+@pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0], ids=["F32", "Q8_0"])
+def test_merged_queries_keys_and_values_are_separated(written, tmp_path, name, kind):
+    file = written(name, kind)
+    layout = Layout.of(file.path)
+    merge_queries_keys_and_values(layout)
+    layout.write(tmp_path / "merged.gguf")
+    model = load_model(tmp_path / "merged.gguf", dtype="float32", device="cpu").model
+    assert relative_error(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+
+
+def test_merged_rows_of_other_heads_are_refused_by_name(written, tmp_path):
+    layout = Layout.of(written("llama: biases").path)
+    merge_queries_keys_and_values(layout)
+    put(layout, "llama.attention.head_count_kv", scalar(UINT32, 1))
+    layout.write(tmp_path / "merged.gguf")
+    with pytest.raises(
+        ModelError, match=r"blk\.0\.attn_qkv\.\w+'.* has 128 rows, which are not those of 4 query heads and 1"
+    ):
+        load_model(tmp_path / "merged.gguf")

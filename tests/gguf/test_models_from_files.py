@@ -28,7 +28,9 @@ WITHOUT_RULES = {"falcon", "bloom", "mamba", "mamba2"}
 #: Whose state is not given back as keys and values are.
 ONLY_STATE = {"mamba", "mamba2"}
 #: Layers use the keys and values of others.
-SHARED_KEYS = "gemma4: keys of other layers"
+SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
+#: Layers have several modules with a state, or none.
+OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
 #: Whose files this package does not write yet: heads of the state are reordered.
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
@@ -36,7 +38,7 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES and name != SHARED_KEYS
+    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS and name not in SHARED_KEYS
 ]
 
 
@@ -125,9 +127,17 @@ def test_rules_that_find_no_attention_are_refused_by_name(written, name):
         inject(opened.model, "dense", command_line=COVERING)
 
 
-def test_rules_for_layers_with_keys_of_others_are_refused_by_name(written):
-    opened = open_model(written(SHARED_KEYS).path, dtype="float32", device="cpu")
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn .*the keys and values of another layer"):
+@pytest.mark.parametrize("name", sorted(OTHER_LAYERS))
+def test_rules_for_layers_with_no_module_or_several_are_refused_by_name(written, name):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d .*modules with a layer_idx"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_rules_for_layers_with_keys_of_others_are_refused_by_name(written, name):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.\d\.self_attn .*the keys and values of another layer"):
         inject(opened.model, "dense", command_line=COVERING)
 
 

@@ -23,6 +23,7 @@ DECLARED = {
     *metadata_ranges.BOOLEANS,
     *metadata_ranges.STRINGS,
     *metadata_ranges.LISTS,
+    *metadata_ranges.FLOAT_LISTS,
 }
 
 

@@ -51,6 +51,8 @@ INTEGER_RANGES = {
     "attention.value_length_swa": IntegerRange(1, 1 << 14),
     "attention.shared_kv_layers": IntegerRange(0, 1024),
     "embedding_length_per_layer_input": IntegerRange(0, 1 << 17),
+    "altup.active_idx": IntegerRange(0, 15),
+    "altup.num_inputs": IntegerRange(1, 16),
     "rope.dimension_count_swa": IntegerRange(0, 1 << 14),
     "attention.key_length_mla": IntegerRange(1, 1 << 14),
     "attention.value_length_mla": IntegerRange(1, 1 << 14),
@@ -102,10 +104,12 @@ BOOLEANS = frozenset({
 STRINGS = frozenset({"rope.scaling.type", "tensor_data_layout"})
 #: Keys of arrays of integers or booleans; the first may also be a single integer.
 LISTS = ("attention.sliding_window_pattern", "attention.recurrent_layers", "rope.dimension_sections")
+#: Keys of arrays of numbers.
+FLOAT_LISTS = ("activation_sparsity_scale",)
 #: Beginning of the keys of xIELU, which have no architecture's name.
 ACTIVATION = "xielu."
 #: Suffixes of keys that may be infinite: Gemma 3n writes minus infinity for layers that keep all activations.
-MAY_BE_INFINITE = (".activation_sparsity_scale",)
+MAY_BE_INFINITE = tuple(f".{suffix}" for suffix in FLOAT_LISTS)
 
 
 def check_values(metadata: Mapping[str, MetadataValue], architecture: str) -> None:
@@ -128,6 +132,8 @@ def check_values(metadata: Mapping[str, MetadataValue], architecture: str) -> No
             _require(entry.types == (BOOL,), key, entry, "true or false")
         elif suffix in STRINGS:
             _require(entry.types == (STRING,), key, entry, "text")
+        elif suffix in FLOAT_LISTS:
+            _require(entry.types[0] == ARRAY and entry.types[-1] in FLOATS, key, entry, "an array of numbers")
         elif suffix in LISTS:
             is_one = suffix == LISTS[0] and len(entry.types) == 1 and entry.types[0] in INTEGERS
             is_list = entry.types[0] == ARRAY and entry.types[-1] in INTEGERS | {BOOL}

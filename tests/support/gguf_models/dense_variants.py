@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DIM, GEMMA, GEMMA4, LONG, TIED, WINDOW, YARN, rotation
+from tests.support.gguf_models.settings import DIM, GEMMA, GEMMA3N, GEMMA4, LONG, TIED, WINDOW, YARN, rotation
 
 #: As `variants.VARIANTS`.
 DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,6 +116,15 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", DIM),
     "gptneox": ("gpt_neox", rotation(partial_rotary_factor=0.25)),
     "phi2": ("phi", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "intermediate_size": 256}),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n: keys of other layers": ("gemma3n_text", {
+            **GEMMA3N,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+            "num_hidden_layers": 6,
+            "activation_sparsity_pattern": [0.95, 0.8, 0.0, 0.0, 0.7, 0.0],
+        },
+    ),
     "gemma4": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4: keys of other layers": (
         "gemma4_text",

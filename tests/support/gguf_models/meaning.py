@@ -50,6 +50,10 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
         "attention.sliding_window": ("sliding_window", 4096),
     },
     "gemma4": {"final_logit_softcapping": ("final_logit_softcapping", None)},
+    "gemma3n": {
+        "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        "attention.shared_kv_layers": ("num_kv_shared_layers", 0),
+    },
     "gemma3": {
         "final_logit_softcapping": ("final_logit_softcapping", None),
         "attention.sliding_window": _FULL,
@@ -155,7 +159,9 @@ class Base:
             return None
         try:
             model = AutoModelForCausalLM.from_config(type(self.original.config).from_dict(settings))
-            model.load_state_dict(self.original.state_dict())
+            # What is left over is of layers that use the keys of others.
+            if model.load_state_dict(self.original.state_dict(), strict=False).missing_keys:
+                return torch.full_like(self.logits, torch.nan)
             return self._logits(model.eval())
         except Exception:  # whatever transformers makes of settings that are no model's
             return torch.full_like(self.logits, torch.nan)

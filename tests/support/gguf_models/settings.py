@@ -59,6 +59,23 @@ DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+GEMMA3N = {
+    **DIM,
+    **TIED,
+    "num_hidden_layers": 5,
+    "sliding_window": WINDOW,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"],
+    "final_logit_softcapping": 9.0,
+    "hidden_size_per_layer_input": 32,
+    "laurel_rank": 32,
+    "num_kv_shared_layers": 0,
+    "activation_sparsity_pattern": [0.95, 0.8, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": 300,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+}
 GEMMA4 = {
     **DIM,
     **TIED,

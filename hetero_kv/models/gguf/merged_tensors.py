@@ -1,0 +1,57 @@
+"""Separates queries, keys and values that a file has as one tensor, where the model has a matrix for each.
+
+llama.cpp's converter merges them with `--fuse-qkv`, and files of ChatGLM have them merged. The rows of each follow each
+other, so that its tensor is a range of the file's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf.architectures.declaration import Architecture
+from hetero_kv.models.gguf.contract import BLOCK
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+
+MERGED, PARTS = "attn_qkv", ("attn_q", "attn_k", "attn_v")
+
+
+def separated(file: GGUFFile, architecture: Architecture) -> GGUFFile:
+    """The file with a tensor for queries, keys and values each, if the architecture's table has these alone.
+
+    Raises ModelError if the rows of a merged tensor are not those of the file's heads.
+    """
+    if MERGED in architecture.layer or not all(part in architecture.layer for part in PARTS):
+        return file
+    tensors = [each for info in file.tensors for each in _parts(file, info)]
+    return file if len(tensors) == len(file.tensors) else replace(file, tensors=tuple(tensors))
+
+
+def _parts(file: GGUFFile, info: TensorInfo) -> Iterator[TensorInfo]:
+    match = BLOCK.match(info.name)
+    stem, _, kind = info.name[match.end() :].rpartition(".") if match else ("", "", "")
+    if match is None or stem != MERGED:
+        yield info
+        return
+    layer = int(match[1])
+    heads = _of_layer(file, "attention.head_count", layer, 0)
+    groups = _of_layer(file, "attention.head_count_kv", layer, heads)
+    rows = info.shape[0]
+    if heads < 1 or groups < 1 or rows % (heads + 2 * groups):
+        raise ModelError(
+            f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} has {rows:,} rows, which are not those of "
+            f"{heads} query heads and {groups} key and value heads of one size; convert it again"
+        )
+    dim, offset = rows // (heads + 2 * groups), info.offset
+    for part, count in zip(PARTS, (heads * dim, groups * dim, groups * dim), strict=True):
+        nbytes = info.nbytes // rows * count
+        name = f"{match[0]}{part}.{kind}"
+        yield TensorInfo(name, (count, *info.shape[1:]), info.quantization, offset, nbytes, info.part)
+        offset += nbytes
+
+
+def _of_layer(file: GGUFFile, suffix: str, layer: int, default: int) -> int:
+    value: Any = file.get(f"{file.architecture}.{suffix}", default)
+    return int(value[layer] if isinstance(value, tuple | list) else value)
