@@ -7,12 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
+from hetero_kv.models.gguf.architectures.unsupported import DRAFT, NO_CLASS, NO_GENERATOR
 from hetero_kv.rules.matching import InjectionError
 from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
 from tests.support.gguf_models.conversion import write
@@ -147,6 +149,26 @@ def test_an_architecture_without_a_table_is_refused_by_name(written, tmp_path):
     path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwen9"))
     with pytest.raises(ModelError, match=r"unknown\.gguf.*'qwen9', which is not supported"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("grok", "transformers has no class for"), ("bert", "generates no text"), ("dflash", "drafts tokens for another")],
+)
+def test_an_architecture_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path, name, message):
+    writer = GGUFWriter(tmp_path / "other.gguf", name)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"other\.gguf' has the GGUF architecture '{name}', which {message}"):
+        load_model(tmp_path / "other.gguf")
+
+
+def test_no_architecture_is_loaded_and_refused():
+    refused = [NO_CLASS, NO_GENERATOR, DRAFT]
+    assert len(frozenset().union(*refused)) == sum(map(len, refused))
+    assert not frozenset().union(*refused) & ARCHITECTURES.keys()
+    assert not {name.replace("-", "_") for name in NO_CLASS} & CONFIG_MAPPING_NAMES.keys()
 
 
 def test_every_architecture_with_a_table_has_a_variant():

@@ -47,6 +47,28 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "chatglm": ("glm", {"head_dim": 16, "attention_bias": True, **rotation(partial_rotary_factor=0.5)}),
+    "internlm2": ("llama", {"layout": "internlm2", **rotation(theta=1e6)}),
+    "xverse": ("llama", {"layout": "xverse"}),
+    "exaone": (
+        "llama",
+        {
+            "layout": "exaone",
+            **rotation(
+                "llama3", 50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        },
+    ),
+    "minicpm": (
+        "granite",
+        {
+            "layout": "minicpm",
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
     "granite": (
         "granite",
         {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},

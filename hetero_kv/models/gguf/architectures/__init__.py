@@ -23,6 +23,7 @@ from hetero_kv.models.gguf.architectures import (
     state_space,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture
+from hetero_kv.models.gguf.architectures.unsupported import reason
 from hetero_kv.models.gguf.file import GGUFFile
 
 MODEL = "model"
@@ -62,7 +63,6 @@ def architecture_of(file: GGUFFile) -> Architecture:
     table = ARCHITECTURES.get(file.architecture)
     if table is None:
         raise ModelError(
-            f"{str(file.path)!r} has the GGUF architecture {file.architecture!r}, which is not supported yet; give "
-            "the model in Hugging Face format, without this file"
+            f"{str(file.path)!r} has the GGUF architecture {file.architecture!r}, {reason(file.architecture)}"
         )
     return table

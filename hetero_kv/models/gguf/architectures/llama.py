@@ -57,6 +57,23 @@ def _llama(metadata: MetadataReader, settings: ConfigSettings) -> None:
         settings.put("sliding_window", window, WINDOW)
 
 
+def _as_llama(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Of models that compute what Llama computes, and have no class in transformers."""
+    put_heads_by_rope_dimension(metadata, settings)
+    put_rope(metadata, settings)
+    put_biases(metadata, settings)
+
+
+def _minicpm(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings, head_dim=False)
+    put_rope(metadata, settings)
+    for suffix in ("embedding_scale", "residual_scale", "logit_scale"):
+        if not metadata.scalar(suffix, 0.0):
+            raise metadata.unsupported(suffix, "is missing, and models of MiniCPM differ in it")
+    put_granite_scales(metadata, settings)
+    put_biases(metadata, settings)
+
+
 def _smollm3(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings, head_dim=False)
     put_rope(metadata, settings)
@@ -163,4 +180,9 @@ GRANITE_MOE = Architecture(
 )
 OLMO = Architecture("olmo", ("olmo",), SIZES, MODEL, {**REORDERED, **GATED}, _olmo)
 
-TABLES = (LLAMA, MISTRAL3, SMOLLM3, ARCEE, GRANITE, GRANITE_MOE, OLMO)
+INTERNLM2 = Architecture("internlm2", ("llama",), _KEYS, MODEL, {**REORDERED, **GATED}, _as_llama)
+XVERSE = Architecture("xverse", ("llama",), _KEYS, MODEL, {**REORDERED, **GATED}, _as_llama)
+EXAONE = Architecture("exaone", ("llama",), _KEYS, MODEL, {**ATTENTION, **GATED}, _as_llama)
+MINICPM = Architecture("minicpm", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _minicpm)
+
+TABLES = (INTERNLM2, XVERSE, EXAONE, MINICPM, LLAMA, MISTRAL3, SMOLLM3, ARCEE, GRANITE, GRANITE_MOE, OLMO)

@@ -44,6 +44,19 @@ LAYOUTS: dict[str, Layout] = {
             "attention.temperature_scale": scaled("yarn", "llama_4_scaling_beta"),
         },
     ),
+    "internlm2": llama_like("internlm2", pieces=True),
+    "xverse": llama_like("xverse", pieces=True),
+    "exaone": Layout(
+        "exaone",
+        {**USUAL, **VOCABULARY, **ROTATED},
+        USUAL_LAYER,
+        MODEL,
+        pre="exaone",
+        extra=llama3_factors,
+    ),
+    "minicpm": llama_like(
+        "minicpm", keys={key: value for key, value in GRANITE.items() if key != "attention.scale"}, pieces=True
+    ),
     "arcee": llama_like("arcee", pre="llama-bpe"),
     "granite": llama_like("granite", pre="refact", keys=GRANITE),
     "granitemoe": llama_like("granitemoe", pre="refact", keys={**GRANITE, **EXPERTS}, layer=GRANITE_EXPERTS),

@@ -1,0 +1,32 @@
+"""The architectures of llama.cpp that cannot be loaded, by reason; others without a table are not supported yet.
+
+Source: `src/llama-arch.cpp` of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+#: The installed transformers has no class for these, or only one that downloads its code.
+NO_CLASS = frozenset({
+    "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "cogvlm", "deci", "deepseek", "dream",
+    "graniteswitch", "grok", "grovemoe", "jais", "llada", "llada-moe", "maincoder", "nanbeige", "openelm", "orion",
+    "pangu-embedded", "plamo", "plamo2", "plamo3", "plm", "qwen", "refact", "rnd1", "rwkv6", "rwkv6qwen2", "rwkv7",
+    "smallthinker", "talkie",
+})  # fmt: skip
+#: They turn texts, images or sounds into vectors, or vectors into sounds.
+NO_GENERATOR = frozenset({
+    "bert", "clip", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert",
+    "neo-bert", "nomic-bert", "nomic-bert-moe", "pockettts", "qwen3tts", "t5encoder", "wavtokenizer-dec",
+})  # fmt: skip
+#: They guess the next tokens of another model from its hidden states.
+DRAFT = frozenset({"dflash", "eagle3", "gemma4-assistant"})
+
+
+def reason(architecture: str) -> str:
+    """Why an architecture without a table cannot be loaded, and what to do, as the end of a sentence."""
+    if architecture in NO_CLASS:
+        return "which transformers has no class for; give a model of another architecture"
+    if architecture in NO_GENERATOR:
+        return "which generates no text; give the file of a language model"
+    if architecture in DRAFT:
+        return "which drafts tokens for another model; give that model's file"
+    return "which is not supported yet; give the model in Hugging Face format, without this file"
