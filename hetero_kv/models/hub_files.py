@@ -65,11 +65,14 @@ def hub_gguf(name: str, progress: ProgressReport | None) -> Path:
         parts = _parts(listing, chosen)
         total, before, paths = sum(listing.files[part].size for part in parts), 0, []
         for part in parts:
-            paths.append(
-                _downloaded(listing, part, lambda done, before=before: report("downloading", before + done, total))
-            )
+            paths.append(_downloaded(listing, part, _counting(report, before, total)))
             before += listing.files[part].size
     return paths[0]
+
+
+def _counting(report: ProgressReport, before: int, total: int) -> Callable[[int], None]:
+    """Reports the bytes of one part as those of the whole model."""
+    return lambda done: report("downloading", before + done, total)
 
 
 def _listing(repo: str) -> _Listing:

@@ -189,7 +189,7 @@ class _ParameterPaths:
 
         Raises ModelError if the file has not one for each layer.
         """
-        found = {}
+        found: dict[str, float] = {}
         for leaf, key in self.architecture.scalars.items():
             values = file.get(key)
             if not isinstance(values, tuple) or len(values) != self.count:
