@@ -11,14 +11,22 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hetero_kv.server import anthropic, chat, completions, file_routes, llama_server, responses
+from hetero_kv.server import anthropic, attended_routes, chat, completions, file_routes, llama_server, responses
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.guard import Guard
 from hetero_kv.server.host import Host, failure
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.streaming import ClientGoneError
 
-ROUTERS = (chat.router, responses.router, anthropic.router, completions.router, file_routes.router, llama_server.router)
+ROUTERS = (
+    chat.router,
+    responses.router,
+    anthropic.router,
+    completions.router,
+    attended_routes.router,
+    file_routes.router,
+    llama_server.router,
+)
 
 
 def application(host: Host, *, origins: Collection[str] = (), on_shutdown: Callable[[], None] | None = None) -> FastAPI:

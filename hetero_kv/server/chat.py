@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -79,7 +80,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
     answers = ChatAnswers(host.answers(asked, request), parsers)
     unknown = [*body.unknown, *prompt.unused]
-    writer = _Writer(served, body)
+
+    def remember(response_id: str, ended: ChatEnded) -> None:
+        host.recent.add(response_id, served, prompt.tokens, ended.completion.tokens, request.state.key)
+
+    writer = _Writer(served, body, remember)
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     return response(json_response(writer.whole(await completed(answers, request))), unknown)
@@ -109,14 +114,11 @@ def _logprobs(body: ChatRequest) -> int | None:
 
 
 class _Writer:
-    def __init__(self, served: ServedModel, body: ChatRequest) -> None:
-        self._served, self._body = served, body
-        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+    """Args: remember: called with the response's id and the first answer, once it is over."""
 
-    @property
-    def response_id(self) -> str:
-        """The id of the response."""
-        return self._id
+    def __init__(self, served: ServedModel, body: ChatRequest, remember: Callable[[str, ChatEnded], None]) -> None:
+        self._served, self._body, self._remember = served, body, remember
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     def begin(self) -> list[bytes]:
         first = {"role": "assistant", "content": ""}
@@ -142,6 +144,8 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
+        if ended.choice == 0:
+            self._remember(self._id, ended)
         chunks = [self._chunk(ended.choice, delta) for each in ended.events if (delta := _delta(each))]
         if self._body.return_tokens:
             for chunk in chunks:
@@ -161,6 +165,7 @@ class _Writer:
 
     def whole(self, ended: list[ChatEnded]) -> dict[str, Any]:
         """The response that is not streamed."""
+        self._remember(self._id, ended[0])
         choices = [
             {
                 "index": each.choice,

@@ -19,6 +19,7 @@ from hetero_kv.server.generation import Answers, Ended, Prompt, Source, Token
 from hetero_kv.server.keys import Keys
 from hetero_kv.server.limits import Rates
 from hetero_kv.server.metrics import Metrics
+from hetero_kv.server.recent_answers import RecentAnswers
 from hetero_kv.server.served import ServedModels
 from hetero_kv.server.settings import ServerSettings
 from hetero_kv.server.stored_responses import StoredResponses
@@ -48,6 +49,7 @@ class Host:
     metrics: Metrics
     files: Files
     responses: StoredResponses
+    recent: RecentAnswers
     rates: tuple[Rates, Rates]
 
     @classmethod
@@ -64,6 +66,7 @@ class Host:
             metrics=Metrics(lambda: models.all),
             files=Files(folder, round(settings.file_gb * 1e9)),
             responses=StoredResponses(folder / "responses", settings.kept_responses),
+            recent=RecentAnswers(),
             rates=(Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")),
         )
 
@@ -182,6 +185,7 @@ def note(request: Request, ended: list[Ended]) -> None:
         request.scope["state"]["log"] = {
             "prompt_tokens": first.prompt_tokens,
             "cached_tokens": first.cached_tokens,
+            "cache": first.reuse.reason,
             "answer_tokens": sum(len(each.completion.pieces) for each in ended),
             "first_token_s": f"{first.first_token_s or 0:.3f}",
         }

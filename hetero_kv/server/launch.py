@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.loading import load_model
+from hetero_kv.loading import load_model, with_rules
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.fetching import cache_home
 from hetero_kv.planning.plan import beyond_training
@@ -107,13 +107,18 @@ def _served(
         model, gguf_path = gguf_path, None
     file = read_settings_file()
     folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
+    trusted, settings_given = trusted_modules(flags), settings_of(flags)
     served: list[ServedModel] = []
     for recipe in flags.rules:
-        loaded = load_model(
-            model, gguf_path=gguf_path, dtype=flags.dtype, device=flags.device,
-            trust_remote_code=flags.trust_remote_code, config=recipe, trust_rules=trusted_modules(flags),
-            settings_file=file, **settings_of(flags),
-        )  # fmt: skip
+        if served:
+            # Without the weights a second time.
+            loaded = with_rules(served[0].loaded, recipe, trust_rules=trusted, settings_file=file, **settings_given)
+        else:
+            loaded = load_model(
+                model, gguf_path=gguf_path, dtype=flags.dtype, device=flags.device,
+                trust_remote_code=flags.trust_remote_code, config=recipe, trust_rules=trusted, settings_file=file,
+                **settings_given,
+            )  # fmt: skip
         engine = engines.enter_context(
             Engine(
                 loaded,

@@ -37,6 +37,8 @@ def timings(completion: Completion) -> dict[str, Any]:
     behind, behind_ms = max(0, len(completion.pieces) - 1), 1000 * completion.total_s - first_ms
     return {
         "cache_n": completion.cached_tokens,
+        "cache_reason": completion.reuse.reason,
+        "cache_text": completion.reuse.text,
         "prompt_n": prompt,
         "prompt_ms": first_ms,
         "prompt_per_token_ms": first_ms / prompt if prompt else 0.0,

@@ -1,0 +1,59 @@
+"""The tokens of recent answers, about which a client may ask further questions."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_kv.server.errors import ApiError
+from hetero_kv.server.served import ServedModel
+
+#: The most answers, and the most tokens of all their prompts and answers together; the oldest go first.
+MOST_ANSWERS, MOST_TOKENS = 256, 8_000_000
+
+
+@dataclass(frozen=True)
+class RecentAnswer:
+    """An answer that is over.
+
+    Attributes:
+        tokens: ids of the prompt, then of the answer.
+        prompt_tokens: the prompt's number of tokens.
+        key: the name of the API key that asked.
+    """
+
+    served: ServedModel
+    tokens: Sequence[int]
+    prompt_tokens: int
+    key: str
+
+
+class RecentAnswers:
+    """Recent answers by the id of their response. The event loop's thread alone uses it."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, RecentAnswer] = OrderedDict()
+        self._tokens = 0
+
+    def add(
+        self, response_id: str, served: ServedModel, prompt: Sequence[int], answer: Sequence[int], key: str
+    ) -> None:
+        """Remember an answer."""
+        tokens = array("i", [*prompt, *answer])
+        self._found[response_id] = RecentAnswer(served, tokens, len(prompt), key)
+        self._tokens += len(tokens)
+        while len(self._found) > MOST_ANSWERS or self._tokens > MOST_TOKENS:
+            _, oldest = self._found.popitem(last=False)
+            self._tokens -= len(oldest.tokens)
+
+    def get(self, response_id: str, key: str) -> RecentAnswer:
+        """An answer to this key. Raises ApiError 404 for others' and unknown ones alike."""
+        found = self._found.get(response_id)
+        if found is None or found.key != key:
+            raise ApiError(
+                404, f"there is no recent answer {response_id!r}; the server remembers the last {MOST_ANSWERS}, until "
+                "it stops", param="response_id", code="answer_not_found",
+            )  # fmt: skip
+        return found

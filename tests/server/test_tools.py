@@ -1,0 +1,170 @@
+"""Tools: what a model writes becomes calls in each API's form, and a choice of tools is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import anthropic
+import httpx2 as httpx
+import openai
+import pytest
+
+from hetero_kv.models.loading import LoadedModel
+from tests.server.running import host_of, running, tiny_served
+from tests.support import tool_templates
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+ASKED = [{"role": "user", "content": "weather?"}]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """A server of a model whose template has tools in Hermes' form."""
+    found = tiny_served()
+    found.loaded.tokenizer.chat_template = tool_templates.HERMES
+    with found.engine, running(host_of(found, folder=tmp_path_factory.mktemp("files"))) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    """OpenAI's own client."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+REQUIRED = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+
+
+def test_a_required_tool_is_called_with_arguments_of_its_schema(client):
+    found = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=300, temperature=1.0, seed=1, **REQUIRED
+    )
+    (call,) = found.choices[0].message.tool_calls
+    assert found.choices[0].finish_reason == "tool_calls"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert not found.choices[0].message.content
+
+
+def test_a_streamed_call_is_the_same(client):
+    fields = {"model": "tiny", "messages": ASKED, "max_tokens": 300, "temperature": 1.0, "seed": 1, **REQUIRED}
+    whole = client.chat.completions.create(**fields).choices[0].message.tool_calls[0].function
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert (name, arguments) == (whole.name, whole.arguments)
+
+
+def test_responses_and_anthropics_messages_have_calls_too(client, address):
+    tool = {"type": "function", **WEATHER}
+    fields = {"model": "tiny", "input": "weather?", "tools": [tool], "tool_choice": "required", "temperature": 1.0}
+    found = client.responses.create(**fields, max_output_tokens=300, parallel_tool_calls=False)
+    (call,) = [each for each in found.output if each.type == "function_call"]
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    events = list(client.responses.create(**fields, max_output_tokens=300, parallel_tool_calls=False, stream=True))
+    done = next(each for each in events if each.type == "response.function_call_arguments.done")
+    assert json.loads(done.arguments)["city"] in ("Rome", "Oslo")
+    assert [each.type for each in events[-1].response.output] == ["function_call"]
+    again = client.responses.create(
+        model="tiny",
+        previous_response_id=found.id,
+        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}],
+        tools=[tool],
+        max_output_tokens=2,
+    )
+    assert again.usage.input_tokens > found.usage.input_tokens
+    with anthropic.Anthropic(base_url=address, api_key="none") as claude:
+        schema = {"name": "weather", "description": "x", "input_schema": WEATHER["parameters"]}
+        choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+        message = claude.messages.create(
+            model="tiny", max_tokens=300, messages=ASKED, tools=[schema], tool_choice=choice, temperature=1.0
+        )
+        (block,) = message.content
+        assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
+        assert block.input["city"] in ("Rome", "Oslo")
+        history = [
+            *ASKED,
+            {"role": "assistant", "content": [block.model_dump()]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}]},
+        ]
+        assert claude.messages.create(model="tiny", max_tokens=2, messages=history, tools=[schema]).usage.output_tokens
+
+
+def test_malformed_arguments_in_history_are_no_error(client):
+    history = [
+        *ASKED,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{bad"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "error: <tool_call> <|im_end|>"},
+    ]
+    assert client.chat.completions.create(model="tiny", messages=history, tools=TOOLS, max_tokens=2).choices
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "sometimes"),
+        ({"tools": TOOLS, "tool_choice": 5}, "5"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "name"),
+        ({**REQUIRED, "json_schema": {}}, "constrain one answer"),
+    ],
+)
+def test_a_choice_that_cannot_be_kept_is_refused(address, fields, words):
+    found = httpx.post(f"{address}/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, **fields})
+    assert found.status_code == 400
+    assert words in found.json()["error"]["message"]
+
+
+def test_without_a_notion_of_tools_they_are_refused(http):
+    found = http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, "tools": TOOLS})
+    assert found.status_code == 400
+    assert "tools" in found.json()["error"]["message"]
+
+
+def test_several_recipes_of_one_model_are_served_and_named(tmp_path):
+    from hetero_kv import Engine
+    from hetero_kv.loading import with_rules
+    from tests.support.small_recipes import small_recipe
+
+    dense = tiny_served("dense")
+    other: LoadedModel = with_rules(dense.loaded, small_recipe("quest", max_seq_len=800))
+    quest = replace(dense, recipe="quest", loaded=other, engine=Engine(other, max_seq_len=800, max_batch=2))
+    asked = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 6}
+    with (
+        dense.engine,
+        quest.engine,
+        running(host_of(dense, quest, folder=tmp_path)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        names = [each["id"] for each in client.get("/v1/models").json()["data"]]
+        assert names == ["tiny:dense", "tiny:quest"]
+        found = {
+            name: client.post("/v1/chat/completions", json={**asked, "model": name}).json()
+            for name in ("tiny:quest", ":quest", "tiny", "tiny:dense", "")
+        }
+        assert {name: each["model"] for name, each in found.items()} == {
+            "tiny:quest": "tiny:quest", ":quest": "tiny:quest", "tiny": "tiny:dense", "tiny:dense": "tiny:dense",
+            "": "tiny:dense",
+        }  # fmt: skip
