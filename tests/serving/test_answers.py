@@ -99,7 +99,10 @@ def written(family, content, calls):
     before = rendered_chat(tokenizer, [question], add_generation_prompt=True).removesuffix("<think>\n")
     text = rendered_chat(tokenizer, [question, answer])
     assert text.startswith(before)
-    return text[len(before) :]
+    text = text[len(before) :].removesuffix("\n")
+    for end in ("<|im_end|>", "</s>", "<|eot_id|>", "<｜end▁of▁sentence｜>"):
+        text = text.removesuffix(end)
+    return text
 
 
 def pieces_of(tokenizer, parser, text, cuts=()):
@@ -144,7 +147,7 @@ def test_a_template_shows_its_form(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("has_markers", [True, False])
-@pytest.mark.parametrize("examples", with_slow([8, 300], slow=[300]))
+@pytest.mark.parametrize("examples", with_slow([4, 300], slow=[300]))
 def test_calls_are_read_as_the_template_writes_them(family, has_markers, examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(CALLS, st.sampled_from(["", "I look."]), st.sets(st.integers(1, 200), max_size=8))
@@ -158,9 +161,7 @@ def test_calls_are_read_as_the_template_writes_them(family, has_markers, example
         assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == calls
         assert len({call.id for call in answer.calls}) == len(calls)
         keeps_content = family in ("hermes", "qwen_coder", "glm", "deepseek", "deepseek_v31")
-        ending = "" if has_markers else answer.content.removeprefix(content if keeps_content else "")
-        assert answer.content == (content if keeps_content else "") + ending
-        assert ending in ("", "</s>", "<|eot_id|>", "<|im_end|>\n", "\n", "<｜end▁of▁sentence｜>") or has_markers
+        assert answer.content == (content if keeps_content else "")
 
     holds()
 
@@ -176,7 +177,7 @@ def test_arguments_come_before_the_call_ends(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("examples", with_slow([8, 200], slow=[200]))
+@pytest.mark.parametrize("examples", with_slow([6, 200], slow=[200]))
 def test_an_answer_that_ends_within_a_call_loses_no_text(family, examples):
     whole = written(family, "", [("f", {"a": "x y"})])
 
@@ -240,7 +241,7 @@ def test_a_quoted_marker_is_no_call_where_the_tokenizer_has_one():
 def test_a_request_without_tools_has_no_calls(family):
     answer = answer_of(family, written(family, "", [("f", {"a": "x"})]), [])
     assert answer.calls == []
-    assert "f" in answer.content
+    assert "x" in answer.content
 
 
 def test_a_call_of_an_unknown_tool_is_a_call_only_where_a_marker_says_so():
@@ -309,7 +310,7 @@ def test_channels_are_thought_preamble_calls_and_content():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.sampled_from(
@@ -355,9 +356,8 @@ def test_what_a_grammar_allows_is_a_call(family):
     matched = from_tokenizer(tokenizer)
     grammar = form.call_grammar((), tools, {"type": "function", "function": {"name": "f"}})
     assert not llguidance.LLMatcher.validate_grammar(grammar, matched)
-    text = written(family, "", [("f", {"a": "x", "n": 5})]).removesuffix("\n")
-    for end in ("<|im_end|>", "</s>", "<|eot_id|>", "<｜end▁of▁sentence｜>"):
-        text = text.removesuffix(end)
+    # Ids of calls are ours.
+    text = written(family, "", [("f", {"a": "x", "n": 5})]).replace(', "id": "123456789"', "")
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     matcher = llguidance.LLMatcher(matched, grammar)
     assert matcher.validate_tokens(tokens) == len(tokens), (grammar, text)

@@ -46,25 +46,33 @@ class OneOf:
 Part = str | Marker | JsonValue | FreeText | Maybe | OneOf
 
 
-def typed_parts(schema: Mapping[str, Any], opened: Callable[[str], str], closed: str) -> list[Part]:
+def typed_parts(
+    schema: Mapping[str, Any], opened: Callable[[str], Sequence[Part]], closed: str | Marker, after: str = ""
+) -> list[Part]:
     """An object's values one by one, in the order of its schema: texts as they are, others as JSON.
 
     Args:
         schema: the object's.
         opened: what stands before the value of a key.
-        closed: what stands after a value.
+        closed: what ends a value.
+        after: what stands after that.
     """
     parts: list[Part] = []
+    last = (after,) if after else ()
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for key, value in (schema.get("properties") or {}).items():
         is_text = isinstance(value, Mapping) and value.get("type") == "string" and "enum" not in value
         texts = value.get("enum") if isinstance(value, Mapping) and value.get("type") == "string" else None
-        within: tuple[Part, ...] = (JsonValue({**value, **definitions} if isinstance(value, Mapping) else {}), closed)
+        within: tuple[Part, ...] = (
+            JsonValue({**value, **definitions} if isinstance(value, Mapping) else {}),
+            closed,
+            *last,
+        )
         if texts:
-            within = (OneOf(tuple(map(str, texts))), closed)
+            within = (OneOf(tuple(map(str, texts))), closed, *last)
         elif is_text:
-            within = (FreeText(closed),)
-        one = (opened(key), *within)
+            within = (FreeText(closed), *last)
+        one = (*opened(key), *within)
         parts += one if key in (schema.get("required") or ()) else [Maybe(one)]
     return parts
 

@@ -26,11 +26,13 @@ class _DeepSeek(AnswerFormat):
     def read_calls(self, opener: str) -> Reading:
         reader, writer = self.reader, self.writer
         begin, end, separator = map(reader.mark, (_CALL, _END, _SEPARATOR))
-        is_within = opener == begin
+        is_within, has_called = opener == begin, False
         while True:
             if not is_within:
                 yield from reader.space()
                 if not (yield from reader.accept(begin)):
+                    if not has_called:
+                        raise MalformedError
                     yield from reader.accept(end)
                     return
             is_within = False
@@ -45,7 +47,7 @@ class _DeepSeek(AnswerFormat):
             yield from reader.space()
             yield from read_object(reader, writer.arguments)
             writer.end()
-            reader.taken = ""
+            reader.taken, has_called = "", True
             yield from reader.space()
             if is_fenced:
                 yield from reader.accept("```")

@@ -51,8 +51,8 @@ class Glm(AnswerFormat):
 
     @classmethod
     def call_parts(cls, name: str, schema: Mapping[str, Any]) -> Sequence[Part]:
-        return [Marker(BEGIN), f"{name}\n", *typed_parts(schema, _opened, f"{_VALUE_END}\n"), Marker(END)]
+        return [Marker(BEGIN), f"{name}\n", *typed_parts(schema, _opened, Marker(_VALUE_END), "\n"), Marker(END)]
 
 
-def _opened(key: str) -> str:
-    return f"{_KEY}{key}{_KEY_END}\n{_VALUE}"
+def _opened(key: str) -> list[Part]:
+    return [Marker(_KEY), key, Marker(_KEY_END), "\n", Marker(_VALUE)]

@@ -52,5 +52,5 @@ class QwenCoder(AnswerFormat):
     @classmethod
     def call_parts(cls, name: str, schema: Mapping[str, Any]) -> Sequence[Part]:
         parts: list[Part] = [Marker(BEGIN), f"\n<function={name}>\n"]
-        parts += typed_parts(schema, lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
+        parts += typed_parts(schema, lambda key: [f"<parameter={key}>\n"], "\n</parameter>\n")
         return [*parts, "</function>\n", Marker(END)]
