@@ -370,6 +370,22 @@ def test_what_a_grammar_allows_is_a_call(family):
     assert form.call_grammar((), tools, "auto") is form.call_grammar((), tools, "none") is None
 
 
+def test_a_value_of_a_schema_comes_behind_an_open_thought():
+    llguidance = pytest.importorskip("llguidance")
+    from llguidance.hf import from_tokenizer
+
+    tokenizer = tokenizer_of("hermes", True)
+    matched = from_tokenizer(tokenizer)
+    opened = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
+    for prompt, text in ((opened, 'Hm.\n</think>\n\n{"a":1}'), ((), '{"a":1}')):
+        grammar = AnswerForm(tokenizer).value_grammar(prompt, {"type": "object", "required": ["a"]})
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        matcher = llguidance.LLMatcher(matched, grammar)
+        assert matcher.validate_tokens(tokens) == len(tokens)
+        matcher.consume_tokens(tokens)
+        assert matcher.is_accepting()
+
+
 @pytest.mark.parametrize(
     ("choice", "names", "named"),
     [
