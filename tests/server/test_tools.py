@@ -93,7 +93,12 @@ def test_responses_and_anthropics_messages_have_calls_too(client, address):
         schema = {"name": "weather", "description": "x", "input_schema": WEATHER["parameters"]}
         choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
         message = claude.messages.create(
-            model="tiny", max_tokens=300, messages=ASKED, tools=[schema], tool_choice=choice, temperature=1.0
+            model="tiny",
+            max_tokens=300,
+            messages=ASKED,
+            tools=[schema],
+            tool_choice=choice,
+            extra_body={"temperature": 1.0},
         )
         (block,) = message.content
         assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
@@ -137,8 +142,9 @@ def test_a_choice_that_cannot_be_kept_is_refused(address, fields, words):
     assert words in found.json()["error"]["message"]
 
 
-def test_without_a_notion_of_tools_they_are_refused(http):
-    found = http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, "tools": TOOLS})
+def test_without_a_notion_of_tools_they_are_refused(served, tmp_path):
+    with running(host_of(served, folder=tmp_path)) as plain:
+        found = httpx.post(f"{plain}/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, "tools": TOOLS})
     assert found.status_code == 400
     assert "tools" in found.json()["error"]["message"]
 
