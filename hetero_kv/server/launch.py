@@ -90,6 +90,8 @@ def _listener(settings: ServerSettings) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # Two servers that load at the same time would both be bound. Clients that connect now wait for the model.
+        listener.listen()
     except OSError as error:
         raise ConfigError(
             f"the server cannot listen at {settings.host}:{settings.port} ({error.strerror}); give another --port "
