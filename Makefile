@@ -22,7 +22,9 @@ chat: $(READY)  ## install, fetch the default model, open the chat in long-conte
 serve: $(READY)  ## install, fetch the default model, answer programs that speak OpenAI's or Anthropic's API
 	$(BIN)/hetero-kv serve --config $(CONFIG) $(ARGS)
 
-# In the order of their names, for those that compile most kernels come early, and the last ones take moments.
+# In the order of their names, for those that compile most kernels come early, and the last ones take moments. Modules
+# are compiled once for all processes that tests start.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(TESTED)  ## the whole suite
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

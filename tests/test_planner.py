@@ -42,7 +42,9 @@ def test_a_70b_model_is_planned_without_its_weights():
     assert psutil.Process().memory_info().rss - before < 1e9
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "model_type", with_few(ARCHITECTURES, ("llama", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"))
+)
 def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
     model = tiny_model(model_type)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -100,7 +102,7 @@ def test_a_70b_model_prefills_on_a_gpu_with_24_gb():
     assert (on_gpu.weights_in_dram, on_gpu.weights > 140e9) == (0, True)
 
 
-@pytest.mark.parametrize("where", ["auto", "gpu", "dram"])
+@pytest.mark.parametrize("where", with_few(["auto", "gpu", "dram"], ("auto",)))
 def test_a_longer_context_never_takes_less_of_a_gpu(where):
     footprint = llama_plan(on_gpu=True, hidden_device=where, chunk_size=K).footprint
     sizes = [footprint.memory(tokens).compute for tokens in range(K // 2, 4 * K, 64)]

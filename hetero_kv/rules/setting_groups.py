@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hetero_kv.rules.owners import Owner, labels
-from hetero_kv.settings.description import SettingRow, describe, setting_names
+from hetero_kv.settings.description import SettingRow, describe, description_of, setting_names
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import Settings
 
@@ -51,8 +51,8 @@ def setting_groups(owners: Sequence[Owner]) -> list[SettingGroup]:
     groups = [SettingGroup("engine", [_engine_setting(row) for row in describe(EngineSettings)])]
     seen = set(setting_names(EngineSettings))
     for title, theirs, classes in _titled(owners):
-        rows = dict.fromkeys(row.name for cls in classes for row in describe(cls))
-        names = [name for name in rows if name not in seen and _belongs(name, theirs, title)]
+        every = dict.fromkeys(name for cls in classes for name in setting_names(cls))
+        names = [name for name in every if name not in seen and _belongs(name, theirs, title)]
         seen.update(names)
         groups.append(SettingGroup(title, [_grouped(name, theirs, owners) for name in names]))
     return [group for group in groups if group.settings]
@@ -90,7 +90,7 @@ def _grouped(name: str, theirs: Sequence[Owner], owners: Sequence[Owner]) -> Gro
     for owner in takers:
         # The choosing setting has another default in each choice's dataclass; the base has the default choice.
         cls = owner.base if name == owner.chosen_by else owner.settings
-        own = next(each for each in describe(cls) if each.name == name)
+        own = description_of(cls, name)
         sense = senses.setdefault((own.doc, own.type, own.unit), Sense(own, [], {}))
         formerly |= dict.fromkeys(own.formerly)
         sense.owners.append(owner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, KeysView
 from typing import Any, NamedTuple
 
 from hetero_kv.settings.setting import entries_of, entry_of
@@ -22,21 +22,28 @@ class SettingRow(NamedTuple):
 
 def describe(cls: type) -> Iterator[SettingRow]:
     """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
-    for entry in entries_of(cls).values():
-        limits = entry.constraints
-        yield SettingRow(
-            entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.formerly, limits.doc
-        )
+    return (description_of(cls, name) for name in entries_of(cls))
 
 
-def setting_names(cls: type) -> frozenset[str]:
-    """The canonical names of the settings of `cls`."""
-    return frozenset(entries_of(cls))
+def description_of(cls: type, name: str) -> SettingRow:
+    """The setting of `cls` with this canonical name; `type` is in words, with the range and the choices."""
+    entry = entries_of(cls)[name]
+    limits = entry.constraints
+    return SettingRow(
+        entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.formerly, limits.doc
+    )
+
+
+def setting_names(cls: type) -> KeysView[str]:
+    """The canonical names of the settings of `cls`, in the order of its fields."""
+    return entries_of(cls).keys()
 
 
 def oldest_names(cls: type) -> dict[str, str]:
     """The oldest name of every setting of `cls` that was renamed, by today's name."""
-    return {row.name: row.formerly[0] for row in describe(cls) if row.formerly}
+    return {
+        name: entry.constraints.formerly[0] for name, entry in entries_of(cls).items() if entry.constraints.formerly
+    }
 
 
 def choices_of(cls: type, name: str) -> tuple[str, ...]:

@@ -253,7 +253,7 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
         "residual_attention": "estimate",
         "min_blocks": 1,
     }
-    blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 16}
+    blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 16, "kv_type": "FP16"}
     model = reader(**means, **blocks, rerank="all", attend_to="tokens", target_mass=0.98, **settings)
     for layer in model.model.layers:
         # So few tokens have most of the attention that not all candidates hold some.

@@ -40,9 +40,13 @@ def test_representatives_of_huge_keys_are_finite(kind):
     assert kind.decode(pool.value_means[1]).float() == pytest.approx(torch.ones(1, 1, 32), rel=1e-3)
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(80, marks=pytest.mark.slow)])
+def test_initial_context_and_local_partition_the_sequence(examples):
+    settings(max_examples=examples, deadline=None)(require_a_partition)()
+
+
 @given(length=st.integers(1, 150), block=st.integers(1, 9), initial=st.integers(0, 20), local=st.integers(1, 30))
-@settings(max_examples=80, deadline=None)
-def test_initial_context_and_local_partition_the_sequence(length, block, initial, local):
+def require_a_partition(length, block, initial, local):
     cache, layer = cache_of(block_size=block, sink_tokens=initial, local_len=local)
     append(cache, *tokens(length))
     blocks = len(layer.block_ids(0))
@@ -103,7 +107,11 @@ def test_a_full_store_names_max_seq_len_and_what_would_fit():
     cache.require_room(1, 7)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_device_window_attends_to_exactly_initial_and_local(examples):
+    settings(max_examples=examples, deadline=None)(require_the_window_to_attend)()
+
+
 @given(
     prompt=st.integers(1, 60),
     decoded=st.integers(0, 40),
@@ -112,7 +120,7 @@ def test_a_full_store_names_max_seq_len_and_what_would_fit():
     local=st.integers(1, 12),
     back=st.integers(0, 20),
 )
-def test_the_device_window_attends_to_exactly_initial_and_local(prompt, decoded, block, initial, local, back):
+def require_the_window_to_attend(prompt, decoded, block, initial, local, back):
     needs_window = retrieval_layer._needs_window
     retrieval_layer._needs_window = lambda device: True
     try:

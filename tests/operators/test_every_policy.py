@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from hetero_kv import eject
+from hetero_kv.families.bounded import eviction
 from tests.operators.bounded_models import (
     ANY_STORED,
     MERGED_OR_ASKED,
-    POLICIES,
     bounded,
     conversation,
     logits,
     positions,
     tokens,
 )
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 BUDGET = 24
@@ -66,7 +67,7 @@ def test_the_same_conversation_again_is_the_same_to_the_bit(policy):
     assert_same(conversed(policy), first, exactly=True)
 
 
-@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("infinipot",)))
 def test_how_a_prompt_is_chunked_changes_nothing(policy):
     # Chunks of two cut the catalyst too, and those of one are no decoded tokens.
     whole = conversed(policy, chunk_size=512)
@@ -81,7 +82,7 @@ def test_rows_of_a_batch_equal_each_row_alone(policy):
     assert_same(together, conversed(policy, batch=3, rows=slice(1, 2)), exactly=False)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("d2o", "infinipot", "random")))
 def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     for part in conversation(2):

@@ -10,6 +10,7 @@ from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from tests.operators.ragged_prompts import PROMPTS
 from tests.support.ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt, together
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import injected, new_cache, small_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +28,7 @@ REFUSED_AT_FIRST = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "tova"])
+@pytest.mark.parametrize("recipe", with_few(["ktransformers", "tova"], 1))
 @pytest.mark.parametrize("case", REFUSED_AT_FIRST)
 def test_masks_that_are_no_padding_on_the_left_are_refused_and_nothing_is_stored(case, recipe, model_of):
     named, mask = REFUSED_AT_FIRST[case]

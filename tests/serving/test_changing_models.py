@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hetero_kv import SamplingParams
-from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.test_engine import GREEDY, PROMPTS, computed_alone, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,7 +40,7 @@ def test_tokens_decoded_without_an_adapter_are_no_beginning_under_it():
         turn = [*PROMPTS[2], *stream.result().tokens, 7, 8]
         following = engine.generate(turn, GREEDY).result()
         assert following.cached_tokens == 0
-        assert following.tokens == alone(engine, turn)
+        assert following.tokens == computed_alone(engine, turn)
 
 
 def test_a_part_computed_without_an_adapter_is_no_beginning_under_it():
@@ -59,7 +59,7 @@ def test_a_part_computed_without_an_adapter_is_no_beginning_under_it():
         turn = [*PROMPTS[3], 7, 8]
         following = engine.generate(turn, GREEDY).result()
         assert following.cached_tokens == 0
-        assert following.tokens == alone(engine, turn)
+        assert following.tokens == computed_alone(engine, turn)
 
 
 @pytest.mark.parametrize("settings", [{"longest_gap_s": 1e-6}, {"part": 50}], ids=["beside another", "in parts"])
@@ -75,4 +75,4 @@ def test_a_hook_that_looks_across_tokens_sees_those_that_it_sees_alone(settings)
         steps(engine, 2)
         answer = engine.generate(PROMPTS[3], GREEDY).result()
         beside.cancel()
-        assert answer.tokens == alone(engine, PROMPTS[3])
+        assert answer.tokens == computed_alone(engine, PROMPTS[3])

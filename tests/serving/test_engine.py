@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from tests.serving.number_tokenizer import Numbers
 from tests.support.ragged_rows import prompt
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -27,12 +29,32 @@ GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
     model = tiny_model(architecture, **(changes or {}))
     injected(model, small_recipe(recipe, max_seq_len=400))
+    model.made_of = recipe, architecture, repr(changes)
     loaded = LoadedModel(model, Numbers(), f"tiny {architecture}", 512)
     # Parts of prompts must not follow the machine's speed.
     return Engine(loaded, **{"max_seq_len": 400, "starts_thread": False, "longest_gap_s": 1e6, **settings})
 
 
+#: What `alone` has returned, by all that it depends on.
+_answers: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+
 def alone(engine, tokens, count=GREEDY.max_new_tokens):
+    """The same as `computed_alone`, which computes once what several tests compare with.
+
+    For engines of `engine_of` whose model has no hooks and no adapters.
+    """
+    model = engine._scheduler.forward.model
+    weights = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        weights.update(tensor.contiguous().view(torch.uint8).numpy())
+    key = model.made_of, weights.digest(), tuple(tokens)
+    if len(_answers.get(key, ())) < count:
+        _answers[key] = computed_alone(engine, tokens, count)
+    return _answers[key][:count]
+
+
+def computed_alone(engine, tokens, count=GREEDY.max_new_tokens):
     """The likeliest tokens that follow a prompt, by transformers' generate and a cache of its own."""
     model = engine._scheduler.forward.model
     cache = HeteroCache(model, 400, tokenizer=engine.tokenizer)
@@ -42,7 +64,13 @@ def alone(engine, tokens, count=GREEDY.max_new_tokens):
     return tuple(output[0, len(tokens) :].tolist())
 
 
-@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "infinipot"])
+@pytest.mark.parametrize(
+    "recipe",
+    with_few(
+        ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "infinipot"],
+        ("quest", "retroinfer", "shadowkv", "infinipot"),
+    ),
+)
 def test_each_of_many_requests_gets_the_tokens_that_it_gets_alone(recipe):
     with engine_of(recipe, max_batch=3) as engine:
         streams = [engine.generate(tokens, GREEDY) for tokens in PROMPTS]
@@ -92,7 +120,11 @@ def test_a_prompt_computes_only_what_no_earlier_one_began_with():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "infllm_stream", "self_extend"]
+    "recipe",
+    with_few(
+        ["dense", "quest", "adaptive", "retroinfer", "shadowkv", "snapkv", "infllm_stream", "self_extend"],
+        ("adaptive", "retroinfer", "snapkv", "self_extend"),
+    ),
 )
 def test_behind_a_shared_beginning_a_prompt_is_answered_as_alone(recipe):
     prompt_only = SamplingParams(max_new_tokens=1)

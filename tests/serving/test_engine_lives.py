@@ -201,6 +201,6 @@ def machine(runs: int, steps: int) -> type:
     return type("Lives", (case,), {"settings": settings(max_examples=runs, stateful_step_count=steps, deadline=None)})
 
 
-TestLivesOfRequests = machine(6, 20)
+TestLivesOfRequests = machine(3, 20)
 TestLivesOfRequests.__doc__ = "Some lives in every run of the suite."
 TestManyLivesOfRequests = pytest.mark.slow(machine(1000, 30))

@@ -7,6 +7,7 @@ import pytest
 from hetero_kv import SamplingParams
 from hetero_kv.serving.part_size import LEAST_BESIDE
 from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +28,9 @@ def counted_forwards(engine, monkeypatch):
     return kinds
 
 
-@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"])
+@pytest.mark.parametrize(
+    "recipe", with_few(["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"], ("dense", "adaptive", "loki"))
+)
 def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatch):
     with engine_of(recipe, longest_gap_s=1e-6) as engine:
         kinds = counted_forwards(engine, monkeypatch)
@@ -64,7 +67,7 @@ def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(
         assert len(failures) == 3
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", with_few(["dynamic", "longrope"], 1))
 def test_rows_of_a_model_whose_rotation_follows_the_longest_are_computed_alone(kind):
     half = [1.0 + 0.3 * index for index in range(8)]
     scaling = {

@@ -22,7 +22,7 @@ from hetero_kv.serving import memory
 from hetero_kv.serving.swapped import SwapFolder
 from tests.serving.test_engine import PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few, with_slow
 from tests.support.small_recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +85,7 @@ def step_until(engine, reached):
 # -- the same tokens
 
 
-@pytest.mark.parametrize("recipe", ["dense", "adaptive", "snapkv", "shadowkv"])
+@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive", "snapkv", "shadowkv"], ("adaptive", "snapkv")))
 def test_a_preempted_request_gets_the_tokens_that_it_gets_alone(recipe, preempted):
     with engine_of(recipe, kv_tokens=ROOM, kept_prefixes=0) as engine:
         answers = [stream.result().tokens for stream in [engine.generate(tokens, LONG) for tokens in LOAD]]

@@ -14,6 +14,7 @@ from hetero_kv.engine.errors import ContextError
 from hetero_kv.errors import HeteroKVError
 from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
+from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +45,7 @@ def require_only_kept(engine):
         assert allocator.free_blocks == allocator.num_blocks
 
 
-@pytest.mark.parametrize("recipe", ["dense", "adaptive", "quest", "snapkv"])
+@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive", "quest", "snapkv"], ("adaptive", "snapkv")))
 def test_after_a_restart_a_prompt_begins_with_what_was_stored(recipe, tmp_path):
     saved_first(tmp_path, recipe)
     with engine_of(recipe, context_folder=tmp_path) as engine:
