@@ -9,13 +9,14 @@ from itertools import count
 import pytest
 
 from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.support.slow_variants import combined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
-def test_the_next_step_goes_on_where_the_interrupted_one_was(kind, is_before, monkeypatch):
+@pytest.mark.parametrize(("kind", "place"), combined(["decode", "prefill", "mixed"], ["before", "behind"]))
+def test_the_next_step_goes_on_where_the_interrupted_one_was(kind, place, monkeypatch):
+    is_before = place == "before"
     with engine_of("quest", part=16) as engine:
         forward, calls, interrupts = engine._scheduler.forward, count(), 0
         original = getattr(forward, kind)
