@@ -79,4 +79,4 @@ class PrefillSettings(Settings):
     @property
     def idle_prefill_settings(self) -> frozenset[str]:
         """The settings of this class that do not affect what is stored."""
-        return frozenset() if self.prefills_sparsely else setting_names(PrefillSettings)
+        return frozenset() if self.prefills_sparsely else frozenset(setting_names(PrefillSettings))
