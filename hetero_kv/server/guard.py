@@ -23,6 +23,7 @@ _logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 #: Paths that need no key: the page, which asks for one, and the health check.
 _OPEN = ("/health", "/v1/health", "/")
+_QUIET = ("/health", "/v1/health", "/metrics", "/slots")
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _SECURITY = {
     "x-content-type-options": "nosniff",
@@ -90,7 +91,10 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", None) or ("other" if status in (401, 403, 404, 405) else "/")
             self._metrics.request(route, status)
-            _logger.info(
+            # Health checks and scrapes come all the time.
+            level = logging.DEBUG if scope["path"] in _QUIET and status < 400 else logging.INFO
+            _logger.log(
+                level,
                 "request_id=%s key=%s method=%s path=%s status=%d seconds=%.3f%s", request_id, state["key"],
                 scope["method"], _one_line(scope["path"]), status, time.perf_counter() - began,
                 "".join(f" {name}={value}" for name, value in state.get("log", {}).items()),
