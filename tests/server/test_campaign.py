@@ -1,0 +1,75 @@
+"""Many clients at a time: each gets its own answer, whatever others do, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import httpx2 as httpx
+import pytest
+
+from hetero_kv import SamplingParams
+from tests.server.running import host_of, running, tiny_served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def prompt_of(number):
+    """Token ids; every fourth prompt begins alike."""
+    drawn = random.Random(number)
+    head = [7] * 40 if number % 4 == 0 else []
+    return [*head, *(drawn.randrange(5, 200) for _ in range(drawn.randrange(3, 150)))]
+
+
+def answered(address, number, leaves_after):
+    """Ask; returns the text, or None where the client leaves after some events."""
+    body = {"prompt": prompt_of(number), "max_tokens": 12, "ignore_eos": True, "stream": True, "logprobs": 0}
+    text = ""
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=120) as stream:
+        for count, line in enumerate(line for line in stream.iter_lines() if line):
+            if leaves_after is not None and count >= leaves_after:
+                return None
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+def campaign(folder, clients, requests, seed):
+    """Clients that ask and leave at random; all answers by number, and the served model."""
+    served = tiny_served("adaptive", kept_prefixes=4)
+    found: dict[int, str | None] = {}
+    with served.engine, running(host_of(served, folder=folder, queue_length=1000)) as address:
+
+        def run(client):
+            drawn = random.Random(f"{seed}-{client}")
+            for turn in range(requests):
+                number = client * requests + turn
+                found[number] = answered(address, number, drawn.choice([None, None, 0, 1, 3, 6]))
+
+        threads = [threading.Thread(target=run, args=(client,)) for client in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+        for number, text in found.items():
+            if text is not None:
+                assert text == served.engine.generate(prompt_of(number), params, reuses=False).result().text
+        assert served.engine.status().requests == ()
+        assert served.gate.waiting == 0
+    # Closing gives up the sequences that were kept.
+    assert served.engine.status().free == served.engine.status().capacity
+    return found
+
+
+def test_clients_that_leave_at_random_change_no_others_answer(tmp_path):
+    found = campaign(tmp_path, clients=6, requests=4, seed=1)
+    assert len(found) == 24
+    assert None in found.values()
+    assert any(found.values())
+
+
+@pytest.mark.slow
+def test_five_hundred_requests_of_32_clients_that_leave_at_random(tmp_path):
+    assert len(campaign(tmp_path, clients=32, requests=16, seed=2)) == 512
