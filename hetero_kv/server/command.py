@@ -39,6 +39,14 @@ def add_flags(parser: FlagParser) -> None:
     )
     names = parser.add_argument_group("names")
     names.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a further model, as --model takes it, under the first recipe, or MODEL=RECIPE; may be repeated. It must "
+        "fit into memory beside the others",
+    )
+    names.add_argument(
         "--alias",
         action="append",
         default=[],

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.loading import load_model, with_rules
-from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel
 from hetero_kv.models.fetching import cache_home
 from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.setting_flags import settings_of
@@ -103,39 +104,41 @@ def _listener(settings: ServerSettings) -> socket.socket:
 def _served(
     flags: argparse.Namespace, settings: ServerSettings, contexts: ServedContextSettings, engines: ExitStack
 ) -> list[ServedModel]:
-    """The model under every recipe of the flags, with engines that `engines` closes."""
+    """The model under every recipe of the flags, and the further models, with engines that `engines` closes."""
     model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
     if flags.model is None and gguf_path is not None:
         model, gguf_path = gguf_path, None
-    file = read_settings_file()
-    folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
-    trusted, settings_given = trusted_modules(flags), settings_of(flags)
-    served: list[ServedModel] = []
-    for recipe in flags.rules:
-        if served:
-            # Without the weights a second time.
-            loaded = with_rules(served[0].loaded, recipe, trust_rules=trusted, settings_file=file, **settings_given)
-        else:
-            loaded = load_model(
-                model, gguf_path=gguf_path, dtype=flags.dtype, device=flags.device,
-                trust_remote_code=flags.trust_remote_code, config=recipe, trust_rules=trusted, settings_file=file,
-                **settings_given,
-            )  # fmt: skip
-        engine = engines.enter_context(
-            Engine(
-                loaded,
-                max_batch=settings.max_batch,
-                kept_prefixes=settings.kept_prefixes,
-                longest_gap_s=settings.longest_gap_s,
-                context_folder=None if contexts.context_cache == "off" else folder,
-                context_cache_gb=None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
-            )
-        )
+    rules = {"trust_rules": trusted_modules(flags), "settings_file": read_settings_file(), **settings_of(flags)}
+    loading = {"dtype": flags.dtype, "device": flags.device, "trust_remote_code": flags.trust_remote_code}
+
+    def serve(loaded: LoadedModel, recipe: str) -> ServedModel:
+        engine = engines.enter_context(Engine(loaded, **_engine_arguments(settings, contexts)))
         if warning := beyond_training(engine.max_seq_len, loaded.context_length):
-            _logger.warning("max_seq_len: %s", warning)
+            _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
         gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
-        served.append(ServedModel(loaded.name, Path(recipe).stem, loaded, engine, gate))
+        return ServedModel(loaded.name, Path(recipe).stem, loaded, engine, gate)
+
+    first = load_model(model, gguf_path=gguf_path, config=flags.rules[0], **loading, **rules)
+    served = [serve(first, flags.rules[0])]
+    # The weights are not in memory a second time.
+    served += [serve(with_rules(first, recipe, **rules), recipe) for recipe in flags.rules[1:]]
+    for word in flags.also:
+        name, _, recipe = word.partition("=")
+        recipe = recipe or flags.rules[0]
+        served.append(serve(load_model(name, config=recipe, **loading, **rules), recipe))
     return served
+
+
+def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings) -> dict[str, Any]:
+    """The arguments of engines that follow from the settings."""
+    folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
+    return {
+        "max_batch": settings.max_batch,
+        "kept_prefixes": settings.kept_prefixes,
+        "longest_gap_s": settings.longest_gap_s,
+        "context_folder": None if contexts.context_cache == "off" else folder,
+        "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
+    }
 
 
 def _aliases(words: Sequence[str], first: ServedModel) -> Mapping[str, str]:
