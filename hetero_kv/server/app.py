@@ -11,7 +11,16 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hetero_kv.server import anthropic, attended_routes, chat, completions, file_routes, llama_server, responses
+from hetero_kv.server import (
+    anthropic,
+    attended_routes,
+    chat,
+    completions,
+    file_routes,
+    llama_server,
+    page_routes,
+    responses,
+)
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.guard import Guard
 from hetero_kv.server.host import Host, failure
@@ -26,6 +35,7 @@ ROUTERS = (
     attended_routes.router,
     file_routes.router,
     llama_server.router,
+    page_routes.router,
 )
 
 
