@@ -14,7 +14,7 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat serve test test-newest test-cuda test-slow campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve test test-newest test-cuda test-slow test-page campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -40,6 +40,10 @@ test-cuda: $(TESTED)  ## what of the suite runs on a GPU, or on a simulated one 
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model, and every variant of the suite's
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-page: $(TESTED)  ## the server's page in a browser: Debian's chromium, or Chrome
+	$(PIP) playwright
+	$(BIN)/python -m pytest -m slow tests/server/test_page_in_browser.py $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the suite's tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)

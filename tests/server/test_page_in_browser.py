@@ -84,10 +84,10 @@ def opened(browser):
         page.on("request", lambda sent: None if sent.url.startswith(address) else complaints.append(sent.url))
         page.goto(address)
         if key is not None:
-            page.get_by_label("Key").fill("a-wrong-key-of-ann")
+            page.get_by_label("Key", exact=True).fill("a-wrong-key-of-ann")
             page.get_by_role("button", name="Use this key").click()
             expect(page.get_by_text("The server refuses this key")).to_be_visible()
-            page.get_by_label("Key").fill(key)
+            page.get_by_label("Key", exact=True).fill(key)
             page.get_by_role("button", name="Use this key").click()
         expect(page.locator("#model option")).not_to_have_count(0)
         return page
@@ -285,7 +285,7 @@ def test_thoughts_are_folded(page):
     answer_with(page, [thought, *text_chunks("Yes.")])
     ask(page)
     expect_answers(page, 1)
-    expect(page.locator(".thoughts .prose")).to_be_hidden()
+    expect(page.locator(".thoughts .prose")).not_to_be_visible()
     page.locator(".thoughts summary").click()
     expect(page.locator(".thoughts .prose")).to_have_text("Hm.")
     expect(page.locator(".content > .prose")).to_have_text("Yes.")
@@ -302,6 +302,7 @@ def test_what_a_word_looked_at_is_found_by_keyboard_alone(page):
         page.keyboard.press(key)
     panel = page.locator("#attention")
     expect(panel.locator(".bin")).to_have_count(4)
+    expect(page.locator('.token[aria-pressed="true"]')).to_be_in_viewport()
     assert sent == [{"response_id": "chatcmpl-1", "token": 1, "bins": 200}]
     # Behind the first bin, which has the attention sink.
     expect(panel.locator(".passage blockquote")).to_have_text("passage 2 <i>")
@@ -384,6 +385,45 @@ def test_conversations_are_begun_renamed_deleted_and_brought_back(page):
     expect(page.locator(".question")).to_have_text("Two?")
 
 
+def test_the_oldest_conversation_makes_room_and_the_page_says_so(page):
+    answer_with(page, text_chunks("Yes."))
+    page.evaluate(
+        """() => {
+            for (let number = 0; number < 60; number++) {
+                const id = `old-${number}`;
+                const one = { id, title: `Old ${number}`, updated: number, system: "", sampling: {}, messages: [] };
+                localStorage.setItem(`hetero-kv.conversation.${id}`, JSON.stringify(one));
+            }
+            localStorage.setItem("hetero-kv.conversation.broken", "{");
+        }"""
+    )
+    page.reload()
+    expect(page.locator("#conversations li")).to_have_count(60)
+    ask(page, "New?")
+    expect(page.locator("#toasts")).to_contain_text("“Old 0”, the oldest conversation, was removed")
+    expect(page.locator("#conversations li")).to_have_count(60)
+    assert page.evaluate("localStorage.getItem('hetero-kv.conversation.old-0')") is None
+
+
+def test_an_answer_and_its_code_are_copied(page):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answer_with(page, text_chunks(ANSWER))
+    ask(page)
+    expect_answers(page, 1)
+    for name, text in (("Copy the code", 'print("<b>not bold</b>")'), ("Copy the answer", ANSWER)):
+        page.get_by_role("button", name=name).click()
+        expect(page.locator("#announcer")).to_have_text("Copied.")
+        assert page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_an_error_in_the_middle_of_an_answer_keeps_what_was_said(page):
+    answer_with(page, [*text_chunks("Half of")[:-1], {"error": {"message": "the server is out of memory"}}])
+    ask(page)
+    expect_answers(page, 1)
+    expect(page.locator(".content > .prose")).to_have_text("Half of")
+    expect(page.locator(".note.is-error")).to_have_text("the server is out of memory")
+
+
 def test_a_question_is_edited_and_asked_again(page):
     sent = answer_with(page, text_chunks("Yes."))
     ask(page, "Wrong?")
@@ -459,4 +499,4 @@ def test_the_keyboard_reaches_everything_in_a_sensible_order(page):
         names.append(page.evaluate(name))
         page.keyboard.press("Tab")
     assert names[:2] == ["Skip to the question", "New conversation"]
-    assert names[-2:] == ["Settings of this conversation", "Add a document"]
+    assert names[-3:] == ["Settings of this conversation", "Add a document", "Question"]

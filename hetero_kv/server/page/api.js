@@ -2,6 +2,7 @@
 
 import { askForKey } from "./key_dialog.js";
 import { events } from "./event_stream.js";
+import { remember, remembered } from "./tab_storage.js";
 
 const KEY = "hetero-kv.api-key";
 
@@ -15,7 +16,7 @@ export class RequestError extends Error {
 }
 
 function headers() {
-  const key = sessionStorage.getItem(KEY);
+  const key = remembered(KEY);
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
@@ -34,9 +35,9 @@ let asking = null;
 
 /** Asks for the API key, once for all requests that need it; false where none is given. */
 function newKey() {
-  asking ??= askForKey(sessionStorage.getItem(KEY) !== null)
+  asking ??= askForKey(remembered(KEY) !== null)
     .then((key) => {
-      if (key) sessionStorage.setItem(KEY, key);
+      if (key) remember(KEY, key);
       return Boolean(key);
     })
     .finally(() => {

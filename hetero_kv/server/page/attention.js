@@ -10,9 +10,10 @@ import { HeatStrip } from "./heat_strip.js";
 const BINS = 200;
 const MOST_PASSAGES = 5;
 
-/** The panel below the messages. `onClose` is called when the user closes it. */
+/** The panel below the messages. `onShow` is called when it takes its place, `onClose` when the user closes it. */
 export class Attention {
-  constructor(onClose) {
+  constructor(onShow, onClose) {
+    this.onShow = onShow;
     this.place = byId("attention");
     this.onClose = onClose;
     this.abort = null;
@@ -57,6 +58,7 @@ export class Attention {
       ),
       ...[content].flat().filter((each) => each !== null),
     );
+    this.onShow();
   }
 
   show(found, word) {

@@ -11,6 +11,8 @@ const MOST = 60;
 const MOST_CHARACTERS = 2_000_000;
 
 const all = new Map();
+// Browsers may forbid it: then conversations last as long as the page.
+let isStoring = true;
 
 function read(name) {
   const id = name.slice(PREFIX.length);
@@ -30,7 +32,7 @@ export function open(onChange) {
       if (localStorage.key(number).startsWith(PREFIX)) read(localStorage.key(number));
     }
   } catch {
-    // A browser that stores nothing: conversations last as long as the page.
+    isStoring = false;
   }
   addEventListener("storage", ({ key }) => {
     if (!key?.startsWith(PREFIX)) return;
@@ -62,32 +64,34 @@ export function begin(previous) {
 /**
  * Stores a conversation.
  *
- * Returns the titles of the oldest ones that had to go, and whether this one is stored.
+ * Returns the oldest ones that had to go, and whether this one is stored.
  */
 export function save(conversation) {
   all.set(conversation.id, conversation);
   const removed = [];
-  const oldest = () => list().findLast((each) => each.id !== conversation.id);
   const drop = () => {
-    const last = oldest();
-    removed.push(last.title);
-    remove(last.id);
+    removed.push(list().findLast((each) => each.id !== conversation.id));
+    remove(removed.at(-1).id);
   };
   while (all.size > MOST) drop();
   const text = JSON.stringify(conversation);
-  let isStored = false;
-  for (;;) {
-    try {
-      if (storedCharacters(conversation.id) + text.length > MOST_CHARACTERS) throw new Error("full");
-      localStorage.setItem(PREFIX + conversation.id, text);
-      isStored = true;
-      break;
-    } catch {
-      if (all.size <= 1 || text.length > MOST_CHARACTERS) break;
-      drop();
-    }
+  let isStored = isStoring && write(conversation.id, text);
+  while (isStoring && !isStored && all.size > 1 && text.length <= MOST_CHARACTERS) {
+    drop();
+    isStored = write(conversation.id, text);
   }
   return { removed, isStored };
+}
+
+/** Whether a conversation's text could be stored. */
+function write(id, text) {
+  if (storedCharacters(id) + text.length > MOST_CHARACTERS) return false;
+  try {
+    localStorage.setItem(PREFIX + id, text);
+    return true;
+  } catch {
+    return false;
+  }
 }
 
 /** Forgets a conversation. */

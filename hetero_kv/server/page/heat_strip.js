@@ -83,7 +83,7 @@ export class HeatStrip {
       ...placed.map((number) => {
         const label = make("span", {}, percent(shares[number]));
         // Within the strip also at its ends.
-        label.style.left = `${100 * Math.min(0.96, Math.max(0.03, centre(number)))}%`;
+        label.style.left = `clamp(20px, ${100 * centre(number)}%, calc(100% - 20px))`;
         return label;
       }),
     );

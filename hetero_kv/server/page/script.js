@@ -12,6 +12,7 @@ import { byId } from "./dom.js";
 import { Models } from "./models.js";
 import { openSettings } from "./settings_dialog.js";
 import { Sidebar } from "./sidebar.js";
+import { remember, remembered } from "./tab_storage.js";
 import { Thread } from "./thread.js";
 
 const CURRENT = "hetero-kv.current";
@@ -33,7 +34,7 @@ const documents = new Documents(() => {
   showUse();
 });
 const composer = new Composer(documents, { ask: (text) => askNew(text), stop: () => underWay(current)?.stop() });
-const attention = new Attention(() => thread.endLooking());
+const attention = new Attention(() => thread.showChosenWord(), () => thread.endLooking());
 const thread = new Thread({
   edit: (number, text) => {
     const { files } = current.messages[number];
@@ -68,21 +69,23 @@ const underWay = (conversation) => [...running.values()].find((each) => each.con
 function store(conversation) {
   savedAt = performance.now();
   const { removed, isStored } = conversations.save(conversation);
-  for (const title of removed) toast(`This browser's storage is full: “${title}”, the oldest conversation, was removed.`);
+  for (const oldest of removed) {
+    toast(`This browser's storage is full: “${oldest.title}”, the oldest conversation, was removed.`);
+    removeFiles(conversations.ownFiles(oldest));
+  }
   if (!isStored && !conversation.isUnstored) {
     conversation.isUnstored = true;
     toast("This browser cannot store the conversation; it is gone when you close the page.");
   }
 }
 
+/** Removes documents from the server. */
+const removeFiles = (ids) => ids.forEach((id) => remove(`v1/files/${id}`).catch(() => {}));
+
 /** Makes a conversation the open one. */
 function show(conversation) {
   current = conversation;
-  try {
-    sessionStorage.setItem(CURRENT, conversation.id);
-  } catch {
-    // A reload begins anew.
-  }
+  remember(CURRENT, conversation.id);
   attention.close();
   const last = conversation.messages.at(-1);
   if (last?.role === "assistant" && !last.finish && !running.has(last)) {
@@ -152,6 +155,8 @@ async function ask(question) {
   running.set(answer, answering);
   store(conversation);
   show(conversation);
+  // The button that was pressed may be gone with the messages.
+  if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) byId("question").focus();
   await answering.run();
   running.delete(answer);
   if (conversations.find(conversation.id) === conversation) store(conversation);
@@ -188,8 +193,8 @@ function forget(id) {
     store(conversation);
     show(conversation);
   };
-  const removeFiles = () => files.forEach((file) => remove(`v1/files/${file}`).catch(() => {}));
-  toast(`Deleted “${conversation.title}”${files.length ? " and its documents" : ""}.`, { label: "Undo", run: undo }, removeFiles);
+  const text = `Deleted “${conversation.title}”${files.length ? " and its documents" : ""}.`;
+  toast(text, { label: "Undo", run: undo }, () => removeFiles(files));
 }
 
 addEventListener("keydown", (event) => {
@@ -213,7 +218,7 @@ conversations.open((id) => {
   if (id === current.id && !underWay(current) && conversations.find(id)) open(id);
   else showAll();
 });
-open(sessionStorage.getItem(CURRENT));
+open(remembered(CURRENT));
 if (!current.messages.length) show(current);
 models
   .load()

@@ -14,7 +14,7 @@ const NUMBERS = [
  * `defaults` are the server's: {temperature, top_p}.
  */
 export function openSettings(conversation, defaults, onSave) {
-  const system = make("textarea", { id: "setting-system", rows: 4, placeholder: "None" });
+  const system = make("textarea", { id: "setting-system", rows: 3, placeholder: "None" });
   system.value = conversation.system;
   const fields = NUMBERS.map(({ name, label, min, max, step, hint }) => {
     const shown = name === "max_tokens" ? "as long as fits" : `${defaults[name] ?? "the model's"} (default)`;

@@ -29,6 +29,7 @@ export class Sidebar {
 
   open() {
     document.body.classList.add("with-sidebar");
+    byId("main").inert = true;
     byId("shade").hidden = false;
     byId("open-sidebar").setAttribute("aria-expanded", "true");
     byId("close-sidebar").focus();
@@ -37,6 +38,7 @@ export class Sidebar {
   close() {
     if (!this.isOpen) return;
     document.body.classList.remove("with-sidebar");
+    byId("main").inert = false;
     byId("shade").hidden = true;
     byId("open-sidebar").setAttribute("aria-expanded", "false");
     byId("open-sidebar").focus();

@@ -37,6 +37,11 @@ export class Thread {
     this.follow();
   }
 
+  /** Scrolls to the word that is chosen, which what opens below may cover. */
+  showChosenWord() {
+    this.place.querySelector('.token[aria-pressed="true"]')?.scrollIntoView({ block: "center" });
+  }
+
   /** Ends the choosing of words; whether there was any. */
   endLooking() {
     const looking = [...this.views.values()].filter((view) => view.isLooking);

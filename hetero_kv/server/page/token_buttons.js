@@ -41,8 +41,6 @@ export function choosable(element, onChoose) {
     for (const each of element.querySelectorAll(`.token[data-token="${token}"]`)) each.setAttribute("aria-pressed", "true");
     makeStop(button);
     onChoose(Number(token), button.textContent);
-    // What opens below may cover it.
-    button.scrollIntoView({ block: "center" });
   };
   const makeStop = (button) => {
     element.querySelector('.token[tabindex="0"]')?.setAttribute("tabindex", "-1");
