@@ -109,7 +109,7 @@ def test_no_script_makes_nodes_of_text():
 
 def test_what_the_page_names_is_there(elements):
     links = [attributes.get("src") or attributes.get("href") for _, attributes in elements]
-    names = {link.removeprefix("page/").partition("#")[0] for link in links if link and link.startswith("page/")}
+    names = {link.removeprefix("page/") for link in links if link and link.startswith("page/")}
     for path in FOLDER.glob("*.js"):
         names |= set(re.findall(r'from "\./([a-z_]+\.js)"', path.read_text(encoding="utf-8")))
     assert names <= set(NAMES)
@@ -117,10 +117,12 @@ def test_what_the_page_names_is_there(elements):
 
 
 def test_icons_that_are_named_are_there(elements):
-    icons = set(re.findall(r'<symbol id="([a-z]+)"', (FOLDER / "icons.svg").read_text(encoding="utf-8")))
-    named = {attributes["href"].partition("#")[2] for tag, attributes in elements if tag == "use"}
+    icons = {attributes["id"] for tag, attributes in elements if tag == "symbol"}
+    named = {attributes["href"].removeprefix("#") for tag, attributes in elements if tag == "use"}
     for path in FOLDER.glob("*.js"):
-        named |= set(re.findall(r'icon(?:Button)?\("([a-z]+)"', path.read_text(encoding="utf-8")))
+        named |= {
+            f"icon-{name}" for name in re.findall(r'icon(?:Button)?\("([a-z]+)"', path.read_text(encoding="utf-8"))
+        }
     assert named == icons
 
 

@@ -88,12 +88,9 @@ export class Attention {
       "Layer by layer",
     );
     this.map.element.hidden = true;
-    const estimated = found.estimated > 0.0005
-      ? make("p", { class: "hint" }, `${percent(found.estimated)} of the attention is estimated: it went to passages that the method did not read token by token.`)
-      : null;
     this.frame(
       word,
-      [this.strip.element, this.map.element, make("div", { class: "attention-texts" }, this.passages, this.passage), estimated],
+      [this.strip.element, this.map.element, make("div", { class: "attention-texts" }, this.passages, this.passage), methodNote(found)],
       [make("label", {}, "Attention of ", this.layers), mapButton],
     );
     this.chooseLayer(null);
@@ -155,6 +152,14 @@ export class Attention {
 function strongest(shares) {
   const numbers = shares.map((_, number) => number).filter((number) => shares[number] > 0);
   return numbers.sort((one, other) => (one === 0) - (other === 0) || shares[other] - shares[one]);
+}
+
+/** What a sparse method did not read token by token, or null where it read all. */
+function methodNote({ bins, estimated }) {
+  if (bins.every((bin) => bin.chosen > 0.9995)) return null;
+  const note = "The grey line at the foot of the strip shows what was read token by token.";
+  const share = `${percent(estimated)} of the attention went to the rest, as an estimate.`;
+  return make("p", { class: "hint" }, estimated > 0.0005 ? `${note} ${share}` : note);
 }
 
 function reasonOf(error) {

@@ -21,13 +21,13 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** An icon of icons.svg, which says nothing to screen readers. */
+/** An icon of index.html, which says nothing to screen readers. */
 export function icon(name) {
   const SVG = "http://www.w3.org/2000/svg";
   const drawing = document.createElementNS(SVG, "svg");
   drawing.setAttribute("aria-hidden", "true");
   const use = document.createElementNS(SVG, "use");
-  use.setAttribute("href", `page/icons.svg#${name}`);
+  use.setAttribute("href", `#icon-${name}`);
   drawing.append(use);
   return drawing;
 }
