@@ -215,11 +215,12 @@ def test_an_answer_is_stopped_and_a_second_question_goes_on(page, served, way):
         page.keyboard.press("Escape")
     expect_answers(page, 1)
     expect(page.locator(".note")).to_have_text("Stopped.")
+    expect(page.locator(".figures")).to_have_text(re.compile(r"\d+ tokens? · .*dense"))
     expect(page.locator("#send")).to_be_visible()
     settle(page, 4)
     ask(page, "And then?")
     expect_answers(page, 2)
-    cached = re.search(r"(\d+) of \d+ prompt tokens cached", page.locator(".figures").last.inner_text())
+    cached = re.search(r"(\d+) of \d+ cached", page.locator(".figures").last.inner_text())
     assert int(cached[1]) >= len(served.loaded.tokenizer.encode(DOCUMENT))
     assert not [each for each in served.engine.status().requests if each.state != "waiting"]
 

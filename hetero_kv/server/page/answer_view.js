@@ -3,7 +3,7 @@
 import { Reader } from "./announcer.js";
 import { copyButton } from "./clipboard.js";
 import { icon, iconButton, make } from "./dom.js";
-import { count, counted, duration, percent, rate } from "./formats.js";
+import { count, counted, duration, rate } from "./formats.js";
 import { show } from "./markdown.js";
 import { choosable, plainNodes, tokenNodes } from "./token_buttons.js";
 
@@ -72,6 +72,7 @@ export class AnswerView {
     this.note.hidden = note === "";
     this.note.classList.toggle("is-error", Boolean(answer.error));
     this.figures.textContent = answering ? liveFigures(answering) : figures(answer);
+    this.figures.title = answer.usage ? `${answer.model}; “cached”: tokens of the prompt that were known already` : answer.model;
     this.announce(answering);
   }
 
@@ -124,19 +125,14 @@ function liveFigures(answering) {
   return `${counted(answering.answerTokens, "token")}${speed}`;
 }
 
-/** "120 tokens · 14 tokens/s · first after 2.1 s · 3,000 of 3,100 prompt tokens (97 %) known already" */
-function figures({ usage, timings, model }) {
+/** "120 tokens · 14 tokens/s · first after 2.1 s · 3,000 of 3,100 cached · adaptive" */
+function figures({ usage, timings, measured, model }) {
   const parts = [];
-  if (timings) {
-    parts.push(counted(timings.predicted_n, "token"));
-    if (timings.predicted_per_second) parts.push(rate(timings.predicted_per_second));
-    parts.push(`first after ${duration(timings.prompt_ms / 1000)}`);
-  }
-  const prompt = usage?.prompt_tokens;
-  const cached = timings?.cache_n ?? usage?.prompt_tokens_details?.cached_tokens ?? 0;
-  if (prompt && timings) {
-    parts.push(`${count(cached)} of ${counted(prompt, "prompt token")} cached (${percent(cached / prompt)})`);
-  }
-  if (model) parts.push(model);
+  const speed = timings?.predicted_per_second ?? measured?.rate;
+  if (timings || measured) parts.push(counted(timings?.predicted_n ?? measured.tokens, "token"));
+  if (speed) parts.push(rate(speed));
+  if (timings) parts.push(`first after ${duration(timings.prompt_ms / 1000)}`);
+  if (timings && usage) parts.push(`${count(timings.cache_n)} of ${count(usage.prompt_tokens)} cached`);
+  if (model) parts.push(model.split(":").at(-1));
   return parts.join(" · ");
 }

@@ -80,6 +80,8 @@ export class Answering {
       answer.finish = error.name === "AbortError" ? "stopped" : "failed";
       if (answer.finish === "failed") answer.error = error.message;
     }
+    // An answer that was stopped has no figures of the server's.
+    if (!answer.timings && this.firstAt !== null) answer.measured = { tokens: this.answerTokens, rate: this.rate };
     if (!answer.usage && this.progress) answer.usage = { prompt_tokens: this.progress.total, completion_tokens: this.answerTokens };
     this.progress = null;
   }

@@ -58,7 +58,6 @@ export class Attention {
       ),
       ...[content].flat().filter((each) => each !== null),
     );
-    this.onShow();
   }
 
   show(found, word) {
@@ -95,6 +94,7 @@ export class Attention {
     );
     this.chooseLayer(null);
     this.choose(strongest(this.shares)[0] ?? 0);
+    this.onShow();
   }
 
   /** The share of each bin in the layer that is chosen, or in all. */
