@@ -156,7 +156,10 @@ def attended(page):
         {"first": 10 * at, "last": 10 * at + 9, "share": share, "chosen": 0.5, "text": f"passage {at} <i>"}
         for at, share in enumerate(shares)
     ]
-    found = {"token": "x", "prompt_tokens": 40, "bins": bins, "layers": [shares, shares[::-1]], "estimated": 0.1}
+    found = {
+        "token": "x", "prompt_tokens": 30, "bins": bins, "layers": [shares, shares[::-1]], "layer_numbers": [3, 7],
+        "estimated": 0.1, "sinks": 0.0,
+    }  # fmt: skip
 
     def fulfil(route):
         sent.append(json.loads(route.request.post_data))
@@ -312,8 +315,8 @@ def test_what_a_word_looked_at_is_found_by_keyboard_alone(page):
     panel.locator(".strip").focus()
     page.keyboard.press("ArrowRight")
     expect(panel.locator(".passage blockquote")).to_have_text("passage 3 <i>")
-    panel.get_by_label("Attention of").select_option("1")
-    expect(panel.locator(".passage-figures")).to_contain_text("40 % of the attention")
+    panel.get_by_label("Attention of").select_option("layer 7")
+    expect(panel.locator(".passage-figures")).to_contain_text("40 % of the attention · tokens 30 to 39, in the answer")
     panel.get_by_role("button", name="Layer by layer").press("Enter")
     expect(panel.locator("canvas")).to_be_visible()
     page.keyboard.press("Escape")

@@ -66,13 +66,15 @@ export class AnswerView {
     this.element.setAttribute("aria-busy", String(answering !== null));
     this.showPrefill(answering);
     this.buttons.hidden = answering !== null;
-    this.lookButton.hidden = answer.marks.ends.length + answer.thoughtMarks.ends.length === 0;
+    const hasTokens = answer.marks.ends.length + answer.thoughtMarks.ends.length > 0;
+    // The server remembers answers that came to their end.
+    this.lookButton.hidden = !hasTokens || !["stop", "length"].includes(answer.finish);
     const note = answering ? "" : (answer.error ?? ENDS[answer.finish] ?? "");
     this.note.textContent = note;
     this.note.hidden = note === "";
     this.note.classList.toggle("is-error", Boolean(answer.error));
     this.figures.textContent = answering ? liveFigures(answering) : figures(answer);
-    this.figures.title = answer.usage ? `${answer.model}; “cached”: tokens of the prompt that were known already` : answer.model;
+    this.figures.title = [answer.model, answer.timings?.cache_text].filter(Boolean).join("\n");
     this.announce(answering);
   }
 

@@ -1,4 +1,4 @@
-// What an answer looked at: a heat strip along the prompt, its strongest passages, and each layer.
+// What an answer looked at: a heat strip along the text before it, its strongest passages, and each layer.
 
 import { post } from "./api.js";
 import { say } from "./announcer.js";
@@ -66,12 +66,12 @@ export class Attention {
     this.strip = new HeatStrip(found.bins, (number) => this.choose(number));
     this.passage = make("div", { class: "passage", "aria-live": "polite" });
     this.passages = make("ol", { class: "passages", "aria-label": "Passages it looked at most" });
-    this.map = new LayerMap(found.layers, (layer, bin) => { this.chooseLayer(layer); this.choose(bin); });
+    this.map = new LayerMap(found.layers, found.layer_numbers, (layer, bin) => { this.chooseLayer(layer); this.choose(bin); });
     this.layers = make(
       "select",
       { id: "layer", on: { change: () => this.chooseLayer(this.layers.value === "" ? null : Number(this.layers.value)) } },
       make("option", { value: "" }, "all layers"),
-      found.layers.map((_, number) => make("option", { value: number }, `layer ${number}`)),
+      found.layer_numbers.map((layer, number) => make("option", { value: number }, `layer ${layer}`)),
     );
     const mapButton = make(
       "button",
@@ -137,6 +137,7 @@ export class Attention {
         { class: "passage-figures" },
         make("strong", {}, percent(this.shares[number])),
         ` of the attention · tokens ${count(bin.first)} to ${count(bin.last)}`,
+        bin.first >= this.found.prompt_tokens ? ", in the answer" : "",
         bin.chosen < 0.9995 ? ` · ${percent(bin.chosen)} of it read token by token` : "",
       ),
       make("blockquote", { tabindex: 0 }, bin.text),
@@ -164,7 +165,7 @@ function methodNote({ bins, estimated }) {
 
 function reasonOf(error) {
   if (error.status === 404) {
-    return "The server does not know this answer any more: it keeps this for recent answers only. Ask again, then look.";
+    return "The server does not know this answer any more: it remembers recent ones, until it stops. Ask again, then look.";
   }
   if (error.status === 501) return `The server cannot tell for this answer. ${error.message}`;
   return error.message;

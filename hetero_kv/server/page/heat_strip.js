@@ -1,4 +1,4 @@
-// A strip along the prompt: for each stretch of it a bar, as high and as warm as the attention that it got.
+// A strip along the prompt and what was answered so far: for each stretch of it a bar, as high and as warm as the attention that it got.
 
 import { make } from "./dom.js";
 import { count, percent } from "./formats.js";
@@ -24,7 +24,7 @@ export class HeatStrip {
     this.list = make(
       "div",
       {
-        class: "strip", role: "listbox", tabindex: 0, "aria-label": "Passages of the prompt, from its beginning to its end",
+        class: "strip", role: "listbox", tabindex: 0, "aria-label": "Passages of the prompt and the answer, from the beginning on",
         "aria-orientation": "horizontal",
         on: {
           pointermove: (event) => event.pointerType === "mouse" && this.pointed(event),
