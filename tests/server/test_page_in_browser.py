@@ -323,6 +323,25 @@ def test_what_a_word_looked_at_is_found_by_keyboard_alone(page):
     expect(panel).to_be_hidden()
 
 
+def test_the_strip_shows_what_the_engine_says(page):
+    choose(page)
+    settle(page)
+    ask(page)
+    expect_answers(page, 1)
+    page.get_by_role("button", name="What did it look at?").click()
+    with page.expect_response("**/v1/attended") as response:
+        page.locator(".token").last.click()
+    found = response.value.json()
+    bins = found["bins"]
+    assert sum(each["share"] for each in bins) + found["estimated"] + found["sinks"] == pytest.approx(1, abs=1e-3)
+    assert DOCUMENT.strip() in "".join(each["text"] for each in bins)
+    panel = page.locator("#attention")
+    expect(panel.locator(".bin")).to_have_count(len(bins))
+    strongest = max(bins[1:], key=lambda each: each["share"])
+    expect(panel.locator(".passage-figures")).to_contain_text(f"tokens {strongest['first']} to {strongest['last']}")
+    expect(panel.locator(".passage blockquote")).to_have_text(strongest["text"])
+
+
 def test_pointing_at_the_strip_shows_a_passage(page):
     answer_with(page, text_chunks("Three of them."))
     attended(page)
