@@ -104,7 +104,7 @@ export class AnswerView {
       return;
     }
     const seconds = answering.prefill.secondsTo(progress.total);
-    const left = seconds === null ? "" : ` · about ${duration(seconds)} left`;
+    const left = seconds === null ? "" : ` · about ${duration(Math.ceil(seconds))} left`;
     const cached = progress.cache ? ` · ${count(progress.cache)} known already` : "";
     this.bar ??= make("progress", { "aria-label": "Reading the prompt" });
     this.bar.max = progress.total;

@@ -5,7 +5,7 @@ import { say } from "./announcer.js";
 import { byId, iconButton, make } from "./dom.js";
 import { count, percent } from "./formats.js";
 import { LayerMap } from "./layer_map.js";
-import { HeatStrip } from "./heat_strip.js";
+import { HeatStrip, readsAll } from "./heat_strip.js";
 
 const BINS = 200;
 const MOST_PASSAGES = 5;
@@ -81,6 +81,7 @@ export class Attention {
           click: () => {
             this.map.element.hidden = !this.map.element.hidden;
             mapButton.setAttribute("aria-expanded", String(!this.map.element.hidden));
+            this.onShow();
           },
         },
       },
@@ -157,7 +158,7 @@ function strongest(shares) {
 
 /** What a sparse method did not read token by token, or null where it read all. */
 function methodNote({ bins, estimated }) {
-  if (bins.every((bin) => bin.chosen > 0.9995)) return null;
+  if (readsAll(bins)) return null;
   const note = "The grey line at the foot of the strip shows what was read token by token.";
   const share = `${percent(estimated)} of the attention went to the rest, as an estimate.`;
   return make("p", { class: "hint" }, estimated > 0.0005 ? `${note} ${share}` : note);

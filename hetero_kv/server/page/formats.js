@@ -21,9 +21,9 @@ export function bytes(number) {
   return `${(number / 1e6).toFixed(1)} MB`;
 }
 
-/** "0.4 s", "12 s", "3 min 20 s", "2 h 5 min" */
+/** "0.4 s", "3 s", "12 s", "3 min 20 s", "2 h 5 min" */
 export function duration(seconds) {
-  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  if (seconds < 9.95 && !Number.isInteger(seconds)) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;

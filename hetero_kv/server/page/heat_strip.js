@@ -7,6 +7,9 @@ const MOST_LABELS = 4;
 // Share of the strip's width that a label needs.
 const LABEL_WIDTH = 0.09;
 
+/** Whether a method read all tokens one by one. */
+export const readsAll = (bins) => bins.every((bin) => bin.chosen > 0.9995);
+
 /** The strip of `bins`; `onChoose` gets the number of a bin that is pointed at, clicked or reached by arrow keys. */
 export class HeatStrip {
   constructor(bins, onChoose) {
@@ -17,7 +20,8 @@ export class HeatStrip {
     this.bars = bins.map((bin, number) => {
       const bar = make("div", { class: "bin", role: "option", id: `bin-${number}`, "aria-selected": "false" });
       bar.style.flexGrow = bin.last - bin.first + 1;
-      bar.style.setProperty("--chosen", bin.chosen);
+      // A method that reads all needs no line that says so.
+      bar.style.setProperty("--chosen", readsAll(bins) ? 0 : bin.chosen);
       return bar;
     });
     this.labels = make("div", { class: "strip-labels", "aria-hidden": "true" });
@@ -74,9 +78,10 @@ export class HeatStrip {
     const total = this.bins.at(-1).last + 1;
     const centre = (number) => (this.bins[number].first + this.bins[number].last + 1) / 2 / total;
     const placed = [];
+    const least = Math.max(...shares) / 20;
     const order = shares.map((_, number) => number).sort((one, other) => shares[other] - shares[one]);
     for (const number of order) {
-      if (placed.length === MOST_LABELS || shares[number] < 0.001) break;
+      if (placed.length === MOST_LABELS || shares[number] < least) break;
       if (placed.every((other) => Math.abs(centre(other) - centre(number)) > LABEL_WIDTH)) placed.push(number);
     }
     this.labels.replaceChildren(
