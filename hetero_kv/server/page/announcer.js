@@ -40,7 +40,20 @@ export function toast(text, action = null, onEnd = () => {}) {
   const timer = setTimeout(() => end(false), 1000 * SECONDS);
   if (action) {
     note.append(
-      make("button", { type: "button", class: "button quiet", on: { click: () => { end(true); action.run(); } } }, action.label),
+      make(
+        "button",
+        {
+          type: "button",
+          class: "button quiet",
+          on: {
+            click: () => {
+              end(true);
+              action.run();
+            },
+          },
+        },
+        action.label,
+      ),
     );
   }
   byId("toasts").append(note);

@@ -26,11 +26,20 @@ export class AnswerView {
     this.text = make("div", { class: "prose" });
     this.progress = make("div", { class: "prefill", hidden: true });
     this.note = make("p", { class: "note", hidden: true });
-    this.hint = make("p", { class: "hint looking-hint", hidden: true }, "Choose a word of the answer to see what it looked at. Arrow keys move between words, Enter looks.");
+    this.hint = make(
+      "p",
+      { class: "hint looking-hint", hidden: true },
+      "Choose a word of the answer to see what it looked at. Arrow keys move between words, Enter looks.",
+    );
     this.figures = make("p", { class: "figures" });
     this.lookButton = make(
       "button",
-      { type: "button", class: "button quiet small", "aria-pressed": "false", on: { click: () => this.setLooking(!this.isLooking, true) } },
+      {
+        type: "button",
+        class: "button quiet small",
+        "aria-pressed": "false",
+        on: { click: () => this.setLooking(!this.isLooking, true) },
+      },
       icon("look"),
       "What did it look at?",
     );
@@ -45,7 +54,10 @@ export class AnswerView {
     this.element = make(
       "article",
       { class: "message answer", "aria-label": "Answer" },
-      this.progress, this.content, this.note, this.hint,
+      this.progress,
+      this.content,
+      this.note,
+      this.hint,
       make("footer", { class: "message-foot" }, this.buttons, this.figures),
     );
     this.choosing = choosable(this.content, (token, text) => actions.look(token, text));
@@ -110,7 +122,8 @@ export class AnswerView {
     this.bar.max = progress.total;
     this.bar.value = progress.processed;
     this.progressText ??= make("span", { class: "progress-text" });
-    this.progressText.textContent = `Reading ${count(progress.processed)} of ${counted(progress.total, "token")}${cached}${left}`;
+    const done = `Reading ${count(progress.processed)} of ${counted(progress.total, "token")}`;
+    this.progressText.textContent = `${done}${cached}${left}`;
     if (this.bar.parentNode !== this.progress) this.progress.replaceChildren(this.progressText, this.bar);
   }
 

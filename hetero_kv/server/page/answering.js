@@ -6,7 +6,12 @@ import { Pace } from "./pace.js";
 
 /** An answer that has not begun. */
 export const newAnswer = (model) => ({
-  role: "assistant", model, text: "", thoughts: "", marks: noMarks(), thoughtMarks: noMarks(),
+  role: "assistant",
+  model,
+  text: "",
+  thoughts: "",
+  marks: noMarks(),
+  thoughtMarks: noMarks(),
 });
 
 /** The messages of a request. Answers without text are left out; what the user said around them is one message. */
@@ -82,7 +87,8 @@ export class Answering {
     }
     // An answer that was stopped has no figures of the server's.
     if (!answer.timings && this.firstAt !== null) answer.measured = { tokens: this.answerTokens, rate: this.rate };
-    if (!answer.usage && this.progress) answer.usage = { prompt_tokens: this.progress.total, completion_tokens: this.answerTokens };
+    if (!answer.usage && this.progress)
+      answer.usage = { prompt_tokens: this.progress.total, completion_tokens: this.answerTokens };
     this.progress = null;
   }
 
@@ -94,7 +100,8 @@ export class Answering {
       this.prefill.note(chunk.prompt_progress.processed, chunk.prompt_progress.time_ms / 1000);
     }
     const choice = chunk.choices?.[0];
-    if (choice?.delta?.reasoning_content) this.append("thoughts", "thoughtMarks", choice.delta.reasoning_content, chunk);
+    if (choice?.delta?.reasoning_content)
+      this.append("thoughts", "thoughtMarks", choice.delta.reasoning_content, chunk);
     if (choice?.delta?.content) this.append("text", "marks", choice.delta.content, chunk);
     if (choice?.finish_reason) answer.finish = choice.finish_reason;
     if (chunk.usage) answer.usage = chunk.usage;

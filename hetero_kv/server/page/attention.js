@@ -54,7 +54,15 @@ export class Attention {
         "header",
         { class: "attention-head" },
         make("h2", {}, "What ", make("q", { class: "word" }, word.trim() || "this token"), " looked at"),
-        make("div", { class: "attention-tools" }, tools, iconButton("close", "Close", () => { this.close(); this.onClose(); })),
+        make(
+          "div",
+          { class: "attention-tools" },
+          tools,
+          iconButton("close", "Close", () => {
+            this.close();
+            this.onClose();
+          }),
+        ),
       ),
       ...[content].flat().filter((each) => each !== null),
     );
@@ -66,17 +74,25 @@ export class Attention {
     this.strip = new HeatStrip(found.bins, (number) => this.choose(number));
     this.passage = make("div", { class: "passage", "aria-live": "polite" });
     this.passages = make("ol", { class: "passages", "aria-label": "Passages it looked at most" });
-    this.map = new LayerMap(found.layers, found.layer_numbers, (layer, bin) => { this.chooseLayer(layer); this.choose(bin); });
+    this.map = new LayerMap(found.layers, found.layer_numbers, (layer, bin) => {
+      this.chooseLayer(layer);
+      this.choose(bin);
+    });
     this.layers = make(
       "select",
-      { id: "layer", on: { change: () => this.chooseLayer(this.layers.value === "" ? null : Number(this.layers.value)) } },
+      {
+        id: "layer",
+        on: { change: () => this.chooseLayer(this.layers.value === "" ? null : Number(this.layers.value)) },
+      },
       make("option", { value: "" }, "all layers"),
       found.layer_numbers.map((layer, number) => make("option", { value: number }, `layer ${layer}`)),
     );
     const mapButton = make(
       "button",
       {
-        type: "button", class: "button quiet small", "aria-expanded": "false",
+        type: "button",
+        class: "button quiet small",
+        "aria-expanded": "false",
         on: {
           click: () => {
             this.map.element.hidden = !this.map.element.hidden;
@@ -90,7 +106,12 @@ export class Attention {
     this.map.element.hidden = true;
     this.frame(
       word,
-      [this.strip.element, this.map.element, make("div", { class: "attention-texts" }, this.passages, this.passage), methodNote(found)],
+      [
+        this.strip.element,
+        this.map.element,
+        make("div", { class: "attention-texts" }, this.passages, this.passage),
+        methodNote(found),
+      ],
       [make("label", {}, "Attention of ", this.layers), mapButton],
     );
     this.chooseLayer(null);
@@ -109,18 +130,20 @@ export class Attention {
     this.strip.show(this.shares);
     this.map.mark(layer);
     this.passages.replaceChildren(
-      ...strongest(this.shares).slice(0, MOST_PASSAGES).map((number) =>
-        make(
-          "li",
-          {},
+      ...strongest(this.shares)
+        .slice(0, MOST_PASSAGES)
+        .map((number) =>
           make(
-            "button",
-            { type: "button", class: "passage-button", "data-bin": number, on: { click: () => this.choose(number) } },
-            make("span", { class: "passage-share" }, percent(this.shares[number])),
-            make("span", { class: "passage-start" }, this.found.bins[number].text.trim() || "(blank)"),
+            "li",
+            {},
+            make(
+              "button",
+              { type: "button", class: "passage-button", "data-bin": number, on: { click: () => this.choose(number) } },
+              make("span", { class: "passage-share" }, percent(this.shares[number])),
+              make("span", { class: "passage-start" }, this.found.bins[number].text.trim() || "(blank)"),
+            ),
           ),
         ),
-      ),
     );
     if (this.chosen !== undefined) this.choose(this.chosen);
   }
@@ -166,7 +189,7 @@ function methodNote({ bins, estimated }) {
 
 function reasonOf(error) {
   if (error.status === 404) {
-    return "The server does not know this answer any more: it remembers recent ones, until it stops. Ask again, then look.";
+    return "The server does not know this answer any more: it remembers recent ones, until it stops. Ask again.";
   }
   if (error.status === 501) return `The server cannot tell for this answer. ${error.message}`;
   return error.message;

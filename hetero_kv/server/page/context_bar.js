@@ -43,9 +43,11 @@ export function showContext(parts) {
     make(
       "dl",
       { class: "context-parts" },
-      parts.filter((part) => part.tokens || part.kind === "use-room").map((part) =>
-        make("div", { class: part.kind }, make("dt", {}, part.name), make("dd", {}, count(part.tokens))),
-      ),
+      parts
+        .filter((part) => part.tokens || part.kind === "use-room")
+        .map((part) =>
+          make("div", { class: part.kind }, make("dt", {}, part.name), make("dd", {}, count(part.tokens))),
+        ),
     ),
     make(
       "p",

@@ -2,8 +2,8 @@
 //
 // A conversation: {id, title, isNamed, updated, model, system, sampling: {temperature, top_p, max_tokens}, messages}.
 // A message of the user: {role, text, files: [{id, name, tokens: {model: count}}]}.
-// An answer: {role, text, thoughts, marks, thoughtMarks, responseId, model, usage, timings, measured, finish, error}; its marks
-// say which token the text comes from: {ends, tokens}, text up to `ends[i]` from token `tokens[i]`.
+// An answer: {role, text, thoughts, marks, thoughtMarks, responseId, model, usage, timings, measured, finish, error}.
+// Its marks say which token the text comes from: {ends, tokens}, text up to `ends[i]` from token `tokens[i]`.
 
 const PREFIX = "hetero-kv.conversation.";
 const MOST = 60;

@@ -57,7 +57,14 @@ export class Documents {
   async send(item, file) {
     this.show(item);
     try {
-      const stored = await upload(file, (sent) => { item.sent = sent; this.show(item); }, item.abort.signal);
+      const stored = await upload(
+        file,
+        (sent) => {
+          item.sent = sent;
+          this.show(item);
+        },
+        item.abort.signal,
+      );
       item.file = { id: stored.id, name: stored.filename, tokens: {} };
       item.state = "ready";
       say(`${item.name} is uploaded.`);
@@ -93,7 +100,9 @@ export class Documents {
       make("span", { class: "document-name" }, item.name),
       make("span", { class: "document-size" }, details[item.state]()),
       iconButton("close", `Remove ${item.name}`, () => this.drop(item)),
-      ...(item.state === "uploading" ? [make("progress", { max: 1, value: item.sent, "aria-label": `Upload of ${item.name}` })] : []),
+      ...(item.state === "uploading"
+        ? [make("progress", { max: 1, value: item.sent, "aria-label": `Upload of ${item.name}` })]
+        : []),
     );
   }
 

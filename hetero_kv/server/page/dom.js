@@ -3,7 +3,7 @@
 /**
  * A new element.
  *
- * `attributes` are set as such; `on` is {event: listener}; true sets an attribute without value; null and false set none.
+ * `attributes` are set as such; `on` is {event: listener}; true sets one without value; null and false set none.
  * `children` are nodes and texts; null is left out.
  */
 export function make(tag, attributes = {}, ...children) {

@@ -33,8 +33,8 @@ export function duration(seconds) {
 /** "0.3 %", "12 %", of a share between 0 and 1 */
 export function percent(share) {
   const points = 100 * share;
-  if (points > 0 && points < 0.1) return "< 0.1 %";
-  return `${points >= 9.95 || points === 0 ? Math.round(points) : points.toFixed(1)} %`;
+  if (points > 0 && points < 0.1) return "<\u00a00.1\u00a0%";
+  return `${points >= 9.95 || points === 0 ? Math.round(points) : points.toFixed(1)}\u00a0%`;
 }
 
 /** "34 tokens/s" */

@@ -1,4 +1,4 @@
-// A strip along the prompt and what was answered so far: for each stretch of it a bar, as high and as warm as the attention that it got.
+// A strip along the prompt and the answer so far: for each stretch a bar, as high and as warm as its attention.
 
 import { make } from "./dom.js";
 import { count, percent } from "./formats.js";
@@ -17,19 +17,23 @@ export class HeatStrip {
     this.onChoose = onChoose;
     this.chosen = 0;
     this.pinned = null;
+    // A method that reads all needs no line that says so.
+    const hasLine = !readsAll(bins);
     this.bars = bins.map((bin, number) => {
       const bar = make("div", { class: "bin", role: "option", id: `bin-${number}`, "aria-selected": "false" });
       bar.style.flexGrow = bin.last - bin.first + 1;
-      // A method that reads all needs no line that says so.
-      bar.style.setProperty("--chosen", readsAll(bins) ? 0 : bin.chosen);
+      bar.style.setProperty("--chosen", hasLine ? bin.chosen : 0);
       return bar;
     });
     this.labels = make("div", { class: "strip-labels", "aria-hidden": "true" });
     this.list = make(
       "div",
       {
-        class: "strip", role: "listbox", tabindex: 0, "aria-label": "Passages of the prompt and the answer, from the beginning on",
+        class: "strip",
+        role: "listbox",
+        tabindex: 0,
         "aria-orientation": "horizontal",
+        "aria-label": "Passages of the prompt and the answer, from the beginning on",
         on: {
           pointermove: (event) => event.pointerType === "mouse" && this.pointed(event),
           pointerleave: () => this.pinned !== null && this.onChoose(this.pinned),
@@ -48,7 +52,9 @@ export class HeatStrip {
       make(
         "div",
         { class: "axis", "aria-hidden": "true" },
-        [0, 0.25, 0.5, 0.75, 1].map((part) => make("span", {}, part === 0 ? "token 0" : count(Math.round(part * last)))),
+        [0, 0.25, 0.5, 0.75, 1].map((part) =>
+          make("span", {}, part === 0 ? "token 0" : count(Math.round(part * last))),
+        ),
       ),
     );
   }
@@ -105,7 +111,14 @@ export class HeatStrip {
 
   pressed(event) {
     const last = this.bins.length - 1;
-    const to = { ArrowRight: this.chosen + 1, ArrowLeft: this.chosen - 1, PageDown: this.chosen + 10, PageUp: this.chosen - 10, Home: 0, End: last }[event.key];
+    const to = {
+      ArrowRight: this.chosen + 1,
+      ArrowLeft: this.chosen - 1,
+      PageDown: this.chosen + 10,
+      PageUp: this.chosen - 10,
+      Home: 0,
+      End: last,
+    }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     this.pinned = Math.max(0, Math.min(last, to));

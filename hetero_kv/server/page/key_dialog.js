@@ -5,7 +5,11 @@ import { make } from "./dom.js";
 /** A key that the user types, or null. `isWrong`: one was given, and the server refused it. */
 export function askForKey(isWrong) {
   const field = make("input", {
-    id: "api-key", type: "password", autocomplete: "off", spellcheck: "false", required: true,
+    id: "api-key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
   });
   const dialog = make(
     "dialog",

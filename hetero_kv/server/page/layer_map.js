@@ -8,12 +8,17 @@ const MOST_HEIGHT = 150;
 // One that shows on light and on dark ground.
 const COLOUR = "#e2661a";
 
-/** A map of `layers`, lists of shares; `onChoose` gets the row and the bin that are clicked, `numbers` name the rows. */
+/** A map of `layers`, lists of shares, named by `numbers`; `onChoose` gets the row and the bin that are clicked. */
 export class LayerMap {
   constructor(layers, numbers, onChoose) {
     const bins = layers[0]?.length ?? 0;
     this.rowHeight = Math.min(ROW_HEIGHT, MOST_HEIGHT / layers.length);
-    const canvas = make("canvas", { width: bins, height: layers.length, role: "img", "aria-label": "Map of all layers along the text; the list of layers shows each one's figures." });
+    const canvas = make("canvas", {
+      width: bins,
+      height: layers.length,
+      role: "img",
+      "aria-label": "Map of all layers along the text; the list of layers shows each one's figures.",
+    });
     canvas.style.height = `${this.rowHeight * layers.length}px`;
     draw(canvas, layers);
     canvas.addEventListener("click", (event) => {
@@ -26,7 +31,11 @@ export class LayerMap {
     this.element = make(
       "div",
       { class: "layers" },
-      make("p", { class: "hint" }, `Layer ${numbers[0]} at the top, layer ${numbers.at(-1)} at the bottom. Click a row to see that layer alone.`),
+      make(
+        "p",
+        { class: "hint" },
+        `Layer ${numbers[0]} at the top, layer ${numbers.at(-1)} at the bottom. Click a row to see that layer alone.`,
+      ),
       make("div", { class: "layers-map" }, canvas, this.row),
     );
   }

@@ -26,13 +26,21 @@ function blockNode(block, textNode) {
   switch (block.kind) {
     case "heading":
       // The page has its own h1 and h2.
-      return make(`h${Math.min(6, block.level + 2)}`, { class: `level-${block.level}` }, spanNodes(block.text, textNode));
+      return make(
+        `h${Math.min(6, block.level + 2)}`,
+        { class: `level-${block.level}` },
+        spanNodes(block.text, textNode),
+      );
     case "paragraph":
       return make("p", {}, spanNodes(block.text, textNode));
     case "code":
       return codeNode(block, textNode);
     case "quote":
-      return make("blockquote", {}, block.blocks.map((each) => blockNode(each, textNode)));
+      return make(
+        "blockquote",
+        {},
+        block.blocks.map((each) => blockNode(each, textNode)),
+      );
     case "list":
       return make(
         block.isOrdered ? "ol" : "ul",
@@ -59,18 +67,36 @@ function codeNode({ language, text }, textNode) {
   return make(
     "figure",
     { class: "code" },
-    make("figcaption", {}, make("span", {}, language || "code"), copyButton(() => text.text, "Copy the code")),
+    make(
+      "figcaption",
+      {},
+      make("span", {}, language || "code"),
+      copyButton(() => text.text, "Copy the code"),
+    ),
     make("pre", { tabindex: 0 }, make("code", {}, textNode(text))),
   );
 }
 
 function tableNode({ aligned, head, rows }, textNode) {
   const row = (tag, cells) =>
-    make("tr", {}, cells.map((cell, number) => make(tag, { class: `to-${aligned[number]}` }, spanNodes(cell, textNode))));
+    make(
+      "tr",
+      {},
+      cells.map((cell, number) => make(tag, { class: `to-${aligned[number]}` }, spanNodes(cell, textNode))),
+    );
   return make(
     "div",
     { class: "table", tabindex: 0, role: "group", "aria-label": "Table" },
-    make("table", {}, make("thead", {}, row("th", head)), make("tbody", {}, rows.map((cells) => row("td", cells)))),
+    make(
+      "table",
+      {},
+      make("thead", {}, row("th", head)),
+      make(
+        "tbody",
+        {},
+        rows.map((cells) => row("td", cells)),
+      ),
+    ),
   );
 }
 

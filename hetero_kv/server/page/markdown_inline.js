@@ -80,7 +80,10 @@ function linkAt(source, at, depth) {
   const [whole, label, target] = found;
   const start = at + whole.indexOf("[") + 1;
   const spans = label ? spansOf(source.slice(start, start + label.length), depth + 1) : null;
-  return { span: linkSpan(target, spans ?? [{ kind: "text", text: source.slice(at, at + whole.length) }]), end: at + whole.length };
+  return {
+    span: linkSpan(target, spans ?? [{ kind: "text", text: source.slice(at, at + whole.length) }]),
+    end: at + whole.length,
+  };
 }
 
 function plainLinkAt(source, at) {
@@ -104,7 +107,8 @@ function emphasisAt(source, at, depth) {
     if (!text[from] || /\s/.test(text[from])) continue;
     const isWithinWord = marker[0] === "_" && at > 0 && WORD.test(text[at - 1]);
     const end = isWithinWord ? -1 : closing(text, marker, from);
-    if (end > from) return { span: { kind, spans: spansOf(source.slice(from, end), depth + 1) }, end: end + marker.length };
+    if (end > from)
+      return { span: { kind, spans: spansOf(source.slice(from, end), depth + 1) }, end: end + marker.length };
   }
   let width = 1;
   while (text[at + width] === text[at]) width += 1;

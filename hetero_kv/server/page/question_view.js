@@ -6,7 +6,13 @@ import { icon, iconButton, make } from "./dom.js";
 /** The element of a question. `onEdit` gets the new text. */
 export function questionView(message, onEdit) {
   const files = message.files.length
-    ? make("ul", { class: "documents", "aria-label": "Documents" }, message.files.map((file) => make("li", { class: "document" }, icon("document"), make("span", { class: "document-name" }, file.name))))
+    ? make(
+        "ul",
+        { class: "documents", "aria-label": "Documents" },
+        message.files.map((file) =>
+          make("li", { class: "document" }, icon("document"), make("span", { class: "document-name" }, file.name)),
+        ),
+      )
     : null;
   const text = make("p", { class: "question-text" }, message.text);
   const buttons = make(
@@ -19,7 +25,10 @@ export function questionView(message, onEdit) {
   const element = make("article", { class: "message question", "aria-label": "Question" }, bubble, buttons);
 
   const edit = () => {
-    const field = make("textarea", { "aria-label": "Edited question", rows: Math.min(12, message.text.split("\n").length + 1) });
+    const field = make("textarea", {
+      "aria-label": "Edited question",
+      rows: Math.min(12, message.text.split("\n").length + 1),
+    });
     field.value = message.text;
     const end = () => {
       form.replaceWith(bubble);

@@ -20,6 +20,8 @@ const SAVED_EVERY_MS = 2000;
 
 /** Answers under way, by their messages. */
 const running = new Map();
+/** Documents whose tokens were counted for a model, or could not be. */
+const counted = new Set();
 let current = conversations.begin(null);
 let isDrawn = true;
 let savedAt = 0;
@@ -34,7 +36,10 @@ const documents = new Documents(() => {
   showUse();
 });
 const composer = new Composer(documents, { ask: (text) => askNew(text), stop: () => underWay(current)?.stop() });
-const attention = new Attention(() => thread.showChosenWord(), () => thread.endLooking());
+const attention = new Attention(
+  () => thread.showChosenWord(),
+  () => thread.endLooking(),
+);
 const thread = new Thread({
   edit: (number, text) => {
     const { files } = current.messages[number];
@@ -124,8 +129,9 @@ function showUse() {
   showContext(contextParts({ files, usage: passing ?? last?.usage, capacity, model: current.model }));
   // For another model, or of another visit.
   for (const file of files) {
-    if (!file.isCounted) {
-      file.isCounted = true;
+    const name = `${file.id} ${current.model}`;
+    if (!counted.has(name)) {
+      counted.add(name);
       countTokens(file, current.model).then(showUse);
     }
   }
@@ -170,7 +176,8 @@ async function ask(question) {
 
 /** Draws an answer under way at the next frame. */
 function draw(answering) {
-  if (performance.now() - savedAt > SAVED_EVERY_MS && conversations.find(answering.conversation.id)) store(answering.conversation);
+  if (performance.now() - savedAt > SAVED_EVERY_MS && conversations.find(answering.conversation.id))
+    store(answering.conversation);
   if (!isDrawn || answering.conversation !== current) return;
   isDrawn = false;
   requestAnimationFrame(() => {

@@ -3,8 +3,22 @@
 import { make } from "./dom.js";
 
 const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 5, step: "any", hint: "0 always takes the likeliest token" },
-  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: "any", hint: "the likeliest tokens up to this probability" },
+  {
+    name: "temperature",
+    label: "Temperature",
+    min: 0,
+    max: 5,
+    step: "any",
+    hint: "0 always takes the likeliest token",
+  },
+  {
+    name: "top_p",
+    label: "Top p",
+    min: 0.01,
+    max: 1,
+    step: "any",
+    hint: "the likeliest tokens up to this probability",
+  },
   { name: "max_tokens", label: "Longest answer", min: 1, max: 1e9, step: 1, hint: "tokens" },
 ];
 
@@ -19,11 +33,27 @@ export function openSettings(conversation, defaults, onSave) {
   const fields = NUMBERS.map(({ name, label, min, max, step, hint }) => {
     const shown = name === "max_tokens" ? "as long as fits" : `${defaults[name] ?? "the model's"} (default)`;
     const field = make("input", {
-      id: `setting-${name}`, type: "number", inputmode: "decimal", min, max, step, placeholder: shown,
+      id: `setting-${name}`,
+      type: "number",
+      inputmode: "decimal",
+      min,
+      max,
+      step,
+      placeholder: shown,
       "aria-describedby": `hint-${name}`,
     });
     field.value = conversation.sampling[name] ?? "";
-    return { name, field, row: make("label", { class: "labelled", for: `setting-${name}` }, label, field, make("span", { class: "hint", id: `hint-${name}` }, hint)) };
+    return {
+      name,
+      field,
+      row: make(
+        "label",
+        { class: "labelled", for: `setting-${name}` },
+        label,
+        field,
+        make("span", { class: "hint", id: `hint-${name}` }, hint),
+      ),
+    };
   });
   const save = () => {
     const sampling = {};
@@ -38,8 +68,16 @@ export function openSettings(conversation, defaults, onSave) {
       { method: "dialog" },
       make("h2", { id: "settings-title" }, "Settings of this conversation"),
       make("label", { class: "labelled", for: "setting-system" }, "System message", system),
-      make("div", { class: "columns" }, fields.map(({ row }) => row)),
-      make("p", { class: "hint" }, "Another system message changes the beginning of the prompt: documents behind it are read again."),
+      make(
+        "div",
+        { class: "columns" },
+        fields.map(({ row }) => row),
+      ),
+      make(
+        "p",
+        { class: "hint" },
+        "Another system message changes the beginning of the prompt: documents behind it are read again.",
+      ),
       make(
         "div",
         { class: "dialog-buttons" },

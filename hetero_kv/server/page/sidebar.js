@@ -44,17 +44,27 @@ export class Sidebar {
     byId("open-sidebar").focus();
   }
 
-  /** Shows conversations; `current` is the id of the open one, `running` has the ids of those with an answer under way. */
+  /** Shows conversations; `current` is the id of the open one, `running` has those with an answer under way. */
   show(conversations, current, running) {
-    this.place.replaceChildren(...conversations.map((each) => this.item(each, each.id === current, running.has(each.id))));
+    this.place.replaceChildren(
+      ...conversations.map((each) => this.item(each, each.id === current, running.has(each.id))),
+    );
   }
 
   item(conversation, isCurrent, isRunning) {
     const open = make(
       "button",
       {
-        type: "button", class: "open-conversation", "aria-current": isCurrent ? "page" : null, title: conversation.title,
-        on: { click: () => { this.close(); this.actions.open(conversation.id); } },
+        type: "button",
+        class: "open-conversation",
+        "aria-current": isCurrent ? "page" : null,
+        title: conversation.title,
+        on: {
+          click: () => {
+            this.close();
+            this.actions.open(conversation.id);
+          },
+        },
       },
       make("span", { class: "conversation-title" }, conversation.title),
       isRunning ? make("span", { class: "running", role: "img", "aria-label": "An answer is under way" }) : null,

@@ -9,7 +9,10 @@ export class SourceText {
 
   /** A text that begins at `start` of the answer. */
   static at(start, text) {
-    return new SourceText(text, Array.from({ length: text.length }, (_, index) => start + index));
+    return new SourceText(
+      text,
+      Array.from({ length: text.length }, (_, index) => start + index),
+    );
   }
 
   /** Lines, joined by line ends. */

@@ -73,5 +73,10 @@ const welcome = () =>
     "div",
     { class: "welcome" },
     make("h2", {}, "Ask about long documents"),
-    make("p", {}, "Drop a text, PDF, Word or HTML file here, then ask. The document is read once; later questions begin at once. Each word of an answer can show you which passages it looked at."),
+    make(
+      "p",
+      {},
+      "Drop a text, PDF, Word or HTML file here, then ask. The document is read once; later questions begin at once. ",
+      "Each word of an answer can show you which passages it looked at.",
+    ),
   );

@@ -36,9 +36,11 @@ export const plainNodes = (source) => document.createTextNode(source.text);
 export function choosable(element, onChoose) {
   const buttons = () => [...element.querySelectorAll(".token")];
   const choose = (button) => {
-    for (const each of element.querySelectorAll('.token[aria-pressed="true"]')) each.setAttribute("aria-pressed", "false");
+    for (const each of element.querySelectorAll('.token[aria-pressed="true"]'))
+      each.setAttribute("aria-pressed", "false");
     const { token } = button.dataset;
-    for (const each of element.querySelectorAll(`.token[data-token="${token}"]`)) each.setAttribute("aria-pressed", "true");
+    for (const each of element.querySelectorAll(`.token[data-token="${token}"]`))
+      each.setAttribute("aria-pressed", "true");
     makeStop(button);
     onChoose(Number(token), button.textContent);
   };
@@ -60,7 +62,14 @@ export function choosable(element, onChoose) {
     }
     const all = buttons();
     const at = all.indexOf(button);
-    const next = { ArrowRight: at + 1, ArrowDown: at + 10, ArrowLeft: at - 1, ArrowUp: at - 10, Home: 0, End: all.length - 1 }[event.key];
+    const next = {
+      ArrowRight: at + 1,
+      ArrowDown: at + 10,
+      ArrowLeft: at - 1,
+      ArrowUp: at - 10,
+      Home: 0,
+      End: all.length - 1,
+    }[event.key];
     if (next === undefined) return;
     event.preventDefault();
     const to = all[Math.max(0, Math.min(all.length - 1, next))];
