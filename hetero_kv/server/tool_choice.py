@@ -61,8 +61,8 @@ def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Ch
         chosen_tool(chosen, names)
     except HeteroKVError as error:
         raise ApiError(400, str(error), param="tool_choice") from error
-    # What the model must not call, it does not see.
-    return Choice(() if chosen == "none" else given, chosen, parallel)
+    # What the model must not call, it does not see. A function that is named is called once, as OpenAI's API does it.
+    return Choice(() if chosen == "none" else given, chosen, parallel and isinstance(chosen, str))
 
 
 def _function(tool: Any) -> Any:

@@ -60,6 +60,14 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client):
     assert not found.choices[0].message.content
 
 
+def test_a_named_tool_is_called_once(client):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    found = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=300, temperature=1.0, seed=3, tools=TOOLS, tool_choice=choice
+    )
+    assert [call.function.name for call in found.choices[0].message.tool_calls] == ["weather"]
+
+
 def test_a_streamed_call_is_the_same(client):
     fields = {"model": "tiny", "messages": ASKED, "max_tokens": 300, "temperature": 1.0, "seed": 1, **REQUIRED}
     whole = client.chat.completions.create(**fields).choices[0].message.tool_calls[0].function
