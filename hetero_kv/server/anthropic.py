@@ -75,6 +75,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     answers = ChatAnswers(host.answers(asked, request), parsers)
     writer = _Writer(served, len(prompt.tokens))
     unknown = [*body.unknown, *prompt.unused]
+    unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -98,7 +99,9 @@ def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
     choice = choice_of(openai_tools(body.tools), openai_tool_choice(body.tool_choice), parallel=is_parallel)
-    return choice, prompt_of(served, choice.shown(Dialogue(found, question, thinks=thinks)))
+    effort = (getattr(body, "output_config", None) or {}).get("effort")
+    dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
+    return choice, prompt_of(served, choice.shown(dialogue))
 
 
 class _Writer:
@@ -119,7 +122,9 @@ class _Writer:
         return [frame for each in token.events for frame in self._event(each)]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        frames = [frame for each in ended.events for frame in self._event(each)] + self._close()
+        # A call that is cut was streamed as far as it came.
+        events = [each for each in ended.events if not isinstance(each, CallEnded)]
+        frames = [frame for each in events for frame in self._event(each)] + self._close()
         reason, stop = _stop(ended)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         usage = _usage(ended.completion)

@@ -27,8 +27,9 @@ def system_text(system: Any) -> str:
     for number, block in enumerate(system):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise ApiError(400, f"system[{number}] is {shown(block, 80)}; give a block of the type text")
-        if not block["text"].startswith(_BILLING):
-            texts.append(block["text"])
+        text = block["text"].partition("\n")[2] if block["text"].startswith(_BILLING) else block["text"]
+        if text:
+            texts.append(text)
     return "\n\n".join(texts)
 
 
@@ -65,7 +66,8 @@ def _assistant(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
             case "text":
                 message["content"] += _text(block, "text", f"{place}.content[{number}]")
             case "thinking":
-                message["reasoning_content"] = _text(block, "thinking", f"{place}.content[{number}]")
+                thought = _text(block, "thinking", f"{place}.content[{number}]")
+                message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
             case "redacted_thinking":
                 pass
             case "tool_use":

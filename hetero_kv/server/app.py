@@ -59,7 +59,7 @@ def application(host: Host, *, origins: Collection[str] = (), on_shutdown: Calla
     app.state.host = host
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(Exception, _failed)
+    # Others are the guard's.
     for kind in (ApiError, ValueError, MemoryError, RuntimeError):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientGoneError, _gone)

@@ -79,7 +79,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt
     )
     answers = ChatAnswers(host.answers(asked, request), parsers)
-    unknown = [*body.unknown, *prompt.unused]
+    unknown = [*body.unknown, *prompt.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str, ended: ChatEnded) -> None:
         host.recent.add(response_id, served, prompt.tokens, ended.completion.tokens, request.state.key)
@@ -146,7 +146,9 @@ class _Writer:
     def ended(self, ended: ChatEnded) -> list[bytes]:
         if ended.choice == 0:
             self._remember(self._id, ended)
-        chunks = [self._chunk(ended.choice, delta) for each in ended.events if (delta := _delta(each))]
+        # A call that is cut was streamed as far as it came.
+        events = [each for each in ended.events if not isinstance(each, CallEnded)]
+        chunks = [self._chunk(ended.choice, delta) for each in events if (delta := _delta(each))]
         if self._body.return_tokens:
             for chunk in chunks:
                 chunk["token_index"] = len(ended.completion.pieces) - 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
+from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 
 #: Efforts at which a model with a switch alone does not think.
@@ -42,11 +43,13 @@ class ChatPrompt:
 
     Attributes:
         tokens: up to where the answer goes on.
+        opening: those of them before the beginning of the answer that the conversation has.
         question: how many of the last ones are the question; None if unknown.
         unused: words for what had no effect.
     """
 
     tokens: list[int]
+    opening: list[int]
     question: int | None
     unused: tuple[str, ...] = ()
 
@@ -60,9 +63,14 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
     begun = None
     if len(messages) > 1 and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls"):
         begun = messages.pop()
+        if begun.get("reasoning_content"):
+            raise ApiError(
+                400, "the last message begins the answer, and has reasoning_content; give content alone, or end with a "
+                "user's message", param="messages",
+            )  # fmt: skip
     variables, unused = _variables(served, dialogue)
     tokens = served.engine.encode(messages, tools=list(dialogue.tools) or None, variables=variables)
-    question = None
+    question, opening = None, tokens
     last = messages[-1] if messages else {}
     if begun is not None:
         tokens = [*tokens, *turns.text(begun["content"])]
@@ -72,7 +80,7 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
         except HeteroKVError:
             # A template that writes no message alone.
             question = None
-    return ChatPrompt(tokens, question, unused)
+    return ChatPrompt(tokens, opening, question, unused)
 
 
 def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any], tuple[str, ...]]:

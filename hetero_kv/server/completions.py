@@ -92,6 +92,12 @@ def _prompts(served: ServedModel, body: CompletionRequest) -> list[list[int]]:
     ]
     if not all(prompts):
         raise ApiError(400, "a prompt is empty; give a text, or token ids", param="prompt")
+    for token in (token for prompt in prompts for token in prompt):
+        if not 0 <= token < served.engine.vocab_size:
+            raise ApiError(
+                400, f"the prompt has token {token}; the model has tokens 0 to {served.engine.vocab_size - 1}",
+                param="prompt",
+            )  # fmt: skip
     return prompts
 
 

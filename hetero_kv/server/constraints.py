@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from hetero_kv.errors import shown
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.grammar import GrammarMask
@@ -53,7 +54,9 @@ def constraint_of(body: Constrained) -> tuple[str, Any] | None:
         given.append(("schema", _schema(body.json_schema, "json_schema")))
     if body.grammar:
         given.append(("grammar", body.grammar))
-    form = body.response_format or {}
+    form: Any = body.response_format or {}
+    if not isinstance(form, dict):
+        raise ApiError(400, f"the format is {shown(form, 80)}; give an object with a type", param="response_format")
     match form.get("type", "text"):
         case "text":
             pass

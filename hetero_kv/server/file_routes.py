@@ -30,18 +30,26 @@ async def upload(request: Request) -> Response:
         content = await file.read()
     finally:
         await form.close()
-    stored = await in_thread(
-        host.files.add, content, file.filename or "document", purpose if isinstance(purpose, str) else "user_data",
-        request.state.key,
-    )  # fmt: skip
+    name, kind = file.filename or "document", purpose[:64] if isinstance(purpose, str) else "user_data"
+    # A hostile document takes a thread for minutes, and prompts need threads too.
+    async with host.uploads:
+        stored = await in_thread(host.files.add, content, name, kind, request.state.key)
     return json_response(stored.form())
 
 
 @router.get("/v1/files", response_model=None)
 async def list_files(request: Request) -> Response:
-    """The documents of this key, the newest first."""
+    """The documents of this key, the newest first; `purpose` and `limit` as OpenAI's."""
     found = await in_thread(host_of(request).files.all, request.state.key)
-    return json_response({"object": "list", "data": [each.form() for each in found], "has_more": False})
+    purpose, limit = (request.query_params.get(name) for name in ("purpose", "limit"))
+    if purpose:
+        found = [each for each in found if each.purpose == purpose]
+    if limit is not None and not (limit.isdecimal() and int(limit[:9]) > 0):
+        raise ApiError(400, f"limit is {limit[:80]!r}; give a number of at least 1", param="limit")
+    shown = found if limit is None else found[: int(limit[:9])]
+    return json_response(
+        {"object": "list", "data": [each.form() for each in shown], "has_more": len(shown) < len(found)}
+    )
 
 
 @router.get("/v1/files/{file_id}", response_model=None)

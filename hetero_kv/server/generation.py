@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from hetero_kv.server.errors import ApiError
-from hetero_kv.server.limits import Rates, Ticket
+from hetero_kv.server.limits import Rates, Ticket, stopping
 from hetero_kv.server.metrics import Metrics
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.stream import Completion, Piece, Progress, Stream
 
-_logger = logging.getLogger(__name__)
+#: The most answers to one request.
+MOST_ANSWERS = 64
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,14 @@ class Answers(Source):
     Args:
         prompt: what is continued.
         key: the name of the API key.
+        active: has the answers until they end.
 
     Raises ApiError for a prompt that does not fit, 429 where the queue is full or the key has used all that it may.
     """
 
-    def __init__(self, prompt: Prompt, key: str, rates: Sequence[Rates], metrics: Metrics) -> None:
+    def __init__(
+        self, prompt: Prompt, key: str, rates: Sequence[Rates], metrics: Metrics, active: set[Answers]
+    ) -> None:
         self.prompt = prompt
         self._key, self._rates, self._metrics = key, rates, metrics
         capacity = prompt.served.engine.max_seq_len
@@ -105,19 +108,35 @@ class Answers(Source):
                 f"it by {longest - capacity:,} tokens, or start the server with --max_seq_len {longest:,} or more",
                 code="context_length_exceeded", details={"n_prompt_tokens": longest, "n_ctx": capacity},
             )  # fmt: skip
+        if len(prompt.sampling) > MOST_ANSWERS:
+            raise ApiError(400, f"the request asks for {len(prompt.sampling)} answers; ask for at most {MOST_ANSWERS}")
         for each in rates:
             each.require(key)
         self._ticket: Ticket = prompt.served.gate.enter(key)
+        rates[0].use(key, 1)
+        self._active = active
+        self._active.add(self)
         self._streams: list[Stream] = []
         # To each prompt.
         self._choices = len(prompt.sampling) // len(prompt.prompts)
+        self._is_stopping = False
 
     def __exit__(self, *raised: object) -> None:
+        self._active.discard(self)
+        self._cancel()
+        self._ticket.leave()
+
+    def stop(self) -> None:
+        """End the answers with an error, because the server stops."""
+        self._is_stopping = True
+        for stream in self._streams:
+            stream.cancel()
+
+    def _cancel(self) -> None:
         for stream in self._streams:
             if not stream.is_done:
                 stream.cancel()
                 self._metrics.cancelled(self.prompt.served)
-        self._ticket.leave()
 
     @property
     def progress(self) -> Progress | None:
@@ -126,32 +145,34 @@ class Answers(Source):
 
     async def events(self) -> AsyncIterator[Token | Ended]:
         """See `Source`."""
-        prompt = self.prompt
-        await self._ticket.turn()
-        self._rates[0].use(self._key, 1)
-        self._streams = [
-            prompt.served.engine.generate(
-                prompt.prompts[number // self._choices],
-                sampling,
-                question=prompt.question,
-                priority=prompt.priority,
-                markers=prompt.markers,
-                reuses=prompt.reuses,
-            )
-            for number, sampling in enumerate(prompt.sampling)
-        ]
-        async for each in _merged([self._answer(number, stream) for number, stream in enumerate(self._streams)]):
+        async for each in _merged([self._answer(number) for number in range(len(self.prompt.sampling))]):
             yield each
 
-    async def _answer(self, number: int, stream: Stream) -> AsyncIterator[Token | Ended]:
+    async def _answer(self, number: int) -> AsyncIterator[Token | Ended]:
+        prompt, tokens = self.prompt, self._rates[1]
+        await self._ticket.turn()
+        if self._is_stopping:
+            raise stopping()
+        stream = prompt.served.engine.generate(
+            prompt.prompts[number // self._choices],
+            prompt.sampling[number],
+            question=prompt.question,
+            priority=prompt.priority,
+            markers=prompt.markers,
+            reuses=prompt.reuses,
+        )
+        self._streams.append(stream)
+        # Also of those who leave before the end.
+        tokens.use(self._key, 0 if number % self._choices else len(prompt.prompts[number // self._choices]))
         async for piece in stream:
-            self._metrics.token(self.prompt.served)
+            self._metrics.token(prompt.served)
+            tokens.use(self._key, 1)
             yield Token(number, piece)
         completion = await stream
-        self._metrics.completed(self.prompt.served, completion)
-        self._rates[1].use(
-            self._key, len(completion.pieces) + (0 if number % self._choices else completion.prompt_tokens)
-        )
+        self._metrics.completed(prompt.served, completion)
+        if completion.finish_reason == "stopped":
+            raise stopping()
+        self._ticket.done()
         yield Ended(number, completion)
 
 

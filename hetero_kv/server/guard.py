@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hetero_kv.server.errors import ApiError, error_body
+from hetero_kv.server.errors import ApiError, api_error, error_body
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.keys import Keys
 from hetero_kv.server.metrics import Metrics
 from hetero_kv.server.settings import ServerSettings
 
 _logger = logging.getLogger(__name__)
+_HEADERS = re.compile(r"[\w, -]{1,500}", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 #: Paths that need no key: the page, which asks for one, and the health check.
 _OPEN = ("/health", "/v1/health", "/")
@@ -31,6 +32,10 @@ _SECURITY = {
     "referrer-policy": "no-referrer",
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 }
+
+
+class SlowClientError(Exception):
+    """A client takes no data."""
 
 
 class Guard:
@@ -71,23 +76,37 @@ class Guard:
                     out.setdefault(name, value)
                 self._allow_origin(headers, out)
             # A client that takes nothing would hold its answer, and so its place, for ever.
-            async with asyncio.timeout(self._settings.write_s):
-                await send(message)
+            try:
+                async with asyncio.timeout(self._settings.write_s):
+                    await send(message)
+            except TimeoutError:
+                raise SlowClientError(f"it took no data for {self._settings.write_s:g} s") from None
 
         try:
             self._require_host_and_origin(headers)
             if self._is_preflight(scope, headers):
-                await json_response({}, headers={"access-control-allow-headers": "*"})(scope, receive, answer)
+                wanted = headers.get("access-control-request-headers", "")
+                allowed = {"access-control-allow-headers": wanted} if _HEADERS.fullmatch(wanted) else {}
+                await json_response({}, headers=allowed)(scope, receive, answer)
                 return
-            if scope["path"] not in _OPEN and not scope["path"].startswith("/page/"):
+            is_open = scope["path"] in _OPEN or scope["path"].startswith("/page/")
+            if not is_open:
                 state["key"] = self._keys.name(headers)
-            body = await self._body(headers, receive)
+            # What needs no key has no body.
+            body = b"" if is_open else await self._body(headers, receive)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
             body_of_error = error_body(error, scope["path"])
             await json_response(body_of_error, error.status, error.headers)(scope, receive, answer)
-        except TimeoutError:
-            _logger.warning("%s: the client took no data for %g s", request_id, self._settings.write_s)
+        except SlowClientError as error:
+            _logger.warning("request_id=%s: the client is gone: %s", request_id, error)
+        except Exception as error:
+            if status:
+                # In the middle of a response, of which only the connection's end can tell.
+                raise
+            _logger.exception("request_id=%s failed", request_id)
+            found = api_error(error)
+            await json_response(error_body(found, scope["path"]), found.status, found.headers)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", None) or ("other" if status in (401, 403, 404, 405) else "/")
             self._metrics.request(route, status)
@@ -102,7 +121,7 @@ class Guard:
 
     def _require_host_and_origin(self, headers: Headers) -> None:
         host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        name = _host_name(host)
         is_local = not self._keys and not self._settings.insecure
         if is_local and name not in {*_LOCAL_NAMES, self._settings.host}:
             raise ApiError(
@@ -149,6 +168,14 @@ class Guard:
             raise ApiError(
                 408, f"the request did not come whole within {self._settings.read_s:g} s; send it again"
             ) from None
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a `Host` header, without its port; None if it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname if host.isprintable() else None
+    except ValueError:
+        return None
 
 
 def _too_large(most: int) -> ApiError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +43,8 @@ class Host:
     Attributes:
         defaults: how tokens are chosen where a request does not say.
         rates: what a key may use in a minute: requests, tokens.
+        active: answers that have not ended.
+        uploads: bounds how many documents are read at a time.
     """
 
     models: ServedModels
@@ -51,6 +56,8 @@ class Host:
     responses: StoredResponses
     recent: RecentAnswers
     rates: tuple[Rates, Rates]
+    active: set[Answers] = field(default_factory=set)
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     @classmethod
     def of(
@@ -65,7 +72,7 @@ class Host:
             keys=keys or Keys(),
             metrics=Metrics(lambda: models.all),
             files=Files(folder, round(settings.file_gb * 1e9)),
-            responses=StoredResponses(folder / "responses", settings.kept_responses),
+            responses=StoredResponses(folder / "responses", settings.kept_responses, round(settings.file_gb * 1e9)),
             recent=RecentAnswers(),
             rates=(Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")),
         )
@@ -76,7 +83,14 @@ class Host:
             decode = prompt.served.loaded.tokenizer.decode
             for tokens in prompt.prompts:
                 _logger.info("request_id=%s prompt=%r", request.state.request_id, decode(tokens))
-        return Answers(prompt, request.state.key, self.rates, self.metrics)
+        return Answers(prompt, request.state.key, self.rates, self.metrics, self.active)
+
+    def stop_answers(self) -> None:
+        """End all answers, and refuse who waits, because the server stops."""
+        for served in self.models.all:
+            served.gate.stop()
+        for answers in list(self.active):
+            answers.stop()
 
 
 def host_of(request: Request) -> Host:
@@ -128,24 +142,24 @@ class EventStream(StreamingResponse):
 
 
 async def _frames(answers: Source, writer: Writer, ping_s: float, request: Request) -> AsyncIterator[bytes]:
-    silent_s, ended = ping_s, list[Ended]()
+    said, ended, has_begun = time.monotonic() - ping_s, list[Ended](), False
     try:
         for frame in writer.begin():
             yield frame
         async for item in ticking(answers.events(), _TICK_S):
             frames: list[bytes] = []
             if isinstance(item, Token):
+                has_begun = True
                 frames = writer.token(item)
             elif isinstance(item, Ended):
                 ended.append(item)
                 frames = writer.ended(item)
-            else:
-                silent_s += _TICK_S
-                frames = writer.progress(answers.progress) if answers.progress is not None else []
-                if not frames and silent_s >= ping_s:
-                    frames = [PING]
+            elif answers.progress is not None and not has_begun:
+                frames = writer.progress(answers.progress)
+            if not frames and time.monotonic() - said >= ping_s:
+                frames = [PING]
             for frame in frames:
-                silent_s = 0.0
+                said = time.monotonic()
                 yield frame
         ended.sort(key=lambda each: each.choice)
         note(request, ended)
@@ -194,5 +208,6 @@ def note(request: Request, ended: list[Ended]) -> None:
 def response(body: Response, unknown: list[str]) -> Response:
     """A response whose header names the request's fields that have no effect."""
     if unknown:
-        body.headers["x-hetero-kv-ignored"] = ",".join(unknown)[:1000].encode("ascii", "replace").decode()
+        # Names come from the client, and a header holds printable ASCII only.
+        body.headers["x-hetero-kv-ignored"] = re.sub(r"[^ -~]", "?", ",".join(unknown)[:1000])
     return body

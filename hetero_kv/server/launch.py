@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -18,6 +21,7 @@ from hetero_kv.loading import load_model, with_rules
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel
 from hetero_kv.models.fetching import cache_home
 from hetero_kv.planning.plan import beyond_training
+from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.setting_flags import settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
@@ -63,13 +67,48 @@ def serve(
                 http="h11",
                 ws="none",
                 timeout_keep_alive=30,
-                timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
+                # Answers end by themselves before.
+                timeout_graceful_shutdown=round(settings.shutdown_s) + 10,
             )
             _announce(listener, models)
-            uvicorn.Server(config).run(sockets=[listener])
+            _Server(config, host.stop_answers, settings.shutdown_s).run(sockets=[listener])
     finally:
         listener.close()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """A server that a signal ends in order: answers get some time, and then the caller goes on.
+
+    Args:
+        stop: ends all answers.
+        seconds: the time that they get.
+    """
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None], seconds: float) -> None:
+        super().__init__(config)
+        self._stop, self._seconds = stop, seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn, which would raise the signal again, so that engines would not be closed."""
+        self._loop = asyncio.get_running_loop()
+        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn. A second Ctrl-C ends the answers at once."""
+        loop, seconds = self._loop, 0.0 if self.should_exit else self._seconds
+        assert loop is not None
+        super().handle_exit(sig, frame)
+        # Uvicorn would not even wait for the answers' last events.
+        self.force_exit = False
+        loop.call_soon_threadsafe(loop.call_later, seconds, self._stop)
 
 
 def _log_to_standard_error() -> None:
@@ -116,7 +155,7 @@ def _served(
         if warning := beyond_training(engine.max_seq_len, loaded.context_length):
             _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
         gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
-        return ServedModel(loaded.name, Path(recipe).stem, loaded, engine, gate)
+        return ServedModel(loaded.name, named_config(recipe, rules["trust_rules"]).name, loaded, engine, gate)
 
     first = load_model(model, gguf_path=gguf_path, config=flags.rules[0], **loading, **rules)
     served = [serve(first, flags.rules[0])]

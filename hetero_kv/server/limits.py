@@ -4,70 +4,110 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from hetero_kv.server.errors import ApiError
 
 
 class Ticket:
-    """A request's place in the queue of a `Gate`."""
+    """A request's place in the queue of a `Gate`. Each of its answers takes a row, one after the other if need be."""
 
     def __init__(self, gate: Gate, key: str) -> None:
         self._gate, self.key = gate, key
-        self.admitted = asyncio.Event()
         self.began: float | None = None
+        self.rows = 0
+        self._taken = 0
+        self._first: Row | None = Row(self, 0)
+
+    @property
+    def first(self) -> Row:
+        """The row of its first answer, which is queued with the request."""
+        assert self._first is not None
+        return self._first
 
     async def turn(self) -> None:
-        """Wait until the request may be computed.
+        """Wait until another answer of the request may be computed.
 
-        Raises ApiError 429 if that takes longer than the gate's limit.
+        Raises ApiError 429 if that takes longer than the gate's limit, and 503 if the server stops.
         """
+        row, self._first = self._first, None
+        self._taken += 1
+        if row is None:
+            row = Row(self, self._taken - 1)
+            self._gate.queue(row)
         try:
             async with asyncio.timeout(self._gate.seconds):
-                await self.admitted.wait()
+                await row.decided.wait()
         except TimeoutError:
             raise self._gate.refusal(f"the request waited for {self._gate.seconds:g} s") from None
+        if not row.is_admitted:
+            raise stopping()
+
+    def done(self) -> None:
+        """Give the row of an answer to another request."""
+        self._gate.release(self)
 
     def leave(self) -> None:
-        """Give the place to another request. Further calls do nothing."""
+        """Give all rows to other requests, and wait no more. Further calls do nothing."""
         self._gate.leave(self)
 
 
+class Row:
+    """A row for answer number `number` of a request; `decided` once it is admitted, or never will be."""
+
+    def __init__(self, ticket: Ticket, number: int) -> None:
+        self.ticket, self.number = ticket, number
+        self.decided = asyncio.Event()
+        self.is_admitted = False
+
+
+def stopping() -> ApiError:
+    """The error of requests that a server which stops does not answer."""
+    return ApiError(503, "the server stops; ask again when it is back", code="server_stopping", retry_after_s=10)
+
+
 class Gate:
-    """Lets a number of requests through at a time; others wait, and keys take turns.
+    """Lets a number of answers be computed at a time; others wait, and keys take turns.
+
+    Among the rows of a key the first answers of requests come first, so that a request for many answers holds up no
+    other one.
 
     Args:
-        rows: the requests that are computed at a time.
+        rows: the answers that are computed at a time.
         length: the requests that may wait.
         seconds: the longest wait.
     """
 
     def __init__(self, rows: int, length: int, seconds: float) -> None:
         self._rows, self._length, self.seconds = rows, length, seconds
-        self._inside: set[Ticket] = set()
+        self._inside = 0
         # By key, the key whose turn is next first.
-        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        self._waiting: OrderedDict[str, list[Row]] = OrderedDict()
         # The mean time of a request, seconds; recent ones count most.
         self._usual_s = 1.0
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
-        return sum(map(len, self._waiting.values()))
+        return sum(row.number == 0 for rows in self._waiting.values() for row in rows)
 
     def enter(self, key: str) -> Ticket:
         """A place for a request of an API key.
 
         Raises ApiError 429 if the queue is full.
         """
+        if self._inside >= self._rows and self.waiting >= self._length:
+            raise self.refusal(f"{self._inside} answers are computed and {self.waiting} requests wait")
         ticket = Ticket(self, key)
-        if len(self._inside) >= self._rows and self.waiting >= self._length:
-            raise self.refusal(f"{len(self._inside)} requests are computed and {self.waiting} wait")
-        self._waiting.setdefault(key, deque()).append(ticket)
-        self._admit()
+        self.queue(ticket.first)
         return ticket
+
+    def queue(self, row: Row) -> None:
+        """Let a row wait for its turn."""
+        self._waiting.setdefault(row.ticket.key, []).append(row)
+        self._admit()
 
     def refusal(self, reason: str) -> ApiError:
         """The error of a request for which there is no room."""
@@ -77,28 +117,48 @@ class Gate:
             retry_after_s=seconds,
         )  # fmt: skip
 
-    def leave(self, ticket: Ticket) -> None:
-        """See `Ticket.leave`."""
-        if ticket in self._inside:
-            self._inside.remove(ticket)
-            assert ticket.began is not None
-            self._usual_s += 0.2 * (time.monotonic() - ticket.began - self._usual_s)
-        elif ticket in self._waiting.get(ticket.key, ()):
-            self._waiting[ticket.key].remove(ticket)
-            if not self._waiting[ticket.key]:
-                del self._waiting[ticket.key]
+    def release(self, ticket: Ticket) -> None:
+        """See `Ticket.done`."""
+        if ticket.rows:
+            ticket.rows -= 1
+            self._inside -= 1
         self._admit()
 
+    def leave(self, ticket: Ticket) -> None:
+        """See `Ticket.leave`."""
+        if ticket.began is not None:
+            self._usual_s += 0.2 * (time.monotonic() - ticket.began - self._usual_s)
+            ticket.began = None
+        self._inside -= ticket.rows
+        ticket.rows = 0
+        self._forget([row for row in self._waiting.get(ticket.key, ()) if row.ticket is ticket])
+        self._admit()
+
+    def stop(self) -> None:
+        """Admit nobody who waits now."""
+        for row in [row for rows in self._waiting.values() for row in rows]:
+            self._forget([row])
+            row.decided.set()
+
+    def _forget(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            same_key = self._waiting[row.ticket.key]
+            same_key.remove(row)
+            if not same_key:
+                del self._waiting[row.ticket.key]
+
     def _admit(self) -> None:
-        while self._waiting and len(self._inside) < self._rows:
-            key, tickets = next(iter(self._waiting.items()))
-            ticket = tickets.popleft()
+        while self._waiting and self._inside < self._rows:
+            key, rows = next(iter(self._waiting.items()))
+            row = min(rows, key=lambda each: each.number)
             self._waiting.move_to_end(key)
-            if not tickets:
-                del self._waiting[key]
-            ticket.began = time.monotonic()
-            self._inside.add(ticket)
-            ticket.admitted.set()
+            self._forget([row])
+            self._inside += 1
+            row.ticket.rows += 1
+            if row.ticket.began is None:
+                row.ticket.began = time.monotonic()
+            row.is_admitted = True
+            row.decided.set()
 
 
 class Rates:

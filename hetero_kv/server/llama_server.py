@@ -60,8 +60,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return json_response({"content": text})
 
 
-@router.get("/health", response_model=None)
-@router.get("/v1/health", response_model=None)
+@router.api_route("/health", methods=["GET", "HEAD"], response_model=None)
+@router.api_route("/v1/health", methods=["GET", "HEAD"], response_model=None)
 async def health(request: Request) -> Response:
     """Whether every engine takes requests and goes on with those that it has; 503 if not."""
     host = host_of(request)

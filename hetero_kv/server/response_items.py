@@ -40,6 +40,9 @@ def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]]
                 role = item.get("role", "user")
                 _append(found, {"role": role, "content": content.text})
                 question = content.question if role == "user" else question
+            case "function_call" if item.get("status") == "incomplete":
+                # It was cut, and has no arguments that a template could show.
+                continue
             case "function_call":
                 function = {"name": str(item.get("name", "")), "arguments": item.get("arguments") or "{}"}
                 call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
@@ -49,6 +52,8 @@ def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]]
                 found.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output})
             case "reasoning":
                 parts = item.get("content") or item.get("summary") or []
+                if not isinstance(parts, list):
+                    raise ApiError(400, f"{place}.content is {shown(parts, 80)}; give a list of parts", param=place)
                 text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
                 _append(found, {"role": "assistant", "content": "", "reasoning_content": text})
             case kind:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hetero_kv.errors import shown
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError
@@ -23,6 +24,8 @@ from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded,
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
+# Why an answer ends before the model ends it.
+_CUT = ("max_new_tokens", "full")
 
 
 class ResponseRequest(SamplingFields):
@@ -54,14 +57,15 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     served = host.models.named(body.model)
     _require_supported(body)
     items, others, choice, prompt = await in_thread(_prepared, host, served, body, key)
-    body.response_format = body.response_format or (body.text or {}).get("format")
+    if body.response_format is None:
+        body.response_format = (body.text or {}).get("format")
     masks = await in_thread(choice.masks, served, prompt, body, 1)
     sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     asked = Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers)
     answers = ChatAnswers(host.answers(asked, request), parsers)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.unknown, *prompt.unused, *others]
+    unknown = [*body.unknown, *prompt.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -82,6 +86,13 @@ async def delete(response_id: str, request: Request) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
+def _without_effect(body: ResponseRequest) -> list[str]:
+    """Fields that are known to OpenAI's API and change nothing here."""
+    nested = {"reasoning": (body.reasoning, ("effort",)), "text": (body.text, ("format",))}
+    inner = [f"{name}.{key}" for name, (value, used) in nested.items() for key in value or {} if key not in used]
+    return inner + (["include"] if body.include else [])
+
+
 def _require_supported(body: ResponseRequest) -> None:
     if body.truncation not in (None, "disabled"):
         raise ApiError(
@@ -97,7 +108,9 @@ def _prepared(
 ) -> tuple[list[Any], list[str], Choice, ChatPrompt]:
     earlier = [] if body.previous_response_id is None else host.responses.get(body.previous_response_id, key)[1]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    items = [*earlier, *(given if isinstance(given, list) else [])] if earlier else given
+    if not isinstance(given, list):
+        raise ApiError(400, f"input is {shown(given, 80)}; give a text or a list of items", param="input")
+    items = [*earlier, *given]
     messages, question = item_messages(items, lambda file_id: host.files.text(file_id, key))
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -143,7 +156,8 @@ class _Writer:
         frames = [frame for each in ended.events for frame in self._part(each)]
         if not self._items:
             frames += self._open("message")
-        frames += self._close()
+        is_complete = ended.completion.finish_reason not in _CUT
+        frames += self._close(is_complete=is_complete)
         whole = self.whole(ended)
         name = "response.completed" if whole["status"] == "completed" else "response.incomplete"
         return [*frames, self._event(name, {"response": whole})]
@@ -159,7 +173,7 @@ class _Writer:
     def whole(self, ended: ChatEnded) -> dict[str, Any]:
         """The complete response, which is kept."""
         done = ended.completion
-        is_complete = done.finish_reason not in ("max_new_tokens", "full")
+        is_complete = done.finish_reason not in _CUT
         output = self._closed or output_items(ended.answer, is_complete=is_complete)
         form = self._form(output, "completed" if is_complete else "incomplete")
         if not is_complete:
@@ -178,9 +192,7 @@ class _Writer:
 
     def _part(self, part: Event) -> list[bytes]:
         if isinstance(part, CallEnded):
-            if part.is_valid:
-                return self._close()
-            part = Content(part.text)
+            return self._close(is_complete=part.is_valid)
         kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
         frames: list[bytes] = []
         if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:
@@ -212,8 +224,9 @@ class _Writer:
             case "reasoning":
                 return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": self._text}]}
             case "message":
-                return {**item, "role": "assistant", "content": [self._part_of_text()] if status == "completed" else []}
-        arguments = self._call.arguments if status == "completed" else ""
+                content = [] if status == "in_progress" else [self._part_of_text()]
+                return {**item, "role": "assistant", "content": content}
+        arguments = "" if status == "in_progress" else self._call.arguments
         return {**item, "call_id": self._call.id, "name": self._call.name, "arguments": arguments}
 
     def _part_of_text(self) -> dict[str, Any]:
@@ -231,7 +244,7 @@ class _Writer:
             frames.append(self._event("response.content_part.added", added))
         return frames
 
-    def _close(self) -> list[bytes]:
+    def _close(self, *, is_complete: bool = True) -> list[bytes]:
         if not self._is_open:
             return []
         self._is_open = False
@@ -247,10 +260,10 @@ class _Writer:
                 done = {**inner, "text": self._text, "logprobs": []}
                 frames.append(self._event("response.output_text.done", done))
                 frames.append(self._event("response.content_part.done", {**inner, "part": self._part_of_text()}))
-            case _:
+            case _ if is_complete:
                 done = {**place, "name": self._call.name, "arguments": self._call.arguments}
                 frames.append(self._event("response.function_call_arguments.done", done))
-        self._closed.append(self._item("completed"))
+        self._closed.append(self._item("completed" if is_complete else "incomplete"))
         item = {"output_index": place["output_index"], "item": self._closed[-1]}
         return [*frames, self._event("response.output_item.done", item)]
 

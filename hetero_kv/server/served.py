@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hetero_kv.errors import ConfigError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.server.errors import ApiError
@@ -69,12 +70,18 @@ class ServedModels:
         self.all = tuple(served)
         self._names: dict[str, ServedModel] = {"": self.all[0]}
         for each in self.all:
+            if each.id in self._names:
+                raise ConfigError(
+                    f"two models would have the name {each.id}; give each model and recipe once, or rename a rules file"
+                )
             self._names.setdefault(each.id, each)
             self._names.setdefault(each.model, each)
             self._names.setdefault(f":{each.recipe}", each)
         self._aliases = dict(aliases or {})
-        for target in self._aliases.values():
-            self.named(target)
+        for name, target in self._aliases.items():
+            if target not in self._names:
+                known = ", ".join(each.id for each in self.all)
+                raise ConfigError(f"--alias {name}={target}: there is no model {target!r}; there are: {known}")
 
     def named(self, name: str | None) -> ServedModel:
         """The model that a request names.

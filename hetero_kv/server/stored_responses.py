@@ -21,10 +21,11 @@ class StoredResponses:
     Args:
         folder: made with the first response.
         most: how many are kept; the oldest go first.
+        limit: bytes of all of them.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, most: int, limit: int) -> None:
+        self._folder, self._most, self._limit = folder, most, limit
         self._changing = threading.Lock()
 
     def put(self, response: dict[str, Any], items: list[Any], key: str) -> None:
@@ -35,8 +36,11 @@ class StoredResponses:
             text = json.dumps(content, ensure_ascii=True)
             write_atomically(self._path(response["id"]), text)
             paths = sorted(self._folder.glob("resp_*.json"), key=_age)
-            for path in paths[: max(0, len(paths) - self._most)]:
-                path.unlink(missing_ok=True)
+            sizes = [_size(path) for path in paths]
+            # The newest that fit.
+            while paths and (len(paths) > self._most or sum(sizes) > self._limit):
+                paths.pop(0).unlink(missing_ok=True)
+                sizes.pop(0)
 
     def get(self, response_id: str, key: str) -> tuple[dict[str, Any], list[Any]]:
         """A response of this key, and the items of its conversation.
@@ -70,6 +74,13 @@ def _age(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _owner(key: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+
+from hetero_kv.server.json_response import json_bytes
 
 T = TypeVar("T")
 
@@ -17,9 +18,9 @@ PING = b": waiting\n\n"
 
 def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event with a JSON value, or a text as it is."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()
+    content = data.encode() if isinstance(data, str) else json_bytes(data)
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return b"%sdata: %s\n\n" % (head, content)
 
 
 async def ticking(source: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:

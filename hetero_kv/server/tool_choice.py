@@ -36,17 +36,17 @@ class Choice:
     def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
         """A mask for each answer. Raises ApiError 400 for two constraints, else as `masks_of`."""
         if self.chosen in ("none", "auto"):
-            return list(masks_of(served, body, count, prompt.tokens))
+            return list(masks_of(served, body, count, prompt.opening))
         if constraint_of(body) is not None:
             raise ApiError(400, "tool_choice and response_format constrain one answer; give one of them")
-        grammar = served.form.call_grammar(prompt.tokens, self.tools, self.chosen, is_parallel=self.is_parallel)
+        grammar = served.form.call_grammar(prompt.opening, self.tools, self.chosen, is_parallel=self.is_parallel)
         assert grammar is not None
         return [served.grammars.lark(grammar) for _ in range(count)]
 
     def parsers(self, served: ServedModel, prompt: ChatPrompt, count: int) -> Sequence[AnswerParser]:
         """A parser for each answer."""
         tools = () if self.chosen == "none" else self.tools
-        return [served.form.parser(prompt.tokens, tools) for _ in range(count)]
+        return [served.form.parser(prompt.opening, tools) for _ in range(count)]
 
 
 def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Choice:

@@ -201,6 +201,9 @@ def test_the_events_of_a_response_make_the_whole(client, served):
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
         ({"input": 5}, "give a text"),
         ({"input": []}, "no messages"),
+        ({"input": {"a": 1}}, "give a text or a list"),
+        ({"input": [{"type": "reasoning", "content": 1}]}, "list of parts"),
+        ({"text": {"format": "x"}}, "the format is 'x'"),
         ({"previous_response_id": "resp_../../x"}, "there is no response"),
     ],
 )
@@ -260,3 +263,44 @@ def test_mistakes_have_anthropics_form(http, fields, words):
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert words in body["error"]["message"]
+
+
+def test_a_thought_in_the_beginning_of_an_answer_is_refused(http):
+    begun = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    found = http.post("/v1/chat/completions", json={"messages": [*HELLO, begun]})
+    assert found.status_code == 400
+    assert "begins the answer" in found.json()["error"]["message"]
+
+
+def test_fields_without_effect_are_named_whatever_they_are_called(http):
+    body = {"input": "x", "max_output_tokens": 1, "reasoning": {"summary": "auto"}, "a\nb": 1, "\u0000": 2}
+    found = http.post("/v1/responses", json=body)
+    assert found.status_code == 200
+    assert found.headers["x-hetero-kv-ignored"] == "?,a?b,reasoning.summary"
+
+
+def test_what_json_has_no_number_for_comes_back_as_null(http):
+    content = b'{"input": "x", "max_output_tokens": 1, "metadata": {"a": 1e999, "b": "\\ud800"}, "stream": %s}'
+    whole = http.post("/v1/responses", content=content % b"false", headers={"content-type": "application/json"})
+    assert whole.json()["metadata"] == {"a": None, "b": "?"}
+    streamed = http.post("/v1/responses", content=content % b"true", headers={"content-type": "application/json"})
+    assert '"a":null' in streamed.text
+
+
+def test_two_thoughts_of_one_answer_are_both_kept():
+    from hetero_kv.server.anthropic_messages import system_text, template_messages
+
+    blocks = [{"type": "thinking", "thinking": "one"}, {"type": "thinking", "thinking": "two"}]
+    (message,), _ = template_messages([{"role": "assistant", "content": blocks}], str)
+    assert message["reasoning_content"] == "one\ntwo"
+    assert system_text([{"type": "text", "text": "x-anthropic-billing-header: 1\nbe brief"}]) == "be brief"
+
+
+def test_names_that_two_models_would_have_and_aliases_of_none_are_refused(served):
+    from hetero_kv.errors import ConfigError
+    from hetero_kv.server.served import ServedModels
+
+    with pytest.raises(ConfigError, match="two models"):
+        ServedModels([served, served])
+    with pytest.raises(ConfigError, match="no model 'typo'"):
+        ServedModels([served], {"*": "tiny", "x": "typo"})

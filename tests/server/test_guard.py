@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 
 import httpx2 as httpx
@@ -178,3 +179,58 @@ def test_a_client_that_takes_nothing_loses_its_place(served, tmp_path):
     assert served.engine.status().requests == ()
     assert b'reason="cancelled"} 1.0' in host.metrics.text()
     assert served.gate.waiting == 0
+
+
+def test_a_fault_of_the_server_is_an_answer_with_an_id_and_a_line_in_the_log(served, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr("hetero_kv.server.llama_server._model", fail)
+    with running(host_of(served, folder=tmp_path)) as address, caplog.at_level("INFO", "hetero_kv.server"):
+        found = httpx.get(f"{address}/v1/models")
+    assert found.status_code == 500
+    assert "secret" not in found.text
+    assert found.headers["x-request-id"].startswith("req_")
+    assert found.headers["x-frame-options"] == "DENY"
+    assert any("status=500" in each.getMessage() for each in caplog.records)
+
+
+@pytest.mark.parametrize("host", ["[abc", "a b", "[::1", "\u00e4.example"])
+def test_a_host_that_is_none_is_refused(http, host):
+    assert http.get("/v1/models", headers={b"host": host.encode("latin-1")}).status_code in (400, 403)
+
+
+def test_what_needs_no_key_reads_no_body(guarded):
+    assert guarded.request("GET", "/health", content=b"x" * 20_000).status_code == 200
+    assert guarded.head("/health").status_code == 200
+
+
+def test_parallel_requests_of_a_key_are_counted_when_they_come(served, tmp_path):
+    host = host_of(served, folder=tmp_path, requests_per_minute=2)
+    with running(host) as address:
+        statuses = []
+        asked = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True}
+        threads = [
+            threading.Thread(
+                target=lambda: statuses.append(
+                    httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code
+                )
+            )
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(statuses) == [200, 200, 429, 429, 429]
+
+
+def test_tokens_of_a_client_that_leaves_are_counted(served, tmp_path):
+    host = host_of(served, folder=tmp_path, tokens_per_minute=60)
+    with running(host) as address:
+        asked = {"prompt": [5] * 50, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0}
+        with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=30) as stream:
+            for number, _ in enumerate(stream.iter_lines()):
+                if number > 60:
+                    break
+        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 429

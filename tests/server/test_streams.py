@@ -198,3 +198,43 @@ def test_health_is_bad_where_the_engine_makes_no_step(tmp_path):
         release.set()
         asked.join()
         assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_request_for_many_answers_holds_up_no_other(slow, slow_address):
+    asked = {"prompt": [7] * 20, "max_tokens": 60, "ignore_eos": True, "n": 16, "stream": True, "logprobs": 0}
+    with httpx.stream("POST", f"{slow_address}/v1/completions", json=asked, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        small = {"prompt": [9, 8], "max_tokens": 1}
+        assert httpx.post(f"{slow_address}/v1/completions", json=small, timeout=30).status_code == 200
+        # It came before most of the others' answers.
+        states = slow.gate._waiting
+        assert sum(map(len, states.values())) >= 4
+
+
+def test_more_answers_than_a_request_may_have_are_refused(http):
+    found = http.post("/v1/completions", json={"prompt": [[5], [6], [7], [8], [9]], "n": 16, "max_tokens": 1})
+    assert found.status_code == 400
+    assert "at most 64" in found.json()["error"]["message"]
+
+
+def test_a_server_that_stops_ends_its_answers_with_an_error(tmp_path):
+    found = tiny_served(max_batch=1)
+    host = host_of(found, folder=tmp_path)
+    asked = {"prompt": [5, 6], "max_tokens": 700, "ignore_eos": True, "stream": True, "logprobs": 0}
+    with found.engine, running(host) as address:
+        ends = []
+
+        def read():
+            with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as stream:
+                ends.append([line for line in stream.iter_lines() if line][-2])
+
+        threads = [threading.Thread(target=read) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(host.active) == 6)
+        host.stop_answers()
+        for thread in threads:
+            thread.join()
+    assert len(ends) == 6
+    assert all(json.loads(end[6:])["error"]["code"] == "server_stopping" for end in ends)

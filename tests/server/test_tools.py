@@ -182,3 +182,28 @@ def test_several_recipes_of_one_model_are_served_and_named(tmp_path):
             "tiny:quest": "tiny:quest", ":quest": "tiny:quest", "tiny": "tiny:dense", "tiny:dense": "tiny:dense",
             "": "tiny:dense",
         }  # fmt: skip
+
+
+def test_a_call_that_is_cut_is_incomplete_and_is_not_gone_on_with(client):
+    tool = {"type": "function", **WEATHER}
+    fields = {"model": "tiny", "input": "weather?", "tools": [tool], "tool_choice": "required", "temperature": 1.0}
+    events = list(client.responses.create(**fields, max_output_tokens=45, stream=True))
+    whole = events[-1].response
+    assert whole.status == "incomplete"
+    assert [each.status for each in whole.output] == ["incomplete"]
+    assert not any(each.type == "response.function_call_arguments.done" for each in events)
+    again = client.responses.create(model="tiny", input="so?", previous_response_id=whole.id, max_output_tokens=1)
+    assert again.usage.input_tokens > 0
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=ASKED,
+            max_tokens=45,
+            stream=True,
+            tools=TOOLS,
+            tool_choice="required",
+            temperature=1.0,
+        )
+    )
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert not any(each.choices[0].delta.content for each in chunks)
