@@ -11,11 +11,20 @@ import pytest
 from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.slow_variants import combined
 
+
+@pytest.fixture
+def heard_interrupts():
+    """Ctrl-C raises KeyboardInterrupt, also in a process that began with it ignored, as those in the background do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("kind", "place"), combined(["decode", "prefill", "mixed"], ["before", "behind"]))
-def test_the_next_step_goes_on_where_the_interrupted_one_was(kind, place, monkeypatch):
+def test_the_next_step_goes_on_where_the_interrupted_one_was(kind, place, monkeypatch, heard_interrupts):
     is_before = place == "before"
     with engine_of("quest", part=16) as engine:
         forward, calls, interrupts = engine._scheduler.forward, count(), 0
