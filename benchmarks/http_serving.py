@@ -1,6 +1,6 @@
 """Servers side by side: clients that ask about documents, hetero-kv's server and llama.cpp's, with the same file.
 
-    python -m benchmarks.http_serving --llama_server PROGRAM [--clients 1,4,16] [--documents 4] [--context 2048]
+    python -m benchmarks.serving --http --llama_server PROGRAM [--clients 1,4,16] [--documents 4] [--context 2048]
         [--answer 32] [--recipe adaptive] [--model NAME] [--json FILE]
 
 Each client asks a question about one of the documents of `--context` tokens, all at the same time; then each asks a

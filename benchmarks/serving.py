@@ -8,6 +8,8 @@ the median time of a step, the repeats interleaved. Gaps: four requests are answ
 passes; a gap is the time between two tokens of one of them. Beginnings: a second prompt has the same first 8,192 tokens
 (or half of `--prompt`, if that is less).
 
+`--http` with the flags of `benchmarks.http_serving` measures the server instead.
+
 llama.cpp's `llama-batched-bench`, built from its source, decodes as many rows of `--context` tokens each, with the same
 file and as many threads, behind the first recipe. The plot shows tokens per second by rows.
 """
@@ -18,6 +20,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import http_serving
 from benchmarks.figures import Label, label_lines, new_figure, save
 from hetero_kv import Engine, SamplingParams, load_model
 from hetero_kv.models import DEFAULT_MODEL
@@ -191,6 +195,10 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, and write a record."""
+    if "--http" in sys.argv:
+        sys.argv.remove("--http")
+        http_serving.main()
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--recipes", default="dense,adaptive")
