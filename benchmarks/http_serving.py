@@ -94,7 +94,7 @@ def theirs(arguments: argparse.Namespace, clients: int, port: int) -> list[str]:
     file = locate(arguments.model, None, None).gguf
     return [
         arguments.llama_server, "-m", str(file), "--port", str(port), "-np", str(clients), "-c",
-        str(clients * room(arguments)), "-t", str(arguments.threads), "-tb", str(arguments.threads), "--no-webui",
+        str(clients * room(arguments)), "-t", str(arguments.threads), "-tb", str(arguments.threads),
     ]  # fmt: skip
 
 

@@ -43,6 +43,8 @@ from hetero_kv.serving.text_stream import TextStream
 from hetero_kv.serving.turns import Turn
 
 _logger = logging.getLogger(__name__)
+# How long an engine's thread is idle before it writes a kept sequence to the disk, seconds.
+_IDLE_S = 1.0
 
 
 class Engine:
@@ -77,9 +79,9 @@ class Engine:
             copies are dropped first. 0 takes none: then only prompts that begin with all of an earlier sequence share
             it. Models whose layers keep every token need no copies.
         context_folder: a folder to which these sequences go as saved contexts, so that prompts find them when they have
-            left memory, and after a restart. They are written while no request is there; one that must leave memory
-            before holds up all others for as long as the disk takes to write it, and `close` writes what is left. Files
-            that cannot be written or used are logged. None for no such folder.
+            left memory, and after a restart. They are written once no request has been there for a second; one that
+            must leave memory before holds up all others for as long as the disk takes to write it, and `close` writes
+            what is left. Files that cannot be written or used are logged. None for no such folder.
         context_cache_gb: GB that all contexts in the folder may take; the least recently used are removed first. None
             for no limit.
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
@@ -422,13 +424,14 @@ class Engine:
         for request in self._queues.all:
             request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
 
-    def _has_work(self) -> bool:
-        return bool(self._is_closed or self._new or self._queues.all or self._prefixes.is_writing)
+    def _has_requests(self) -> bool:
+        return bool(self._is_closed or self._new or self._queues.all)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                # Who asks right behind an answer does not wait for the disk.
+                self._changed.wait_for(self._has_requests, _IDLE_S if self._prefixes.is_writing else None)
                 if self._is_closed:
                     return
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import pytest
 import torch
@@ -210,3 +211,13 @@ def test_a_folder_that_cannot_be_used_and_a_limit_below_0_are_refused_by_name(tm
         engine_of("dense", context_folder=file)
     with pytest.raises(HeteroKVError, match="Engine: context_cache_gb is -1; it must be at least 0"):
         engine_of("dense", context_folder=tmp_path, context_cache_gb=-1)
+
+
+def test_who_asks_right_behind_an_answer_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    with engine_of(context_folder=tmp_path, starts_thread=True) as engine:
+        written, write_one = threading.Event(), engine._prefixes.write_one
+        monkeypatch.setattr(engine._prefixes, "write_one", lambda: (written.set(), write_one()))
+        for tokens in PROMPTS[:4]:
+            engine.generate(tokens, GREEDY).result()
+            assert not written.is_set()
+        assert written.wait(20)
