@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 
 @dataclass
-class Asked:
-    """One question: when it was asked, and when its tokens came, seconds of `time.perf_counter`."""
+class TimedAnswer:
+    """One question: when it was answer, and when its tokens came, seconds of `time.perf_counter`."""
 
     began: float
     times: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Asked:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-def ask(address: str, prompt: str, tokens: int) -> Asked:
+def ask(address: str, prompt: str, tokens: int) -> TimedAnswer:
     """Ask for the continuation of a text, streamed; the answer has exactly so many tokens.
 
     Raises RuntimeError if the server answers otherwise.
@@ -37,7 +37,7 @@ def ask(address: str, prompt: str, tokens: int) -> Asked:
     place = urlsplit(address)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=3600)
     fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    asked = Asked(time.perf_counter())
+    answer = TimedAnswer(time.perf_counter())
     connection.request("POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
@@ -48,14 +48,14 @@ def ask(address: str, prompt: str, tokens: int) -> Asked:
             if "error" in chunk:
                 raise RuntimeError(f"{address}: {chunk['error']}")
             if any(choice["text"] for choice in chunk.get("choices", ())):
-                asked.times.append(time.perf_counter())
+                answer.times.append(time.perf_counter())
     connection.close()
-    return asked
+    return answer
 
 
-def ask_all(address: str, prompts: Sequence[str], tokens: int) -> list[Asked]:
+def ask_all(address: str, prompts: Sequence[str], tokens: int) -> list[TimedAnswer]:
     """Ask all questions at the same time."""
-    found: list[Asked | BaseException] = []
+    found: list[TimedAnswer | BaseException] = []
 
     def run(prompt: str) -> None:
         try:
@@ -71,4 +71,4 @@ def ask_all(address: str, prompts: Sequence[str], tokens: int) -> list[Asked]:
     for each in found:
         if isinstance(each, BaseException):
             raise each
-    return [each for each in found if isinstance(each, Asked)]
+    return [each for each in found if isinstance(each, TimedAnswer)]

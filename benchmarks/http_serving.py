@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.http_clients import Asked, ask, ask_all
+from benchmarks.http_clients import TimedAnswer, ask, ask_all
 from hetero_kv.cpus import usable_cpus
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.locating import locate
@@ -103,14 +103,14 @@ def room(arguments: argparse.Namespace) -> int:
     return int(1.3 * arguments.context) + arguments.answer + 256
 
 
-def figures(rounds: Sequence[Sequence[Asked]], seconds: Sequence[float]) -> dict[str, Any]:
+def figures(rounds: Sequence[Sequence[TimedAnswer]], seconds: Sequence[float]) -> dict[str, Any]:
     """What a server reached: for the first questions, the second ones, and both."""
     found: dict[str, Any] = {}
-    for name, asked in zip(("first", "second"), rounds, strict=True):
-        firsts = [each.first_s for each in asked]
+    for name, answers in zip(("first", "second"), rounds, strict=True):
+        firsts = [each.first_s for each in answers]
         found[f"{name}_token_s"] = statistics.median(firsts)
         found[f"{name}_token_longest_s"] = max(firsts)
-    everything = [each for asked in rounds for each in asked]
+    everything = [each for answers in rounds for each in answers]
     gaps = sorted(gap for each in everything for gap in each.gaps_s)
     found["tokens_per_s"] = sum(len(each.times) for each in everything) / sum(seconds)
     found["gap_p99_s"] = gaps[int(0.99 * (len(gaps) - 1))]
@@ -185,8 +185,8 @@ def overhead(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
 
         def through_http() -> tuple[float, float]:
             began = time.perf_counter()
-            asked = ask_all(f"http://127.0.0.1:{port}", prompts, count)
-            return rows * count / (time.perf_counter() - began), min(each.first_s for each in asked)
+            answers = ask_all(f"http://127.0.0.1:{port}", prompts, count)
+            return rows * count / (time.perf_counter() - began), min(each.first_s for each in answers)
 
         bare()
         found: dict[str, list[tuple[float, float]]] = {"bare": [], "http": []}

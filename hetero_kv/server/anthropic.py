@@ -71,10 +71,10 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     )
     sampling = fields.sampling(served, host.defaults, len(prompt.tokens), most=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    asked = Prompt(served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers)
-    answers = ChatAnswers(host.answers(asked, request), parsers)
+    continued = Prompt(served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers)
+    answers = ChatAnswers(host.answers(continued, request), parsers)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *prompt.unused]
+    unknown = [*body.unknown, *fields.ignored(host.defaults), *prompt.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)

@@ -51,11 +51,11 @@ def template_messages(messages: list[Any], file_text: FileText) -> tuple[list[di
         if message["role"] == "assistant":
             found.append(_assistant(blocks, place))
         else:
-            results, text, asked = _user(blocks, place, file_text)
+            results, text, last = _user(blocks, place, file_text)
             found += results
             if text or not results:
                 found.append({"role": message["role"], "content": text})
-                question = asked
+                question = last
     return found, question
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from importlib import metadata
 
 from fastapi import FastAPI, Request
@@ -39,23 +38,14 @@ ROUTERS = (
 )
 
 
-def application(host: Host, *, origins: Collection[str] = (), on_shutdown: Callable[[], None] | None = None) -> FastAPI:
+def application(host: Host, *, origins: Collection[str] = ()) -> FastAPI:
     """The application that answers for a host.
 
     Args:
         origins: other origins whose pages may use the server; "*" for all.
-        on_shutdown: called when the server stops, behind the last answer.
     """
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        if on_shutdown is not None:
-            on_shutdown()
-
-    app = FastAPI(
-        title="hetero-kv", version=metadata.version("hetero-kv"), lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="hetero-kv", version=metadata.version("hetero-kv"), docs_url=None, redoc_url=None)
     app.state.host = host
     for router in ROUTERS:
         app.include_router(router)

@@ -75,11 +75,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         served, host.defaults, len(prompt.tokens), most=most, logprobs=_logprobs(body), masks=masks
     )
     parsers = choice.parsers(served, prompt, body.choices)
-    asked = Prompt(
+    continued = Prompt(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt
     )
-    answers = ChatAnswers(host.answers(asked, request), parsers)
-    unknown = [*body.unknown, *prompt.unused, *(["store"] if body.store else [])]
+    answers = ChatAnswers(host.answers(continued, request), parsers)
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str, ended: ChatEnded) -> None:
         host.recent.add(response_id, served, prompt.tokens, ended.completion.tokens, request.state.key)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
+from hetero_kv.models.messages import END_OF_THOUGHT
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 
@@ -43,7 +44,7 @@ class ChatPrompt:
 
     Attributes:
         tokens: up to where the answer goes on.
-        opening: those of them before the beginning of the answer that the conversation has.
+        opening: those before the beginning of the answer that the conversation has, unless a thought ends there.
         question: how many of the last ones are the question; None if unknown.
         unused: words for what had no effect.
     """
@@ -74,6 +75,8 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
     last = messages[-1] if messages else {}
     if begun is not None:
         tokens = [*tokens, *turns.text(begun["content"])]
+        # A thought that the template opens ends within such a beginning.
+        opening = tokens if END_OF_THOUGHT in begun["content"] else opening
     elif last.get("role") == "user":
         try:
             question = turns.question(tokens, last["content"], dialogue.question)

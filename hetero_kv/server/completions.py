@@ -61,8 +61,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     answers = host.answers(Prompt(served, prompts, sampling), request)
     writer = _Writer(served, body)
     if body.stream:
-        return response(EventStream(answers, writer, host.settings.ping_s, request), body.unknown)
-    return response(json_response(writer.whole(await completed(answers, request))), body.unknown)
+        return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))
+    return response(json_response(writer.whole(await completed(answers, request))), body.ignored(host.defaults))
 
 
 def _require_supported(body: CompletionRequest) -> None:

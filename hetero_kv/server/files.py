@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -14,6 +13,7 @@ from pathlib import Path
 from hetero_kv.documents.reading import document_from
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.server.errors import ApiError
+from hetero_kv.server.keys import owner_of
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -73,7 +73,7 @@ class Files:
         name = Path(filename.replace("\\", "/")).name[:200] or "document"
         text = document_from(content, name).text.encode()
         stored = StoredFile(
-            f"file-{secrets.token_hex(16)}", name, len(content), len(text), _owner(key), purpose, int(time.time())
+            f"file-{secrets.token_hex(16)}", name, len(content), len(text), owner_of(key), purpose, int(time.time())
         )
         with self._changing:
             used = sum(each.text_bytes for each in self._all())
@@ -91,7 +91,7 @@ class Files:
         """A document of this key. Raises ApiError 404 for others' and unknown ones alike."""
         path = self._folder / f"{file_id}.json"
         found = self._read(path) if _ID.fullmatch(file_id) and path.is_file() else None
-        if found is None or found.owner != _owner(key):
+        if found is None or found.owner != owner_of(key):
             raise ApiError(404, f"there is no file {file_id!r}; upload it by POST /v1/files", param="file_id")
         return found
 
@@ -102,7 +102,7 @@ class Files:
 
     def all(self, key: str) -> list[StoredFile]:
         """The documents of this key, the newest first."""
-        own = [each for each in self._all() if each.owner == _owner(key)]
+        own = [each for each in self._all() if each.owner == owner_of(key)]
         return sorted(own, key=lambda each: (each.created_at, each.id), reverse=True)
 
     def delete(self, file_id: str, key: str) -> None:
@@ -121,7 +121,3 @@ class Files:
         except (OSError, ValueError, TypeError):
             # Another program's file, or one that is removed just now.
             return None
-
-
-def _owner(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -55,26 +56,27 @@ class Ended:
     completion: Completion
 
 
-class Source:
+class Source(ABC):
     """Answers as they come. Use it as a context manager: what is not complete at the end is cancelled."""
 
     def __enter__(self) -> Self:
         return self
 
+    @abstractmethod
     def __exit__(self, *raised: object) -> None:
-        pass
+        """Cancel what is not complete."""
 
     @property
+    @abstractmethod
     def progress(self) -> Progress | None:
         """How much of the prompt has passed; None while it waits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def events(self) -> AsyncIterator[Token | Ended]:
         """The tokens and ends of all answers, as they come.
 
         Raises ApiError 429 if the request waits too long for its turn, and the errors of the engine.
         """
-        raise NotImplementedError
 
     async def ended(self) -> list[Ended]:
         """All answers, once they are complete. Raises as `events`."""

@@ -85,8 +85,8 @@ class Guard:
         try:
             self._require_host_and_origin(headers)
             if self._is_preflight(scope, headers):
-                wanted = headers.get("access-control-request-headers", "")
-                allowed = {"access-control-allow-headers": wanted} if _HEADERS.fullmatch(wanted) else {}
+                named = headers.get("access-control-request-headers", "")
+                allowed = {"access-control-allow-headers": named} if _HEADERS.fullmatch(named) else {}
                 await json_response({}, headers=allowed)(scope, receive, answer)
                 return
             is_open = scope["path"] in _OPEN or scope["path"].startswith("/page/")

@@ -75,5 +75,10 @@ def keys_in(path: Path) -> list[str]:
     return found
 
 
+def owner_of(name: str) -> str:
+    """What files on the disk say of the key that made them: a hash of its name."""
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

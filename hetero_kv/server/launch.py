@@ -19,6 +19,7 @@ import uvicorn
 from hetero_kv.errors import ConfigError
 from hetero_kv.loading import load_model, with_rules
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel
+from hetero_kv.models.chat_template import thinking_variable
 from hetero_kv.models.fetching import cache_home
 from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.named_config import named_config
@@ -53,6 +54,10 @@ def serve(
     try:
         with ExitStack() as engines:
             served = _served(flags, settings, contexts, engines)
+            if defaults.thinks is not None:
+                # Models without the switch are refused now, not told with every answer.
+                for each in served:
+                    thinking_variable(each.loaded.tokenizer)
             models = ServedModels(served, _aliases(flags.alias, served[0]))
             folder = (
                 cache_home() / "files" if settings.file_folder == "auto" else Path(settings.file_folder).expanduser()

@@ -62,10 +62,10 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     masks = await in_thread(choice.masks, served, prompt, body, 1)
     sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    asked = Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers)
-    answers = ChatAnswers(host.answers(asked, request), parsers)
+    continued = Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers)
+    answers = ChatAnswers(host.answers(continued, request), parsers)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.unknown, *prompt.unused, *others, *_without_effect(body)]
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)

@@ -48,7 +48,7 @@ class SamplingFields(Fields):
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool = False
-    priority: int = 0
+    priority: Annotated[int, Field(ge=0)] = 0
     user: Any = None
 
     def sampling(
@@ -95,6 +95,12 @@ class SamplingFields(Fields):
         except ConfigError as error:
             # It begins with the setting's name.
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
+
+    def ignored(self, defaults: SamplingSettings) -> list[str]:
+        """Fields that have no effect: unknown ones, and those that draw tokens where the likeliest is taken."""
+        is_greedy = not _or(self.temperature, defaults.temperature)
+        drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
+        return self.unknown + [f"{name} (temperature is 0)" for name in drawing if is_greedy]
 
     @property
     def choices(self) -> int:

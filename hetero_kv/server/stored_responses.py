@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
@@ -11,6 +10,7 @@ from typing import Any
 
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.server.errors import ApiError
+from hetero_kv.server.keys import owner_of
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -30,7 +30,7 @@ class StoredResponses:
 
     def put(self, response: dict[str, Any], items: list[Any], key: str) -> None:
         """Keep a response and the items of its conversation, its output included."""
-        content = {"owner": _owner(key), "response": response, "items": items}
+        content = {"owner": owner_of(key), "response": response, "items": items}
         with self._changing:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             text = json.dumps(content, ensure_ascii=True)
@@ -53,7 +53,7 @@ class StoredResponses:
             )
         except (OSError, ValueError):
             found = {}
-        if found.get("owner") != _owner(key):
+        if found.get("owner") != owner_of(key):
             raise ApiError(
                 404, f"there is no response {response_id!r}; the server keeps the last {self._most:,}, unless store is "
                 "false", param="previous_response_id", code="previous_response_not_found",
@@ -81,7 +81,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _owner(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32]

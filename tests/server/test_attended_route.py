@@ -9,11 +9,11 @@ from tests.server.running import host_of, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ASKED = {"messages": [{"role": "user", "content": "hello there, what is it?"}], "max_tokens": 8}
+PAYLOAD = {"messages": [{"role": "user", "content": "hello there, what is it?"}], "max_tokens": 8}
 
 
 def test_the_shares_of_passages_sum_to_one_and_have_their_texts(http, served):
-    answer = http.post("/v1/chat/completions", json=ASKED).json()
+    answer = http.post("/v1/chat/completions", json=PAYLOAD).json()
     prompt = answer["usage"]["prompt_tokens"]
     for token in (0, 5):
         found = http.post("/v1/attended", json={"response_id": answer["id"], "token": token, "bins": 10}).json()
@@ -32,14 +32,14 @@ def test_an_answer_that_is_unknown_or_of_another_key_is_not_found(http, served, 
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "answer_not_found")
     with running(host_of(served, folder=tmp_path, keys=("ann:secret-of-ann", "bob:secret-of-bob"))) as address:
         ann, bob = ({"x-api-key": f"secret-of-{name}"} for name in ("ann", "bob"))
-        answer = httpx.post(f"{address}/v1/chat/completions", json=ASKED, headers=ann).json()["id"]
-        asked = {"response_id": answer, "token": 1}
-        assert httpx.post(f"{address}/v1/attended", json=asked, headers=bob).status_code == 404
-        assert httpx.post(f"{address}/v1/attended", json=asked, headers=ann).status_code == 200
+        answer = httpx.post(f"{address}/v1/chat/completions", json=PAYLOAD, headers=ann).json()["id"]
+        payload = {"response_id": answer, "token": 1}
+        assert httpx.post(f"{address}/v1/attended", json=payload, headers=bob).status_code == 404
+        assert httpx.post(f"{address}/v1/attended", json=payload, headers=ann).status_code == 200
 
 
 def test_a_token_that_the_answer_has_not_is_refused(http):
-    answer = http.post("/v1/chat/completions", json=ASKED).json()["id"]
+    answer = http.post("/v1/chat/completions", json=PAYLOAD).json()["id"]
     found = http.post("/v1/attended", json={"response_id": answer, "token": 8})
     assert found.status_code == 400
     assert "has 8 tokens" in found.json()["error"]["message"]

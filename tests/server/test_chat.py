@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 
 import anthropic
+import httpx2 as httpx
 import openai
 import pytest
 
 from hetero_kv import SamplingParams
+from tests.server.running import host_of, running, tiny_served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -227,12 +229,12 @@ def test_anthropics_messages_are_answered_by_the_engines_tokens(claude, served):
 
 
 def test_a_billing_header_does_not_change_the_prompt(claude):
-    def asked(head):
+    def payload(head):
         system = [{"type": "text", "text": f"x-anthropic-billing-header: {head}"}, {"type": "text", "text": "be"}]
         return claude.messages.count_tokens(model="tiny", system=system, messages=HELLO).input_tokens
 
     plain = claude.messages.count_tokens(model="tiny", system="be", messages=HELLO).input_tokens
-    assert asked("cc_version=1; cch=abc") == asked("cc_version=2; cch=defghi") == plain
+    assert payload("cc_version=1; cch=abc") == payload("cc_version=2; cch=defghi") == plain
 
 
 def test_documents_in_anthropics_form_are_read(claude, served):
@@ -304,3 +306,15 @@ def test_names_that_two_models_would_have_and_aliases_of_none_are_refused(served
         ServedModels([served, served])
     with pytest.raises(ConfigError, match="no model 'typo'"):
         ServedModels([served], {"*": "tiny", "x": "typo"})
+
+
+def test_a_thought_that_ends_in_the_beginning_of_an_answer_is_over(tmp_path):
+    found = tiny_served()
+    found.loaded.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    begun = {"role": "assistant", "content": "hm</think>The answer"}
+    with found.engine, running(host_of(found, folder=tmp_path)) as address:
+        for messages, is_thought in ((HELLO, True), ([*HELLO, begun], False)):
+            payload = {"messages": messages, "max_tokens": 12, "ignore_eos": True}
+            answer = httpx.post(f"{address}/v1/chat/completions", json=payload, timeout=60).json()["choices"][0]
+            assert bool(answer["message"].get("reasoning_content")) == is_thought
+            assert bool(answer["message"]["content"]) != is_thought

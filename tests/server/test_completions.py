@@ -57,8 +57,8 @@ def test_token_ids_and_several_prompts_are_continued_each(client, served):
 
 
 def test_a_seed_gives_the_same_answer_and_answers_differ(client):
-    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 16, "temperature": 1.5, "n": 2}
-    first, again, other = (client.completions.create(**asked, seed=seed) for seed in (7, 7, 8))
+    payload = {"model": "tiny", "prompt": "hello", "max_tokens": 16, "temperature": 1.5, "n": 2}
+    first, again, other = (client.completions.create(**payload, seed=seed) for seed in (7, 7, 8))
     assert [each.text for each in first.choices] == [each.text for each in again.choices]
     assert first.choices[0].text != first.choices[1].text
     assert first.choices[0].text != other.choices[0].text
@@ -80,13 +80,13 @@ def test_a_json_schema_is_followed(http):
         "required": ["a"],
         "additionalProperties": False,
     }
-    asked = {"prompt": "hello", "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    payload = {"prompt": "hello", "max_tokens": 200, "temperature": 1.0, "seed": 3}
     for form in (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
         {"json_schema": schema},
         {"response_format": {"type": "json_object", "schema": schema}},
     ):
-        found = http.post("/v1/completions", json={**asked, **form}).json()
+        found = http.post("/v1/completions", json={**payload, **form}).json()
         answer = json.loads(found["choices"][0]["text"])
         assert list(answer) == ["a"]
         assert 0 <= answer["a"] <= 9
@@ -94,11 +94,11 @@ def test_a_json_schema_is_followed(http):
 
 
 def test_a_grammar_and_a_regular_expression_are_followed(http):
-    asked = {"prompt": "hello", "max_tokens": 50, "temperature": 1.0}
-    found = http.post("/v1/completions", json={**asked, "grammar": 'start: "yes" | "no"'}).json()
+    payload = {"prompt": "hello", "max_tokens": 50, "temperature": 1.0}
+    found = http.post("/v1/completions", json={**payload, "grammar": 'start: "yes" | "no"'}).json()
     assert found["choices"][0]["text"] in ("yes", "no")
     found = http.post(
-        "/v1/completions", json={**asked, "response_format": {"type": "regex", "regex": "[ab]{3}"}}
+        "/v1/completions", json={**payload, "response_format": {"type": "regex", "regex": "[ab]{3}"}}
     ).json()
     assert len(found["choices"][0]["text"]) == 3
 
@@ -158,3 +158,15 @@ def test_fields_without_effect_are_named_in_a_header(http):
 def test_an_answer_without_a_limit_is_as_long_as_openais(client):
     found = client.completions.create(model="tiny", prompt="hello")
     assert found.usage.completion_tokens <= 16
+
+
+def test_what_draws_has_no_effect_where_the_likeliest_token_is_taken_and_is_named(http):
+    found = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1, "top_p": 0.5, "min_p": 0.1})
+    assert found.headers["x-hetero-kv-ignored"] == "top_p (temperature is 0),min_p (temperature is 0)"
+    drawn = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1, "top_p": 0.5, "temperature": 1})
+    assert "x-hetero-kv-ignored" not in drawn.headers
+
+
+def test_no_request_goes_before_others_by_a_priority_that_it_gives_itself(http):
+    assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1, "priority": -1}).status_code == 400
+    assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1, "priority": 3}).status_code == 200

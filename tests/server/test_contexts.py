@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DOCUMENT = "The minutes of the meeting. " * 15
 
 
-def asked(address, question):
+def answered(address, question):
     """A question about the document: the usage and the answer."""
     parts = [{"type": "text", "text": DOCUMENT}, {"type": "text", "text": question}]
     fields = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
@@ -28,22 +28,22 @@ def test_a_second_question_computes_its_own_tokens_alone_also_after_a_restart(tm
     for number, question in enumerate(("What was decided?", "Who was there?", "When was it?")):
         served = tiny_served(recipe, context_folder=contexts)
         with served.engine, running(host_of(served, folder=tmp_path)) as address:
-            usage, answer = asked(address, question)
-            again, same = asked(address, question)
+            usage, answer = answered(address, question)
+            again, same = answered(address, question)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached > 350 if number else cached == 0
         assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
         assert answer == same
     alone = tiny_served(recipe)
     with alone.engine, running(host_of(alone, folder=tmp_path)) as address:
-        assert asked(address, "When was it?")[1] == answer
+        assert answered(address, "When was it?")[1] == answer
 
 
 def test_a_conversation_is_written_while_nobody_asks(tmp_path):
     contexts = tmp_path / "contexts"
     served = tiny_served(context_folder=contexts)
     with served.engine, running(host_of(served, folder=tmp_path)) as address:
-        asked(address, "What was decided?")
+        answered(address, "What was decided?")
         began = time.monotonic()
         # As a killed process would leave it.
         while not any(contexts.rglob("*.safetensors")) and time.monotonic() - began < 20:
@@ -51,5 +51,5 @@ def test_a_conversation_is_written_while_nobody_asks(tmp_path):
         time.sleep(0.3)
         other = tiny_served(context_folder=contexts)
         with other.engine, running(host_of(other, folder=tmp_path)) as second:
-            usage, _ = asked(second, "Who was there?")
+            usage, _ = answered(second, "Who was there?")
     assert usage["prompt_tokens_details"]["cached_tokens"] > 350

@@ -119,11 +119,11 @@ def test_unknown_routes_and_methods_are_errors_of_the_api(http):
 
 def test_requests_of_a_key_are_limited_per_minute(served, tmp_path):
     host = host_of(served, folder=tmp_path, keys=("ann:secret-of-ann", "bob:secret-of-bob"), requests_per_minute=2)
-    asked = {"prompt": "hello", "max_tokens": 1}
+    payload = {"prompt": "hello", "max_tokens": 1}
     with running(host) as address:
 
         def status(secret):
-            return httpx.post(f"{address}/v1/completions", json=asked, headers=bearer(secret), timeout=30)
+            return httpx.post(f"{address}/v1/completions", json=payload, headers=bearer(secret), timeout=30)
 
         assert [status("secret-of-ann").status_code for _ in range(3)] == [200, 200, 429]
         refused = status("secret-of-ann")
@@ -135,9 +135,9 @@ def test_requests_of_a_key_are_limited_per_minute(served, tmp_path):
 def test_tokens_of_a_key_are_limited_per_minute(served, tmp_path):
     host = host_of(served, folder=tmp_path, tokens_per_minute=20)
     with running(host) as address:
-        asked = {"prompt": [5] * 30, "max_tokens": 2}
-        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 200
-        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 429
+        payload = {"prompt": [5] * 30, "max_tokens": 2}
+        assert httpx.post(f"{address}/v1/completions", json=payload, timeout=30).status_code == 200
+        assert httpx.post(f"{address}/v1/completions", json=payload, timeout=30).status_code == 429
 
 
 def test_metrics_count_requests_and_tokens(served, tmp_path):
@@ -209,11 +209,11 @@ def test_parallel_requests_of_a_key_are_counted_when_they_come(served, tmp_path)
     host = host_of(served, folder=tmp_path, requests_per_minute=2)
     with running(host) as address:
         statuses = []
-        asked = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True}
+        payload = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True}
         threads = [
             threading.Thread(
                 target=lambda: statuses.append(
-                    httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code
+                    httpx.post(f"{address}/v1/completions", json=payload, timeout=30).status_code
                 )
             )
             for _ in range(5)
@@ -228,9 +228,9 @@ def test_parallel_requests_of_a_key_are_counted_when_they_come(served, tmp_path)
 def test_tokens_of_a_client_that_leaves_are_counted(served, tmp_path):
     host = host_of(served, folder=tmp_path, tokens_per_minute=60)
     with running(host) as address:
-        asked = {"prompt": [5] * 50, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0}
-        with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=30) as stream:
+        payload = {"prompt": [5] * 50, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 0}
+        with httpx.stream("POST", f"{address}/v1/completions", json=payload, timeout=30) as stream:
             for number, _ in enumerate(stream.iter_lines()):
                 if number > 60:
                     break
-        assert httpx.post(f"{address}/v1/completions", json=asked, timeout=30).status_code == 429
+        assert httpx.post(f"{address}/v1/completions", json=payload, timeout=30).status_code == 429

@@ -50,15 +50,15 @@ def test_files_and_responses_belong_to_the_key_that_made_them(served, tmp_path):
         )
         with ann, bob:
             file = ann.post("/v1/files", files={"file": ("x.txt", b"of ann")}).json()["id"]
-            asked = {"input": "hello", "max_output_tokens": 1}
-            answer = ann.post("/v1/responses", json=asked).json()["id"]
+            payload = {"input": "hello", "max_output_tokens": 1}
+            answer = ann.post("/v1/responses", json=payload).json()["id"]
             assert ann.get(f"/v1/files/{file}/content").text == "of ann"
             assert bob.get(f"/v1/files/{file}").status_code == 404
             assert bob.get(f"/v1/files/{file}/content").status_code == 404
             assert bob.delete(f"/v1/files/{file}").status_code == 404
             assert bob.get("/v1/files").json()["data"] == []
             assert bob.get(f"/v1/responses/{answer}").status_code == 404
-            assert bob.post("/v1/responses", json={**asked, "previous_response_id": answer}).status_code == 404
+            assert bob.post("/v1/responses", json={**payload, "previous_response_id": answer}).status_code == 404
             assert ann.get(f"/v1/responses/{answer}").status_code == 200
 
 
@@ -85,9 +85,9 @@ def test_old_responses_are_forgotten(served, tmp_path):
         running(host_of(served, folder=tmp_path, kept_responses=1)) as address,
         httpx.Client(base_url=address, timeout=30) as client,
     ):
-        asked = {"input": "hello", "max_output_tokens": 1}
-        first, second = (client.post("/v1/responses", json=asked).json()["id"] for _ in range(2))
+        payload = {"input": "hello", "max_output_tokens": 1}
+        first, second = (client.post("/v1/responses", json=payload).json()["id"] for _ in range(2))
         assert client.get(f"/v1/responses/{first}").status_code == 404
         assert client.get(f"/v1/responses/{second}").status_code == 200
-        third = client.post("/v1/responses", json={**asked, "store": False}).json()["id"]
+        third = client.post("/v1/responses", json={**payload, "store": False}).json()["id"]
         assert client.get(f"/v1/responses/{third}").status_code == 404

@@ -73,8 +73,8 @@ def test_a_stopped_server_ends_its_answers_and_keeps_their_contexts(tmp_path):
         assert lines[-1] == "data: [DONE]"
         assert process.wait(120) == 0
     with started(tmp_path) as (_, address):
-        asked = {"prompt": DOCUMENT, "max_tokens": 1}
-        found = httpx.post(f"{address}/v1/completions", json=asked, timeout=300).json()
+        payload = {"prompt": DOCUMENT, "max_tokens": 1}
+        found = httpx.post(f"{address}/v1/completions", json=payload, timeout=300).json()
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 80
 
 

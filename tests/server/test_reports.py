@@ -25,7 +25,7 @@ def serving(template, folder):
     return found, running(host_of(found, folder=folder))
 
 
-def asked(address, messages, **fields):
+def answered(address, messages, **fields):
     """The usage and the timings of an answer."""
     body = {"messages": messages, "max_tokens": 12, "ignore_eos": True, **fields}
     found = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
@@ -35,9 +35,9 @@ def asked(address, messages, **fields):
 def test_a_template_that_drops_thoughts_reuses_all_before_them_and_says_so(tmp_path):
     served, server = serving(THINKING, tmp_path)
     with served.engine, server as address:
-        asked(address, [QUESTION])
+        answered(address, [QUESTION])
         answer = {"role": "assistant", "content": "It says", "reasoning_content": "Let me think"}
-        cached, timings, _ = asked(address, [QUESTION, answer, {"role": "user", "content": "More?"}])
+        cached, timings, _ = answered(address, [QUESTION, answer, {"role": "user", "content": "More?"}])
         prompt = len(served.engine.encode([QUESTION]))
         assert cached >= prompt - 1
         assert timings["cache_reason"] == "differs"
@@ -48,7 +48,9 @@ def test_a_date_at_the_head_of_the_system_message_is_told(tmp_path):
     served, server = serving(tool_templates.HERMES, tmp_path)
     with served.engine, server as address:
         for day in ("1st", "2nd"):
-            cached, timings, _ = asked(address, [{"role": "system", "content": f"{day} of May. Be brief."}, QUESTION])
+            cached, timings, _ = answered(
+                address, [{"role": "system", "content": f"{day} of May. Be brief."}, QUESTION]
+            )
         assert cached < 30
         assert timings["cache_reason"] == "differs"
         assert f"from token {cached} on" in timings["cache_text"]
@@ -65,9 +67,9 @@ def test_a_tool_call_comes_back_as_it_was_written(tmp_path):
     served, server = serving(tool_templates.HERMES, tmp_path)
     with served.engine, server as address:
         fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300}
-        _, _, message = asked(address, [QUESTION], **fields, ignore_eos=False, temperature=1.0, seed=4)
+        _, _, message = answered(address, [QUESTION], **fields, ignore_eos=False, temperature=1.0, seed=4)
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "page text"}
-        cached, _, _ = asked(address, [QUESTION, message, result], tools=[tool])
+        cached, _, _ = answered(address, [QUESTION, message, result], tools=[tool])
         prompt = len(served.engine.encode([QUESTION], tools=[tool]))
         # The call was written by the grammar with its own spaces; all before it is reused in any case.
         assert cached >= prompt
@@ -98,6 +100,6 @@ def test_reuse_can_be_turned_off(http):
 def test_thoughts_that_the_template_opens_are_apart(tmp_path):
     served, server = serving(THINKING + "<think>\n", tmp_path)
     with served.engine, server as address:
-        _, _, message = asked(address, [QUESTION])
+        _, _, message = answered(address, [QUESTION])
         assert message["content"] == ""
         assert message["reasoning_content"]

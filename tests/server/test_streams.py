@@ -58,8 +58,8 @@ def test_a_stream_gives_signs_of_life_before_the_first_token(slow_address):
 
 def test_progress_is_told_where_it_is_asked_for(slow_address):
     fields = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 2}
-    asked = {**fields, "stream": True, "return_progress": True}
-    with httpx.stream("POST", f"{slow_address}/v1/chat/completions", json=asked, timeout=30) as stream:
+    payload = {**fields, "stream": True, "return_progress": True}
+    with httpx.stream("POST", f"{slow_address}/v1/chat/completions", json=payload, timeout=30) as stream:
         chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
     assert len(told) >= 2
@@ -98,8 +98,8 @@ def test_a_prompt_does_not_hold_up_an_answer(slow, slow_address):
     times = []
 
     def read():
-        asked = {"prompt": [7, 8, 9], "max_tokens": 40, "ignore_eos": True, "stream": True, "logprobs": 0}
-        with httpx.stream("POST", f"{slow_address}/v1/completions", json=asked, timeout=30) as stream:
+        payload = {"prompt": [7, 8, 9], "max_tokens": 40, "ignore_eos": True, "stream": True, "logprobs": 0}
+        with httpx.stream("POST", f"{slow_address}/v1/completions", json=payload, timeout=30) as stream:
             times.extend(time.monotonic() for line in stream.iter_lines() if line.startswith("data: {"))
 
     reader = threading.Thread(target=read)
@@ -127,19 +127,21 @@ def test_a_full_queue_refuses_with_a_time_to_come_again(tmp_path):
         return decode(caches, tokens)
 
     forward.decode = held_up
-    asked = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+    payload = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
     with found.engine, running(host_of(found, folder=tmp_path)) as address:
-        threads = [threading.Thread(target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": asked})]
+        threads = [threading.Thread(target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": payload})]
         threads[0].start()
         wait_until(lambda: len(found.engine.status().requests) == 1)
         # One waits, and gives up after 0.3 seconds; a third one does not fit.
         statuses = []
         waits = threading.Thread(
-            target=lambda: statuses.append(httpx.post(f"{address}/v1/completions", json=asked, timeout=20).status_code)
+            target=lambda: statuses.append(
+                httpx.post(f"{address}/v1/completions", json=payload, timeout=20).status_code
+            )
         )
         waits.start()
         wait_until(lambda: found.gate.waiting == 1)
-        refused = httpx.post(f"{address}/v1/completions", json=asked, timeout=20)
+        refused = httpx.post(f"{address}/v1/completions", json=payload, timeout=20)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
@@ -162,14 +164,14 @@ def test_an_error_in_the_middle_ends_a_stream_in_the_apis_form(tmp_path):
 
     forward.decode = failing
     with found.engine, running(host_of(found, folder=tmp_path)) as address:
-        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 20, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/chat/completions", json=asked) as stream:
+        payload = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 20, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/chat/completions", json=payload) as stream:
             lines = [line for line in stream.iter_lines() if line]
         error = json.loads(lines[-2][6:])["error"]
         assert error["type"] == "server_error"
         assert "secret" not in lines[-2]
         assert lines[-1] == "data: [DONE]"
-        with httpx.stream("POST", f"{address}/v1/messages", json=asked) as stream:
+        with httpx.stream("POST", f"{address}/v1/messages", json=payload) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert lines[-2] == "event: error"
         assert json.loads(lines[-1][6:])["error"]["type"] == "api_error"
@@ -189,20 +191,20 @@ def test_health_is_bad_where_the_engine_makes_no_step(tmp_path):
     forward.prefill = stuck
     with found.engine, running(host_of(found, folder=tmp_path, stuck_s=1)) as address:
         assert httpx.get(f"{address}/health").status_code == 200
-        asked = threading.Thread(
+        payload = threading.Thread(
             target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": {"prompt": "x", "max_tokens": 1}}
         )
-        asked.start()
+        payload.start()
         wait_until(lambda: httpx.get(f"{address}/health").status_code == 503)
         assert "no step" in httpx.get(f"{address}/health").json()["error"]["message"]
         release.set()
-        asked.join()
+        payload.join()
         assert httpx.get(f"{address}/health").status_code == 200
 
 
 def test_a_request_for_many_answers_holds_up_no_other(slow, slow_address):
-    asked = {"prompt": [7] * 20, "max_tokens": 60, "ignore_eos": True, "n": 16, "stream": True, "logprobs": 0}
-    with httpx.stream("POST", f"{slow_address}/v1/completions", json=asked, timeout=60) as stream:
+    payload = {"prompt": [7] * 20, "max_tokens": 60, "ignore_eos": True, "n": 16, "stream": True, "logprobs": 0}
+    with httpx.stream("POST", f"{slow_address}/v1/completions", json=payload, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         small = {"prompt": [9, 8], "max_tokens": 1}
@@ -221,12 +223,12 @@ def test_more_answers_than_a_request_may_have_are_refused(http):
 def test_a_server_that_stops_ends_its_answers_with_an_error(tmp_path):
     found = tiny_served(max_batch=1)
     host = host_of(found, folder=tmp_path)
-    asked = {"prompt": [5, 6], "max_tokens": 700, "ignore_eos": True, "stream": True, "logprobs": 0}
+    payload = {"prompt": [5, 6], "max_tokens": 700, "ignore_eos": True, "stream": True, "logprobs": 0}
     with found.engine, running(host) as address:
         ends = []
 
         def read():
-            with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as stream:
+            with httpx.stream("POST", f"{address}/v1/completions", json=payload, timeout=60) as stream:
                 ends.append([line for line in stream.iter_lines() if line][-2])
 
         threads = [threading.Thread(target=read) for _ in range(6)]

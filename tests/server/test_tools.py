@@ -27,7 +27,7 @@ WEATHER = {
     },
 }
 TOOLS = [{"type": "function", "function": WEATHER}]
-ASKED = [{"role": "user", "content": "weather?"}]
+PAYLOAD = [{"role": "user", "content": "weather?"}]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ REQUIRED = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": Fa
 
 def test_a_required_tool_is_called_with_arguments_of_its_schema(client):
     found = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=300, temperature=1.0, seed=1, **REQUIRED
+        model="tiny", messages=PAYLOAD, max_tokens=300, temperature=1.0, seed=1, **REQUIRED
     )
     (call,) = found.choices[0].message.tool_calls
     assert found.choices[0].finish_reason == "tool_calls"
@@ -63,13 +63,13 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client):
 def test_a_named_tool_is_called_once(client):
     choice = {"type": "function", "function": {"name": "weather"}}
     found = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=300, temperature=1.0, seed=3, tools=TOOLS, tool_choice=choice
+        model="tiny", messages=PAYLOAD, max_tokens=300, temperature=1.0, seed=3, tools=TOOLS, tool_choice=choice
     )
     assert [call.function.name for call in found.choices[0].message.tool_calls] == ["weather"]
 
 
 def test_a_streamed_call_is_the_same(client):
-    fields = {"model": "tiny", "messages": ASKED, "max_tokens": 300, "temperature": 1.0, "seed": 1, **REQUIRED}
+    fields = {"model": "tiny", "messages": PAYLOAD, "max_tokens": 300, "temperature": 1.0, "seed": 1, **REQUIRED}
     whole = client.chat.completions.create(**fields).choices[0].message.tool_calls[0].function
     name, arguments = "", ""
     for chunk in client.chat.completions.create(**fields, stream=True):
@@ -103,7 +103,7 @@ def test_responses_and_anthropics_messages_have_calls_too(client, address):
         message = claude.messages.create(
             model="tiny",
             max_tokens=300,
-            messages=ASKED,
+            messages=PAYLOAD,
             tools=[schema],
             tool_choice=choice,
             extra_body={"temperature": 1.0},
@@ -112,7 +112,7 @@ def test_responses_and_anthropics_messages_have_calls_too(client, address):
         assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
         assert block.input["city"] in ("Rome", "Oslo")
         history = [
-            *ASKED,
+            *PAYLOAD,
             {"role": "assistant", "content": [block.model_dump()]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}]},
         ]
@@ -121,7 +121,7 @@ def test_responses_and_anthropics_messages_have_calls_too(client, address):
 
 def test_malformed_arguments_in_history_are_no_error(client):
     history = [
-        *ASKED,
+        *PAYLOAD,
         {
             "role": "assistant",
             "content": None,
@@ -145,14 +145,14 @@ def test_malformed_arguments_in_history_are_no_error(client):
     ],
 )
 def test_a_choice_that_cannot_be_kept_is_refused(address, fields, words):
-    found = httpx.post(f"{address}/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, **fields})
+    found = httpx.post(f"{address}/v1/chat/completions", json={"messages": PAYLOAD, "max_tokens": 2, **fields})
     assert found.status_code == 400
     assert words in found.json()["error"]["message"]
 
 
 def test_without_a_notion_of_tools_they_are_refused(served, tmp_path):
     with running(host_of(served, folder=tmp_path)) as plain:
-        found = httpx.post(f"{plain}/v1/chat/completions", json={"messages": ASKED, "max_tokens": 2, "tools": TOOLS})
+        found = httpx.post(f"{plain}/v1/chat/completions", json={"messages": PAYLOAD, "max_tokens": 2, "tools": TOOLS})
     assert found.status_code == 400
     assert "tools" in found.json()["error"]["message"]
 
@@ -165,7 +165,7 @@ def test_several_recipes_of_one_model_are_served_and_named(tmp_path):
     dense = tiny_served("dense")
     other: LoadedModel = with_rules(dense.loaded, small_recipe("quest", max_seq_len=800))
     quest = replace(dense, recipe="quest", loaded=other, engine=Engine(other, max_seq_len=800, max_batch=2))
-    asked = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 6}
+    payload = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 6}
     with (
         dense.engine,
         quest.engine,
@@ -175,7 +175,7 @@ def test_several_recipes_of_one_model_are_served_and_named(tmp_path):
         names = [each["id"] for each in client.get("/v1/models").json()["data"]]
         assert names == ["tiny:dense", "tiny:quest"]
         found = {
-            name: client.post("/v1/chat/completions", json={**asked, "model": name}).json()
+            name: client.post("/v1/chat/completions", json={**payload, "model": name}).json()
             for name in ("tiny:quest", ":quest", "tiny", "tiny:dense", "")
         }
         assert {name: each["model"] for name, each in found.items()} == {
@@ -197,7 +197,7 @@ def test_a_call_that_is_cut_is_incomplete_and_is_not_gone_on_with(client):
     chunks = list(
         client.chat.completions.create(
             model="tiny",
-            messages=ASKED,
+            messages=PAYLOAD,
             max_tokens=45,
             stream=True,
             tools=TOOLS,
