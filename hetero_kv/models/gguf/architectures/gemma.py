@@ -68,15 +68,8 @@ def _gemma2(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_windows(metadata, settings, usual=2, default=4096)
 
 
-def _gemma3(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    put_heads(metadata, settings)
-    _query_scale(metadata, settings)
-    _soft_cap(metadata, settings, "final_logit_softcapping", "final_logit_softcapping", None)
-    settings.put("attn_logit_softcapping", None)
-    put_windows(metadata, settings, usual=6, may_be_none=True)
-    if settings["sliding_window"] is None:
-        # The class builds a mask for its window even if no layer has one, so its default stays.
-        del settings.values["sliding_window"]
+def put_rope_of_windows(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Set the rotation of full attention, and that of sliding windows, which has another base."""
     put_rope(metadata, settings)
     full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
     base = "rope.freq_base_swa"
@@ -89,6 +82,18 @@ def _gemma3(metadata: MetadataReader, settings: ConfigSettings) -> None:
             "sliding_attention": {"rope_theta": window["rope_theta"]} if metadata.has(base) else {},
         },
     )
+
+
+def _gemma3(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_heads(metadata, settings)
+    _query_scale(metadata, settings)
+    _soft_cap(metadata, settings, "final_logit_softcapping", "final_logit_softcapping", None)
+    settings.put("attn_logit_softcapping", None)
+    put_windows(metadata, settings, usual=6, may_be_none=True)
+    if settings["sliding_window"] is None:
+        # The class builds a mask for its window even if no layer has one, so its default stays.
+        del settings.values["sliding_window"]
+    put_rope_of_windows(metadata, settings)
 
 
 _KEYS = {**SIZES, **RMS_NORM}

@@ -18,7 +18,7 @@ from hetero_kv.models.gguf.architectures.common import (
     put_heads,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader
-from hetero_kv.models.gguf.architectures.rope import DEFAULT_BASE, put_rope
+from hetero_kv.models.gguf.architectures.gemma import put_rope_of_windows
 from hetero_kv.models.gguf.architectures.sliding_windows import put_windows
 
 WIDTH = "feed_forward_length"
@@ -30,7 +30,7 @@ PER_LAYER_EMBEDDING = "per_layer_token_embd.weight"
 def _gemma3n(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings)
     put_windows(metadata, settings, usual=5)
-    _put_rope(metadata, settings)
+    put_rope_of_windows(metadata, settings)
     layers = settings["num_hidden_layers"]
     widths = metadata.get(WIDTH, getattr(metadata.config, "intermediate_size", None))
     if widths is None:
@@ -52,21 +52,6 @@ def _gemma3n(metadata: MetadataReader, settings: ConfigSettings) -> None:
             settings.put("vocab_size_per_layer_input", tensor.shape[0])
         elif tensor.name == "blk.0.laurel_l.weight":
             settings.put("laurel_rank", tensor.shape[0])
-
-
-def _put_rope(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    put_rope(metadata, settings)
-    full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
-    base = "rope.freq_base_swa"
-    window = {"rope_type": "default", "rope_theta": float(metadata.scalar(base, DEFAULT_BASE))}
-    settings.values["rope_parameters"] = {"full_attention": full, "sliding_attention": window}
-    settings.from_file["rope_parameters"] = (
-        metadata.key("rope.*"),
-        {
-            "full_attention": stated,
-            "sliding_attention": {"rope_theta": window["rope_theta"]} if metadata.has(base) else {},
-        },
-    )
 
 
 def _put_sparsity(metadata: MetadataReader, settings: ConfigSettings) -> None:

@@ -58,7 +58,7 @@ def _llama(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 
 def _as_llama(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    """Of models that compute what Llama computes, and have no class in transformers."""
+    """Of models that compute what Llama computes, up to their activation."""
     put_heads_by_rope_dimension(metadata, settings)
     put_rope(metadata, settings)
     put_biases(metadata, settings)
@@ -82,12 +82,6 @@ def _smollm3(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("use_sliding_window", False)
     # No key states it: every fourth layer has no RoPE, in llama.cpp as in the model.
     settings.put("no_rope_layer_interval", 4)
-
-
-def _arcee(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    put_heads_by_rope_dimension(metadata, settings)
-    put_rope(metadata, settings)
-    put_biases(metadata, settings)
 
 
 def _granite(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -167,7 +161,7 @@ LLAMA = Architecture(
 MISTRAL3 = Architecture("mistral3", ("ministral3", "mistral"), _KEYS, MODEL, {**REORDERED, **GATED}, _mistral3)
 SMOLLM3 = Architecture("smollm3", ("smollm3",), _KEYS, MODEL, {**REORDERED, **GATED}, _smollm3)
 ARCEE = Architecture(
-    "arcee", ("arcee",), _KEYS, MODEL, {**REORDERED, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, _arcee
+    "arcee", ("arcee",), _KEYS, MODEL, {**REORDERED, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, _as_llama
 )
 GRANITE = Architecture("granite", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _granite_dense)
 GRANITE_MOE = Architecture(
