@@ -46,8 +46,27 @@ def _nibbles(block, at, codes):
 
 @njit(inline="always")
 def _fifth_bits(block, at, codes):
-    for i in range(32):
-        codes[i] |= ((block[at + i // 8] >> (i % 8)) & 1) << 4
+    words = codes.view(np.uint32)
+    for i in range(8):
+        # The product copies four bits into the lowest bits of four bytes.
+        bits = np.uint32((block[at + i // 2] >> (i % 2 * 4)) & 15)
+        words[i] |= ((bits * np.uint32(0x204081)) & np.uint32(0x01010101)) << np.uint32(4)
+
+
+@njit(inline="always")
+def _two_bits(block, at, codes):
+    for half in range(2):
+        for part in range(4):
+            for i in range(32):
+                codes[half * 128 + part * 32 + i] = (block[at + half * 32 + i] >> (2 * part)) & 3
+
+
+@njit(inline="always")
+def _four_bits(block, at, codes):
+    for pair in range(4):
+        for half in range(2):
+            for i in range(32):
+                codes[pair * 64 + half * 32 + i] = (block[at + pair * 32 + i] >> (half * 4)) & 15
 
 
 @_reads("Q4_0")
@@ -96,8 +115,11 @@ def _iq4_xs(block, codes, scales, minimums):
         low = (block[4 + i // 2] >> (i % 2 * 4)) & 15
         high = (block[2 + i // 4] >> (i % 4 * 2)) & 3
         scales[i] = np.uint8((low | (high << 4)) - 32)
-    for i in range(256):
-        codes[i] = (block[8 + i // 32 * 16 + i % 16] >> (i // 16 % 2 * 4)) & 15
+    for group in range(8):
+        for i in range(16):
+            pair = block[8 + group * 16 + i]
+            codes[group * 32 + i] = pair & 15
+            codes[group * 32 + 16 + i] = pair >> 4
     return _half(block, 0), np.uint16(0)
 
 
@@ -106,8 +128,7 @@ def _q2_k(block, codes, scales, minimums):
     for i in range(16):
         scales[i] = block[i] & 15
         minimums[i] = block[i] >> 4
-    for i in range(256):
-        codes[i] = (block[16 + i // 128 * 32 + i % 32] >> (i // 32 % 4 * 2)) & 3
+    _two_bits(block, 16, codes)
     return _half(block, 80), _half(block, 82)
 
 
@@ -117,9 +138,10 @@ def _q3_k(block, codes, scales, minimums):
         low = (block[96 + i % 8] >> (i // 8 * 4)) & 15
         high = (block[104 + i % 4] >> (i // 4 * 2)) & 3
         scales[i] = np.uint8((low | (high << 4)) - 32)
-    for i in range(256):
-        low = (block[32 + i // 128 * 32 + i % 32] >> (i // 32 % 4 * 2)) & 3
-        codes[i] = low | (((block[i % 32] >> (i // 32)) & 1) << 2)
+    _two_bits(block, 32, codes)
+    for group in range(8):
+        for i in range(32):
+            codes[group * 32 + i] |= ((block[i] >> group) & 1) << 2
     return _half(block, 108), np.uint16(0)
 
 
@@ -135,17 +157,17 @@ def _six_bit_scales(block, at, scales, minimums):
 @_reads("Q4_K")
 def _q4_k(block, codes, scales, minimums):
     _six_bit_scales(block, 4, scales, minimums)
-    for i in range(256):
-        codes[i] = (block[16 + i // 64 * 32 + i % 32] >> (i // 32 % 2 * 4)) & 15
+    _four_bits(block, 16, codes)
     return _half(block, 0), _half(block, 2)
 
 
 @_reads("Q5_K")
 def _q5_k(block, codes, scales, minimums):
     _six_bit_scales(block, 4, scales, minimums)
-    for i in range(256):
-        low = (block[48 + i // 64 * 32 + i % 32] >> (i // 32 % 2 * 4)) & 15
-        codes[i] = low | (((block[16 + i % 32] >> (i // 32)) & 1) << 4)
+    _four_bits(block, 48, codes)
+    for group in range(8):
+        for i in range(32):
+            codes[group * 32 + i] |= ((block[16 + i] >> group) & 1) << 4
     return _half(block, 0), _half(block, 2)
 
 
@@ -153,11 +175,12 @@ def _q5_k(block, codes, scales, minimums):
 def _q6_k(block, codes, scales, minimums):
     for i in range(16):
         scales[i] = block[192 + i]
-    for i in range(256):
-        half, quarter = i // 128, i // 32 % 4
-        low = (block[half * 64 + quarter % 2 * 32 + i % 32] >> (quarter // 2 * 4)) & 15
-        high = (block[128 + half * 32 + i % 32] >> (quarter * 2)) & 3
-        codes[i] = low | (high << 4)
+    for half in range(2):
+        for quarter in range(4):
+            for i in range(32):
+                low = (block[half * 64 + quarter % 2 * 32 + i] >> (quarter // 2 * 4)) & 15
+                high = (block[128 + half * 32 + i] >> (quarter * 2)) & 3
+                codes[half * 128 + quarter * 32 + i] = low | (high << 4)
     return _half(block, 208), np.uint16(0)
 
 
@@ -231,7 +254,11 @@ def _packer(name: str) -> Any:
     # Vectors whose codes share a byte of the low plane and of the high plane.
     low_share, high_share = 8 // low_bits, VECTORS // max(high_bits, 1)
     low_step, high_step = VECTORS // low_share, VECTORS // high_share
-    low_mask = 2**low_bits - 1
+    # The same mask for each of the four codes of a word.
+    low_mask, high_mask = (np.uint32((2**bits - 1) * 0x01010101) for bits in (low_bits, high_bits))
+    high_shift = np.uint32(low_bits)
+    record_words, head_words, group_words = record // 4, head // 4, group_bytes // 4
+    scale_words, high_words = scale_bytes // 4, (scale_bytes + low_bytes) // 4
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
@@ -239,16 +266,22 @@ def _packer(name: str) -> Any:
         blocks, row_blocks, packed = arguments_at("pack tiles", "", arguments)
         rows = blocks.shape[0]
         tiles = (rows + TILE - 1) // TILE
-        codes = np.zeros(groups * GROUP, np.uint8)
+        packed_words = packed.view(np.uint32)
+        # Of a row that pads a tile they stay zero.
+        codes = np.zeros((TILE, groups * GROUP), np.uint8)
+        code_words = codes.view(np.uint32)
         scales = np.zeros(16, np.uint8)
         minimums = np.zeros(16, np.uint8)
         for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+            lanes = min(TILE, rows - tile * TILE)
+            codes[lanes:] = 0
             for index in range(row_blocks):
                 start = (tile * row_blocks + index) * record
-                packed[start : start + record] = 0
-                for lane in range(min(TILE, rows - tile * TILE)):
+                if lanes < TILE:
+                    packed[start : start + record] = 0
+                for lane in range(lanes):
                     block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
-                    scale, minimum = _read(name, block, codes, scales, minimums)
+                    scale, minimum = _read(name, block, codes[lane], scales, minimums)
                     first = start if two_levels else start + head
                     if exponents:
                         packed[first + lane] = scale
@@ -256,22 +289,30 @@ def _packer(name: str) -> Any:
                         _put_half(packed, first + 2 * lane, scale)
                     if has_minimum:
                         _put_half(packed, first + 2 * TILE + 2 * lane, minimum)
-                    for group in range(groups):
-                        at = start + head + group * group_bytes
-                        if two_levels:
-                            for part in range(per_group):
-                                packed[at + part * TILE + lane] = scales[group * per_group + part]
-                                if has_minimum:
-                                    packed[at + (per_group + part) * TILE + lane] = minimums[group * per_group + part]
-                        at += scale_bytes
-                        for k in range(GROUP):
-                            code = codes[group * GROUP + k]
-                            vector, byte = k // 4, lane * 4 + k % 4
-                            low = (code & low_mask) << (low_bits * (vector // low_step))
-                            packed[at + vector % low_step * 64 + byte] |= low
-                            if high_bits:
-                                high = (code >> low_bits) << (high_bits * (vector // high_step))
-                                packed[at + low_bytes + vector % high_step * 64 + byte] |= high
+                    if two_levels:
+                        for part in range(groups * per_group):
+                            at = start + head + part // per_group * group_bytes + part % per_group * TILE + lane
+                            packed[at] = scales[part]
+                            if has_minimum:
+                                packed[at + per_group * TILE] = minimums[part]
+                first_word = (tile * row_blocks + index) * record_words + head_words
+                for group in range(groups):
+                    at = first_word + group * group_words + scale_words
+                    for lane in range(TILE):
+                        for vector in range(low_step):
+                            word = np.uint32(0)
+                            for share in range(low_share):
+                                part = code_words[lane, group * VECTORS + share * low_step + vector] & low_mask
+                                word |= part << np.uint32(low_bits * share)
+                            packed_words[at + vector * TILE + lane] = word
+                    at = first_word + group * group_words + high_words
+                    for lane in range(TILE if high_bits else 0):
+                        for vector in range(high_step):
+                            word = np.uint32(0)
+                            for share in range(high_share):
+                                part = code_words[lane, group * VECTORS + share * high_step + vector] >> high_shift
+                                word |= (part & high_mask) << np.uint32(high_bits * share)
+                            packed_words[at + vector * TILE + lane] = word
         return np.int64(0 * code_version)
 
     return pack_tiles

