@@ -74,6 +74,7 @@ def _form(answer: RecentAnswer, found: Attended) -> dict[str, Any]:
                 "share": total[number],
                 "chosen": chosen[number],
                 "text": text[:LONGEST_PASSAGE],
+                "is_cut": len(text) > LONGEST_PASSAGE,
             }
         )
     return {

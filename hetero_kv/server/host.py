@@ -153,7 +153,8 @@ async def _frames(answers: Source, writer: Writer, ping_s: float, request: Reque
                 frames = writer.token(item)
             elif isinstance(item, Ended):
                 ended.append(item)
-                frames = writer.ended(item)
+                # It may store the response on the disk.
+                frames = await in_thread(writer.ended, item)
             elif answers.progress is not None and not has_begun:
                 frames = writer.progress(answers.progress)
             if not frames and time.monotonic() - said >= ping_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx2 as httpx
 import pytest
 
+from hetero_kv.server import attended_routes
 from tests.server.running import host_of, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,6 +26,13 @@ def test_the_shares_of_passages_sum_to_one_and_have_their_texts(http, served):
         assert all(sum(layer) == pytest.approx(1, abs=1e-4) for layer in found["layers"])
     text = "".join(each["text"] for each in found["bins"])
     assert "hello there, what is it?" in text
+
+
+def test_a_long_passage_says_that_it_is_cut(http, monkeypatch):
+    monkeypatch.setattr(attended_routes, "LONGEST_PASSAGE", 8)
+    answer = http.post("/v1/chat/completions", json=PAYLOAD).json()["id"]
+    found = http.post("/v1/attended", json={"response_id": answer, "token": 1, "bins": 2}).json()
+    assert [(len(each["text"]), each["is_cut"]) for each in found["bins"]] == [(8, True)] * 2
 
 
 def test_an_answer_that_is_unknown_or_of_another_key_is_not_found(http, served, tmp_path):

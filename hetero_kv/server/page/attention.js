@@ -164,7 +164,7 @@ export class Attention {
         bin.first >= this.found.prompt_tokens ? ", in the answer" : "",
         bin.chosen < 0.9995 ? ` · ${percent(bin.chosen)} of it read token by token` : "",
       ),
-      make("blockquote", { tabindex: 0 }, bin.text),
+      make("blockquote", { tabindex: 0 }, bin.is_cut ? `${bin.text} …` : bin.text),
     );
   }
 }
