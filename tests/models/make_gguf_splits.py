@@ -1,10 +1,11 @@
-"""Writes `gguf_splits.json`: llama.cpp's splits of texts for each value of `tokenizer.ggml.pre`.
+"""Writes `gguf_splits.json`: llama.cpp's splits of texts for each value of `tokenizer.ggml.pre`, and ids of characters.
 
     pip install llama-cpp-python==0.3.36 gguf
     python tests/models/make_gguf_splits.py
 
-The tests need neither llama.cpp nor this script. Every part of every text is a token here, and any two neighbours merge
-to a third, so that each piece that llama.cpp splits off is one token.
+The tests need neither llama.cpp nor this script. For the splits every part of every text is a token, and any two
+neighbours merge to a third, so that each piece that llama.cpp splits off is one token. Vocabularies of characters split
+nothing; of them the file has the ids that llama.cpp gives.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 TEXTS = [
     "",
@@ -67,6 +71,11 @@ TEXTS = [
     "\x01\x7f control \ufeff bom \ufffd",
     "\u017ftra\u017f\u017fe '\u017f K \u212b long s",
     "Ünïcödé… \u2013 — \u2018x\u2019 «y» „z\u201c",
+    "\u202e7\u202c \u2066abc\u2069 \u05d0\u05d1\u05d2 12 \u05d3",
+    "\U000e0041tag\U000e007f \U0001d7d8\U0001d7d9 \U00010400\U00010428 \U00020000\u3007 \ue000\uffff",
+    "a\n\n\n\n\n\n\n\n\nb \n \r\n\r\r\n\t\n c",
+    "\u00a0\u00a0x \u00a0y\u2009\u2009z\t \u3000\n\u00a0",
+    "1\ufe0f\u20e3 \u200b3 \u20444 \u00aa\u00ba \ufb01 \u0130\u0131 \u1e9e",
 ]
 
 
@@ -77,6 +86,7 @@ def letters() -> list[str]:
     return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
 
 
+@cache
 def vocabulary() -> tuple[list[str], list[str]]:
     """All parts of the texts as tokens, and merges by which every part becomes one."""
     spelled = letters()
@@ -98,39 +108,107 @@ def vocabulary() -> tuple[list[str], list[str]]:
     return list(tokens), list(merges)
 
 
-def main(names: list[str]) -> None:
-    """Split the texts by llama.cpp and write the result into this folder."""
+def words() -> list[str]:
+    """`<unk>`, `<s>`, `</s>`, all bytes, and the parts of the texts that occur most often, by length and frequency."""
+    spelled = [text.replace(" ", "\u2581") for text in TEXTS]
+    counts = Counter(
+        text[start : start + length]
+        for text in spelled
+        for length in (1, 2, 3, 4)
+        for start in range(len(text) - length + 1)
+    )
+    # In real vocabularies no word has a line break beside other characters.
+    frequent = [
+        part
+        for part, count in counts.items()
+        if count > (1 if len(part) == 1 else 2) and (not part.strip("\n") or "\n" not in part)
+    ]
+    return [
+        *("<unk>", "<s>", "</s>"),
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted(frequent, key=lambda part: (-len(part) * counts[part], part)),
+    ]
+
+
+def characters(kind: str) -> dict[str, Any]:
+    """What a file has after `tokenizer.ggml.` for a vocabulary of characters of the kind `llama` or `gemma4`."""
+    tokens = words()
+    first = tokens.index("<0xFF>") + 1
+    usable = set(tokens[first:])
+    merges = [
+        f"{token[:cut]} {token[cut:]}"
+        for token in tokens[first:]
+        for cut in range(1, len(token))
+        if {token[:cut], token[cut:]} <= usable
+    ]
+    return {
+        "model": kind,
+        "tokens": tokens,
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(usable)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **({"merges": merges} if kind == "gemma4" else {"scores": [-float(rank) for rank in range(len(tokens))]}),
+    }
+
+
+def byte_level(name: str) -> dict[str, Any]:
+    """What a file has after `tokenizer.ggml.` for the vocabulary of the splits."""
+    tokens, merges = vocabulary()
+    return {"model": "gpt2", "pre": name, "tokens": tokens, "merges": merges, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def ids_of(entries: dict[str, Any], *, special: bool) -> list[list[int]]:
+    """The ids that llama.cpp gives for the texts by a file with these entries; `special` ones among them or not."""
     import gguf
     from llama_cpp import Llama
 
-    tokens, merges = vocabulary()
-    by_pieces: dict[tuple[str, ...], list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            path = Path(folder) / "vocabulary.gguf"
-            writer = gguf.GGUFWriter(path, "llama")
-            writer.add_tokenizer_model("gpt2")
-            writer.add_tokenizer_pre(name)
-            writer.add_token_list(tokens)
-            writer.add_token_merges(merges)
-            for end in (writer.add_bos_token_id, writer.add_eos_token_id):
-                end(0)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.close()
-            model = Llama(str(path), vocab_only=True, verbose=False)
-            pieces = []
-            for text in TEXTS:
-                found = [tokens[number] for number in model.tokenize(text.encode(), add_bos=False, special=False)]
-                spelled = {letter: byte for byte, letter in enumerate(letters())}
-                parts = [bytes(spelled[letter] for letter in token).decode() for token in found]
-                assert "".join(parts) == text, (name, text, parts)
-                pieces.append(" ".join(str(len(part)) for part in parts))
-            by_pieces.setdefault(tuple(pieces), []).append(name)
-            print(name, flush=True)
+        path = Path(folder) / "vocabulary.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, value in entries.items():
+            add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
+            add[type(value)](f"tokenizer.ggml.{key}", value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        model = Llama(str(path), vocab_only=True, verbose=False)
+        return [model.tokenize(text.encode(), add_bos=special, special=special) for text in TEXTS]
+
+
+def lengths_of(name: str) -> tuple[str, ...]:
+    """How many characters each piece has that llama.cpp splits the texts into, by a value of `tokenizer.ggml.pre`."""
+    entries = byte_level(name)
+    spelled = {letter: byte for byte, letter in enumerate(letters())}
+    lengths = []
+    for text, ids in zip(TEXTS, ids_of(entries, special=False), strict=True):
+        parts = [bytes(spelled[letter] for letter in entries["tokens"][number]).decode() for number in ids]
+        assert "".join(parts) == text, (name, text, parts)
+        lengths.append(" ".join(str(len(part)) for part in parts))
+    return tuple(lengths)
+
+
+#: Kinds of vocabularies of characters, by the name that the file has for their ids.
+CHARACTERS = {
+    "llama": characters("llama"),
+    "llama without a space before": {**characters("llama"), "add_space_prefix": False},
+    "gemma4": {**characters("gemma4"), "add_bos_token": False},
+}
+
+
+def main(names: list[str]) -> None:
+    """Split the texts by llama.cpp and write the result into this folder."""
+    by_lengths: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        by_lengths.setdefault(lengths_of(name), []).append(name)
+        print(name, flush=True)
     content = {
         "texts": TEXTS,
-        "splits": [{"pre": names, "lengths": pieces} for pieces, names in by_pieces.items()],
+        "splits": [{"pre": names, "lengths": lengths} for lengths, names in by_lengths.items()],
+        "ids": {
+            name: [" ".join(map(str, ids)) for ids in ids_of(entries, special=True)]
+            for name, entries in CHARACTERS.items()
+        },
     }
     target = Path(__file__).with_name("gguf_splits.json")
     target.write_text(json.dumps(content, ensure_ascii=True, indent=0) + "\n")

@@ -22,7 +22,7 @@ from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MalformedHeaderErr
 from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
-from tests.models.make_gguf_splits import TEXTS, letters
+from tests.models.make_gguf_splits import CHARACTERS, TEXTS, letters
 
 SPLITS = json.loads(Path(__file__).with_name("gguf_splits.json").read_text())
 UINT, INT, FLOAT = 4, 5, 6
@@ -95,12 +95,16 @@ MARKS = {
 CAPITALS = {text for text in TEXTS if text.startswith("\u00c9COLE")}
 CAMELS = {text for text in TEXTS if text.startswith("snake_case")}
 NUMBERS = {text for text in TEXTS if text.startswith("3.14159e")}
-SPACES = {text for text in TEXTS if text.startswith(("zero\u200b", "\u2028"))}
+SPACES = {text for text in TEXTS if text.startswith(("zero\u200b", "\u2028", "\u00a0\u00a0x"))}
+TAGS = {text for text in TEXTS if text.startswith("\U000e0041")}
+FORMATS = {text for text in TEXTS if text.startswith(("\u202e", "1\ufe0f"))} | TAGS
 DIFFERENT = {
     # A letter's marks belong to it, and what a capital is, is so for every letter.
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken"), MARKS | CAPITALS),
     "granite-embed-multi-97m": CAPITALS,
-    "kimi-k2": MARKS | CAPITALS | CAMELS,
+    "kimi-k2": MARKS | CAPITALS | CAMELS | TAGS,
+    # Digits split off whatever stands before them.
+    "afmoe": FORMATS,
     "youtu": CAPITALS | CAMELS,
     # Digits are grouped in threes from the right where no letter follows them.
     **dict.fromkeys(("tiny_aya", "cohere2moe"), CAPITALS | CAMELS | NUMBERS),
@@ -125,6 +129,12 @@ def test_texts_are_split_as_llama_cpp_splits_them(name, expected):
     found = [lengths(tokenizer, text) for text in TEXTS]
     different = {text for text, ours, theirs in zip(TEXTS, found, expected, strict=True) if ours != theirs}
     assert different == DIFFERENT.get(name, set())
+
+
+@pytest.mark.parametrize("name", CHARACTERS)
+def test_texts_are_the_ids_that_llama_cpp_gives_for_vocabularies_of_characters(name):
+    tokenizer = tokenizer_of(file_of(**CHARACTERS[name]))
+    assert [" ".join(map(str, tokenizer(text).input_ids)) for text in TEXTS] == SPLITS["ids"][name]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +286,13 @@ def test_sentencepiece_merges_the_word_of_the_highest_score_first():
     assert words_of(tokenizer_of(sentencepiece(words)), "helo", add_special_tokens=False) == ["▁", "h", "el", "o"]
 
 
+def test_a_sentencepiece_vocabulary_that_merges_what_is_no_token_is_refused():
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens of '.*' has 'hé' and not its character 'é'"):
+        tokenizer_of(sentencepiece([*WORDS, "hé"]))
+    # No merge leads to this one.
+    assert words_of(tokenizer_of(sentencepiece([*WORDS, "xéz"])), "xéz", add_special_tokens=False) != ["xéz"]
+
+
 def test_words_of_one_score_merge_in_the_order_of_their_ids():
     file = sentencepiece(["▁", *"helo", "el", "he", "lo"], add_space_prefix=False)
     count = len(file.get("tokenizer.ggml.tokens"))
@@ -314,10 +331,11 @@ ROUND_TRIP = [
 ]
 
 
-def test_phi_3_takes_the_white_space_behind_its_control_tokens():
-    more, types = ["<|user|>", "<|end|>", "<|endoftext|>"], [CONTROL] * 3
+def test_phi_3_takes_the_white_space_behind_its_added_tokens():
+    more, types = ["<|user|>", "<|end|>", "<|endoftext|>", "<x>"], [CONTROL] * 3 + [USER_DEFINED]
     phi = tokenizer_of(sentencepiece(more=more, types=types, architecture="phi3", add_space_prefix=False))
     assert words_of(phi, "<|user|>\nhe<|end|>", add_special_tokens=False) == ["<|user|>", "he", "<|end|>"]
+    assert words_of(phi, "<x>\nhe", add_special_tokens=False) == ["<x>", "he"]
     assert not phi.added_tokens_decoder[phi.convert_tokens_to_ids("<|endoftext|>")].rstrip
 
 

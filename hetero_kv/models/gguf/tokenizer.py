@@ -96,12 +96,14 @@ def _require_supported(file: GGUFFile, kind: str | None) -> None:
 def _adds(file: GGUFFile, vocabulary: Vocabulary, end: str, *, default: bool) -> bool:
     """Whether every text gets a BOS token (`end` is "bos"), or an EOS token ("eos")."""
     named = f"{end}_token" in vocabulary.named
-    if _flag(file, f"add_{end}_token", default and named) and not named:
+    flag = _flag(file, f"add_{end}_token", default and named)
+    if flag and not named:
         raise ModelError(
             f"{str(file.path)!r} adds a token to every text (tokenizer.ggml.add_{end}_token) and does not name it "
             f"(tokenizer.ggml.{end}_token_id); convert it again"
         )
-    return _flag(file, f"add_{end}_token", default and named)
+    # Early files of Gemma 4 say false, and its tokenizer adds BOS to every text: llama.cpp overrules them too.
+    return flag or (end == "bos" and named and file.get("tokenizer.ggml.model") == CHARACTERS)
 
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
@@ -132,7 +134,7 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
     if "tokenizer.ggml.merges" in file.metadata:
         merges = vocabulary.merges_of(file)
     elif pre is None:
-        merges = vocabulary.merges_by_score(_scores(file))
+        merges = vocabulary.merges_by_score(file, _scores(file))
     else:
         raise ModelError(
             f"{str(file.path)!r} has no merges of its tokens (tokenizer.ggml.merges); convert it again, or {_OTHERWISE}"
@@ -191,16 +193,18 @@ def _scores(file: GGUFFile) -> tuple[float, ...]:
 
 
 def _add(backend: Tokenizer, file: GGUFFile, vocabulary: Vocabulary) -> None:
-    # Phi-3's tokenizer strips white space after its control tokens, which no key of a file states.
+    # Phi-3's tokenizer strips white space after its added tokens, which no key of a file states.
     takes_space = file.architecture == "phi3" and file.get("tokenizer.ggml.model") == SENTENCEPIECE
     as_others = {"<unk>", "<s>", "<|endoftext|>"}
-    backend.add_special_tokens(
-        [
+
+    def added(ids: Iterable[int]) -> list[AddedToken]:
+        return [
             AddedToken(token, normalized=False, rstrip=takes_space and token not in as_others)
-            for token in _texts(vocabulary, vocabulary.control)
+            for token in _texts(vocabulary, ids)
         ]
-    )
-    backend.add_tokens([AddedToken(token, normalized=False) for token in _texts(vocabulary, vocabulary.user_defined)])
+
+    backend.add_special_tokens(added(vocabulary.control))
+    backend.add_tokens(added(vocabulary.user_defined))
 
 
 def _texts(vocabulary: Vocabulary, ids: Iterable[int]) -> list[str]:

@@ -83,12 +83,15 @@ class Vocabulary:
         """The ids by text."""
         return {token: number for number, token in enumerate(self.tokens)}
 
-    def merges_by_score(self, scores: tuple[float, ...]) -> list[tuple[str, str]]:
+    def merges_by_score(self, file: GGUFFile, scores: tuple[float, ...]) -> list[tuple[str, str]]:
         """The merges of a SentencePiece vocabulary, in the order in which they apply.
 
         Merges into a word of higher score come first. At equal scores the lower id comes first: converters without
         scores write equal ones, and SentencePiece numbers words by descending score. Control, user-defined and unused
         tokens have no merges.
+
+        Raises:
+            ModelError: SentencePiece would merge a character that is no token.
         """
         numbers = self.numbers
         usable = {
@@ -100,6 +103,13 @@ class Vocabulary:
         merges = []
         for number in order:
             token = self.tokens[number]
+            ends = ((token[0], token[1:]), (token[-1], token[:-1]))
+            for character, rest in ends:
+                if character not in numbers and (rest in usable or len(rest) == 1):
+                    raise ModelError(
+                        f"tokenizer.ggml.tokens of {str(file.path)!r} has {token!r} and not its character "
+                        f"{character!r}, which cannot be merged here; convert the file again with all characters"
+                    )
             for end in range(len(token) - 1, 0, -1):
                 left = token[:end]
                 if left in usable and (right := token[end:]) in usable:
