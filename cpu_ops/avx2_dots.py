@@ -4,11 +4,11 @@ AVX2 multiplies unsigned bytes by signed ones and adds neighbouring products in 
 in 16 bits as fit there, so that widening to 32 bits, a second multiplication, is rare. The result is exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from hetero_kv.cpu_ops.weight_codes import call_intrinsic, joined, load, pieces_of, splat, unpacked_vector
+from hetero_kv.cpu_ops.weight_codes import call_intrinsic, joined, load, pieces_of, splat
 from hetero_kv.cpu_ops.weight_formats import WeightFormat
 
 _I32 = ir.IntType(32)
@@ -19,23 +19,24 @@ _LARGEST_ACTIVATION = 127
 def sums_in_short(layout: WeightFormat) -> int:
     """Returns how many sums of two products of a code and an activation can be added in 16 bits.
 
-    Signed codes have up to eight bits; two products then fill the 16 bits.
+    Codes of eight bits, whose sign moves to the activations, fill the 16 bits with two products.
     """
-    if layout.signed:
+    if layout.low_bits == 8:
         return 1
-    largest = 2 ** (layout.low_bits + layout.high_bits) - 1
+    largest = max(map(abs, layout.table), default=2 ** (layout.low_bits + layout.high_bits) - 1)
     return (2**15 - 1) // (2 * largest * _LARGEST_ACTIVATION)
 
 
 def group_dots(
     builder: ir.IRBuilder,
     layout: WeightFormat,
-    group: ir.Value,
+    codes_of: Callable[[int], ir.Value],
     vectors: Sequence[int],
     activations: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Emit the dot products of code vectors `vectors` of the group at `group` with each row of activations.
+    """Emit the dot products of code vectors `vectors` of a group with each row of activations.
 
+    codes_of: emits a vector of codes.
     activations: for each row, the address of the group's 32 activations.
 
     Returns, for each row of activations, sixteen int32: one for each row of weights.
@@ -44,7 +45,7 @@ def group_dots(
     dots = [[ir.Constant(_INTS, None)] * 2 for _ in activations]
     sums: list[ir.Value] = []
     for index, vector in enumerate(vectors):
-        halves = pieces_of(builder, unpacked_vector(builder, layout, group, vector, "avx2"), 2)
+        halves = pieces_of(builder, codes_of(vector), 2)
         products = []
         for row in activations:
             x = builder.bitcast(splat(builder, load(builder, row, _I32, 4 * vector), 8), _BYTES)

@@ -1,8 +1,8 @@
 """Reads the blocks of GGML's quantized formats and packs them in tiles (`cpu_ops.weight_formats`).
 
 A reader takes the bytes of one block of a row. It writes the unsigned codes of the block's columns (Q8_0: the bytes of
-the signed codes) and, for two-level formats, the integer scales and minimums. It returns the bits of the block's
-float16 scale and minimum (MXFP4: the exponent that is its scale).
+the signed codes), and the scales and minimums that are bytes. It returns the bits of the block's
+float16 scale and minimum.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.codebook_blocks import pack_codebook_blocks
 from hetero_kv.cpu_ops.half_precision_weights import pack_numbers
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -79,7 +80,48 @@ def _q4_0(block, codes, scales, minimums):
 @_reads("MXFP4")
 def _mxfp4(block, codes, scales, minimums):
     _nibbles(block, 1, codes)
-    return np.uint16(block[0]), np.uint16(0)
+    scales[0] = block[0]
+    return np.uint16(0), np.uint16(0)
+
+
+@_reads("NVFP4")
+def _nvfp4(block, codes, scales, minimums):
+    for i in range(4):
+        scales[i] = block[i]
+    for i in range(64):
+        codes[i] = (block[4 + i // 16 * 8 + i % 8] >> (i // 8 % 2 * 4)) & 15
+    return np.uint16(0), np.uint16(0)
+
+
+@_reads("Q1_0")
+def _q1_0(block, codes, scales, minimums):
+    for i in range(128):
+        codes[i] = (block[2 + i // 8] >> (i % 8)) & 1
+    return _half(block, 0), np.uint16(0)
+
+
+@_reads("TQ2_0")
+def _tq2_0(block, codes, scales, minimums):
+    _two_bits(block, 0, codes)
+    return _half(block, 64), np.uint16(0)
+
+
+@njit(inline="always")
+def _digits(block, at, stride, count, codes, to):
+    """Five (or fewer: `count`) base-3 digits of each of `stride` bytes, as fractions of 256."""
+    power = 1
+    for digit in range(count):
+        for i in range(stride):
+            codes[to + digit * stride + i] = ((np.int64(block[at + i]) * power & 255) * 3) >> 8
+        power *= 3
+
+
+@_reads("TQ1_0")
+def _tq1_0(block, codes, scales, minimums):
+    _digits(block, 0, 32, 5, codes, 0)
+    _digits(block, 32, 16, 5, codes, 160)
+    _digits(block, 48, 4, 4, codes, 240)
+    return _half(block, 52), np.uint16(0)
 
 
 @_reads("Q4_1")
@@ -209,6 +251,9 @@ def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None
     with kernel_threads(threads) as used:
         if layout.number:
             pack_numbers(np.ascontiguousarray(blocks).view(np.uint16), packed, used)
+        elif layout.codebook:
+            row_blocks = columns // layout.columns
+            pack_codebook_blocks(np.ascontiguousarray(blocks), name, row_blocks, packed, used)
         else:
             region_args = np.ascontiguousarray(blocks), columns // layout.columns, packed
             call_region("pack tiles", "", address_of(_packer(name)), region_args, used)
@@ -250,7 +295,7 @@ def _packer(name: str) -> Any:
         layout.low_bytes,
     )
     low_bits, high_bits, per_group = layout.low_bits, layout.high_bits, layout.scales
-    two_levels, has_minimum, exponents = layout.two_levels, layout.has_minimum, layout.exponents
+    two_levels, has_minimum, in_bytes = layout.two_levels, layout.has_minimum, bool(layout.bytes_as)
     # Vectors whose codes share a byte of the low plane and of the high plane.
     low_share, high_share = 8 // low_bits, VECTORS // max(high_bits, 1)
     low_step, high_step = VECTORS // low_share, VECTORS // high_share
@@ -283,13 +328,11 @@ def _packer(name: str) -> Any:
                     block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
                     scale, minimum = _read(name, block, codes[lane], scales, minimums)
                     first = start if two_levels else start + head
-                    if exponents:
-                        packed[first + lane] = scale
-                    else:
+                    if not in_bytes:
                         _put_half(packed, first + 2 * lane, scale)
                     if has_minimum:
                         _put_half(packed, first + 2 * TILE + 2 * lane, minimum)
-                    if two_levels:
+                    if two_levels or in_bytes:
                         for part in range(groups * per_group):
                             at = start + head + part // per_group * group_bytes + part % per_group * TILE + lane
                             packed[at] = scales[part]

@@ -1,4 +1,4 @@
-"""Emits LLVM vector code that reads codes, scales and minimums of a group of columns of a packed tile."""
+"""Emits LLVM vector code that reads codes of a packed tile: their planes, and tables of sixteen numbers."""
 
 from llvmlite import ir
 from numba import types
@@ -95,18 +95,13 @@ def unpacked_vector(
         mask = (2**layout.high_bits - 1) << layout.low_bits
         codes = builder.or_(codes, _shifted(builder, high, layout.high_bits * (vector // step) - layout.low_bits, mask))
     if layout.table:
-        return _looked_up(builder, codes, [value + offset & 255 for value in layout.table], how)
+        return looked_up(builder, codes, [value + offset & 255 for value in layout.table], how)
     if offset and layout.signed:
         codes = builder.xor(codes, ir.Constant(_CODES, [offset] * _CODES.count))
     return codes
 
 
-def unpacked_codes(builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, how: str) -> list[ir.Value]:
-    """Returns the eight vectors of codes of a group; see `unpacked_vector`."""
-    return [unpacked_vector(builder, layout, group, vector, how) for vector in range(VECTORS)]
-
-
-def _looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: str) -> ir.Value:
+def looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: str) -> ir.Value:
     """Returns table[code] for every byte of `codes`, all below 16."""
     if how in _LOOKUPS:
         name, lanes = _LOOKUPS[how]
@@ -121,48 +116,3 @@ def _looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: st
         is_set = builder.icmp_unsigned("!=", builder.and_(codes, mask), ir.Constant(_CODES, None))
         left = [builder.select(is_set, odd, even) for even, odd in zip(left[::2], left[1::2], strict=True)]
     return left[0]
-
-
-def _halves(builder: ir.IRBuilder, pointer: ir.Value, at: int) -> ir.Value:
-    return builder.fpext(load(builder, pointer, ir.VectorType(ir.HalfType(), TILE), at), _FLOATS)
-
-
-def _powers(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    """Returns 2^(e - 128) for sixteen bytes e; 2^-128 and 2^-127 are subnormal."""
-    exponents = builder.zext(load(builder, pointer, ir.VectorType(_I8, TILE)), _INTS)
-
-    def every(value: int) -> ir.Constant:
-        return ir.Constant(_INTS, [value] * TILE)
-
-    normal = builder.shl(builder.sub(exponents, every(1)), every(23))
-    small = builder.shl(every(1 << 21), builder.and_(exponents, every(1)))
-    bits = builder.select(builder.icmp_unsigned("<", exponents, every(2)), small, normal)
-    return builder.bitcast(bits, _FLOATS)
-
-
-def _small_ints(builder: ir.IRBuilder, pointer: ir.Value, at: int, signed: bool) -> ir.Value:
-    ints = load(builder, pointer, ir.VectorType(_I8, TILE), at)
-    return builder.sitofp(builder.sext(ints, _INTS) if signed else builder.zext(ints, _INTS), _FLOATS)
-
-
-def group_scales(
-    builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Returns scales and minimums of a group's parts, as vectors of sixteen rows.
-
-    Minimums are added to weights; their list is empty if the format has none.
-    """
-    if layout.exponents:
-        return [_powers(builder, group)], []
-    if not layout.two_levels:
-        return [_halves(builder, group, 0)], [_halves(builder, group, 2 * TILE)] * layout.has_minimum
-    first = _halves(builder, block, 0)
-    scales = [
-        builder.fmul(first, _small_ints(builder, group, part * TILE, layout.signed_scales))
-        for part in range(layout.scales)
-    ]
-    if not layout.has_minimum:
-        return scales, []
-    first = builder.fneg(_halves(builder, block, 2 * TILE))
-    places = [(layout.scales + part) * TILE for part in range(layout.scales)]
-    return scales, [builder.fmul(first, _small_ints(builder, group, at, False)) for at in places]

@@ -18,17 +18,16 @@ from numba.extending import intrinsic
 from hetero_kv.cpu_ops.avx2_dots import dots_of_fours, group_dots
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import has, isa
+from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
 from hetero_kv.cpu_ops.half_precision_weights import number_dots
 from hetero_kv.cpu_ops.weight_codes import (
     DOTS_SIGNATURE,
     call_intrinsic,
-    group_scales,
     joined,
     load,
     pieces_of,
     prefetch_bytes,
     splat,
-    unpacked_vector,
 )
 from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
@@ -140,15 +139,16 @@ def emit_tile(
             values = [at(x, index, GROUP, row, GROUP) for row in range(rows)]
             factors = [load(builder, at(x_scales, index, 4, row, 4), _FLOAT) for row in range(rows)]
             totals = [_totals(builder, layout, at(x_sums, index, 8, row, 8)) for row in range(rows)]
-            per_part = VECTORS // layout.scales
-            for part in range(layout.scales):
+            codes_of = code_vectors(builder, layout, group, how, offset)
+            per_part = VECTORS // layout.parts
+            for part in range(layout.parts):
                 vectors = range(part * per_part, (part + 1) * per_part)
                 starts = [splat(builder, builder.mul(each[part], ir.Constant(_I32, -zero))) for each in totals]
                 if how == "avx2":
-                    dots = group_dots(builder, layout, group, vectors, values)
+                    dots = group_dots(builder, layout, codes_of, vectors, values)
                     dots = [builder.add(*each) for each in zip(dots, starts, strict=True)]
                 else:
-                    codes = [unpacked_vector(builder, layout, group, vector, how, offset) for vector in vectors]
+                    codes = [codes_of(vector) for vector in vectors]
                     dots = [_row_dots(builder, how, *each, codes, vectors) for each in zip(starts, values, strict=True)]
                 for row in range(rows):
                     acc = builder.load(sums[row])

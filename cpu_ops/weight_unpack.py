@@ -11,14 +11,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
 from hetero_kv.cpu_ops.half_precision_weights import column_of, number_rows
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
 from hetero_kv.cpu_ops.threads import kernel_threads
-from hetero_kv.cpu_ops.weight_codes import group_scales, unpacked_codes
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
-from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat, scales_of_bytes
 
 _NUMBERS = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
 _I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
@@ -81,8 +81,9 @@ def _columns(
         return
     scales, minimums = group_scales(builder, layout, block, group)
     zero, right = ir.Constant(_INTS, [layout.zero] * TILE), ir.Constant(_INTS, [24] * TILE)
-    for vector, codes in enumerate(unpacked_codes(builder, layout, group, how)):
-        part = vector * layout.scales // VECTORS
+    codes_of = code_vectors(builder, layout, group, how)
+    for vector in range(VECTORS):
+        codes, part = codes_of(vector), vector * layout.parts // VECTORS
         lanes = builder.bitcast(codes, _INTS)
         for byte in range(4):
             moved = builder.shl(lanes, ir.Constant(_INTS, [24 - 8 * byte] * TILE))
@@ -151,6 +152,13 @@ def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None
     if number := matrix.layout.number:
         return number_rows(matrix.data, number, rows, matrix.columns)
     out = np.empty((len(rows), matrix.columns), np.float32)
+    if matrix.layout.codebook:
+        # Few models have such embeddings, so that no kernel reads single rows: this unpacks their whole tiles.
+        tile = np.empty((matrix.columns, TILE), np.float32)
+        for row, numbers in zip(rows, out, strict=True):
+            unpack_tiles(matrix, tile, int(row) // TILE, threads)
+            numbers[:] = tile[:, row % TILE]
+        return out
     with kernel_threads(threads) as used:
         region_args = matrix.data, np.ascontiguousarray(rows, np.int64), out
         call_region("read rows", "", address_of(_row_reader(matrix.name)), region_args, used)
@@ -175,10 +183,10 @@ def _row_reader(name: str) -> Any:
     layout = FORMATS[name]
     record, head, groups, group_bytes = layout.record_bytes, layout.head_bytes, layout.groups, layout.group_bytes
     block_columns, scale_bytes, low_bytes = layout.columns, layout.scale_bytes, layout.low_bytes
-    low_bits, high_bits, parts, zero = layout.low_bits, layout.high_bits, layout.scales, layout.zero
+    low_bits, high_bits, parts, zero = layout.low_bits, layout.high_bits, layout.parts, layout.zero
     two_levels, has_minimum, signed_scales = layout.two_levels, layout.has_minimum, layout.signed_scales
-    powers = np.ldexp(np.ones(256, np.float32), np.arange(256) - 128)
-    exponents, signed = layout.exponents, layout.low_bits == 8
+    of_bytes, in_bytes = scales_of_bytes(layout.bytes_as), bool(layout.bytes_as)
+    has_integers, signed = layout.scales > 0, layout.low_bits == 8
     table, has_table = np.array(layout.table or range(16), np.float32), bool(layout.table)
     low_step, high_step = VECTORS * low_bits // 8, max(high_bits, 1)
     low_mask, high_mask = 2**low_bits - 1, 2**high_bits - 1
@@ -206,17 +214,17 @@ def _row_reader(name: str) -> Any:
                         number = table[code]
                     part = k * parts // GROUP
                     minimum = np.float32(0)
-                    if two_levels:
+                    if two_levels and has_integers:
                         integer = data[at + part * TILE + lane]
                         factor = np.float32(np.int8(integer)) if signed_scales else np.float32(integer)
                         scale = _half(data, start + 2 * lane) * factor
                         if has_minimum:
                             integer = data[at + (parts + part) * TILE + lane]
                             minimum = -_half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
-                    elif exponents:
-                        scale = powers[data[at + lane]]
+                    elif in_bytes:
+                        scale = of_bytes[data[at + part * TILE + lane]]
                     else:
-                        scale = _half(data, at + 2 * lane)
+                        scale = _half(data, (start if two_levels else at) + 2 * lane)
                         if has_minimum:
                             minimum = _half(data, at + 2 * TILE + 2 * lane)
                     out[n, group * GROUP + k] = scale * number + minimum

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import torch
 
-from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat, scales_of_bytes
+from hetero_kv.gpu_ops.codebook_weights import codebook_factors, codebook_numbers
 from hetero_kv.gpu_ops.kernel_choice import runs_triton
 
 # Weights that torch alone unpacks at once; it needs several temporary tensors of this size.
 _UNPACKED_AT_ONCE = 4 << 20
 
 
+def has_kernels(tensor: torch.Tensor, name: str) -> bool:
+    """Whether Triton kernels process weights of format `name` on the device of `tensor`; none has a codebook."""
+    return not FORMATS[name].codebook and runs_triton(tensor)
+
+
 def multiply(
     x: torch.Tensor, data: torch.Tensor, name: str, rows: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias for few rows of x, with weights and sums in float32; on CUDA, where Triton runs.
+    """x @ weight.T + bias for few rows of x, with weights and sums in float32; where `has_kernels`.
 
     Args:
         x: [n, columns], n above 0.
@@ -46,7 +52,7 @@ def multiply_in_torch(
 
 
 def multiply_chosen(x: torch.Tensor, data: torch.Tensor, name: str, rows: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of x with its own matrix, whose index the host need not know; on CUDA, where Triton runs.
+    """Multiply each row of x with its own matrix, whose index the host need not know; where `has_kernels`.
 
     Args:
         x: [n, columns], n above 0.
@@ -83,7 +89,7 @@ def unpack_into(out: torch.Tensor, data: torch.Tensor, name: str, first_tile: in
         out: [rows, columns], contiguous; it may end within a tile.
         data, name: as in `multiply`.
     """
-    if runs_triton(out):
+    if has_kernels(out, name):
         from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
         with torch.cuda.device(out.device):
@@ -104,7 +110,7 @@ def rows_of(
     The host need not know the ids. Rows of invalid ids are NaN.
     """
     out = torch.empty(len(ids), columns, dtype=dtype, device=data.device)
-    if runs_triton(data) and len(ids):
+    if has_kernels(data, name) and len(ids):
         from hetero_kv.gpu_ops.triton_kernels import packed_weights
 
         with torch.cuda.device(data.device):
@@ -145,6 +151,8 @@ def unpacked_in_torch(data: torch.Tensor, name: str, rows: int, columns: int) ->
 
 def _codes(layout: WeightFormat, groups: torch.Tensor) -> torch.Tensor:
     """Codes minus their zero point, or their table values: [tiles, blocks, groups, vectors, TILE, 4] float32."""
+    if layout.codebook:
+        return codebook_numbers(layout, layout.codebook, groups)
     planes = groups[..., layout.scale_bytes :].unflatten(-1, (-1, TILE, 4))
     low = planes[..., : layout.low_bits, :, :]
     if layout.low_bits == VECTORS:
@@ -166,13 +174,20 @@ def _spread(plane: torch.Tensor, bits: int) -> torch.Tensor:
 def _scales(layout: WeightFormat, records: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minimums (added) of each vector: [tiles, blocks, groups, vectors, TILE, 1] float32."""
     own = groups[..., : layout.scale_bytes]
-    if layout.exponents:
-        scales = torch.ldexp(torch.ones_like(own, dtype=torch.float32), own.int() - 128)[..., None, :]
+    if layout.bytes_as:
+        of_bytes = torch.from_numpy(scales_of_bytes(layout.bytes_as)).to(own.device)
+        scales = of_bytes[own.long()].unflatten(-1, (-1, TILE))
         return _of_vectors(scales), scales
     if not layout.two_levels:
         halves = own.contiguous().view(torch.float16).float().unflatten(-1, (-1, TILE))
         return _of_vectors(halves[..., :1, :]), _of_vectors(halves[..., -1:, :])
     heads = records[..., : layout.head_bytes].contiguous().view(torch.float16).float().unflatten(-1, (-1, TILE))
+    if layout.codebook:
+        first = heads[..., None, :1, :] * layout.unit
+        return _of_vectors(first * codebook_factors(layout.codebook, groups, layout.scales)), first
+    if not layout.scales:
+        first = heads[..., None, :1, :].expand(*groups.shape[:-1], 1, TILE)
+        return _of_vectors(first), first
     parts = own.unflatten(-1, (-1, TILE))
     integers = parts[..., : layout.scales, :]
     integers = integers.contiguous().view(torch.int8) if layout.signed_scales else integers

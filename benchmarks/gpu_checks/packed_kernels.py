@@ -24,7 +24,7 @@ def random_packed(name: str, rows: int, columns: int, device: torch.device) -> t
         numbers = torch.randn(tiles * TILE * columns, device=device) * 0.02
         return numbers.to(getattr(torch, layout.number)).view(torch.uint8)
     records = torch.randint(0, 256, (tiles, blocks, layout.record_bytes), dtype=torch.uint8, device=device)
-    if layout.exponents:
+    if layout.bytes_as:
         records[..., : layout.scale_bytes].random_(118, 124)
         return records.flatten()
     halves = layout.head_bytes if layout.two_levels else layout.scale_bytes
@@ -44,7 +44,8 @@ def packed_cases(setting: Setting) -> list[Case]:
         out = torch.empty(rows, columns, dtype=_DTYPE, device=setting.device)
         for count, said in ((1, "a row"), (9, "nine rows")):
             reference = partial(packed_weights.multiply_in_torch, x[:count], data, name, rows, None)
-            kernel = partial(packed_weights.multiply, x[:count], data, name, rows) if setting.on_gpu else reference
+            has_kernels = packed_weights.has_kernels(data, name)
+            kernel = partial(packed_weights.multiply, x[:count], data, name, rows) if has_kernels else reference
             cases.append((f"{said} times packed weights, {name}", kernel, reference, 1.0))
         cases.append((f"packed weights unpacked, {name}", *_unpacking(data, name, out), 0.0))
         cases.append((f"rows of packed weights, {name}", *_looking_up(data, name, out, ids), 0.0))

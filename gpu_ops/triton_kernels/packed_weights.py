@@ -37,12 +37,17 @@ def _scales(
         # 2^(exponent - 128); the two smallest are subnormal.
         subnormal = tl.where(exponent == 1, 1 << 22, 1 << 21)
         scale = tl.where(exponent < 2, subnormal, (exponent - 1) << 23).to(tl.float32, bitcast=True)
+    elif NAME == "NVFP4":
+        float8 = tl.load(group + 16 * part + lane, mask=is_there, other=0).to(tl.int16)
+        # E4M3 as a float16, whose exponents are less by eight; the scale is half of it.
+        bits = tl.where(float8 == 127, 0, (float8 & 127) << 7).to(tl.int16)
+        scale = bits.to(tl.float16, bitcast=True).to(tl.float32) * 128.0
     else:
         first = (block if GROUPS > 1 else group).to(tl.pointer_type(tl.float16))
         scale = tl.load(first + lane, mask=is_there, other=0.0).to(tl.float32)
         if HAS_MINIMUM:
             minimum = tl.load(first + 16 + lane, mask=is_there, other=0.0).to(tl.float32)
-        if GROUPS > 1:
+        if GROUPS > 1 and SCALES > 0:
             own = tl.load(group + 16 * part + lane, mask=is_there, other=0)
             if SIGNED_SCALES:
                 own = own.to(tl.int8, bitcast=True)

@@ -148,13 +148,14 @@ class QuantizedExperts(QuantizedModule):
             kind: their type.
             shape: [experts, outputs, inputs].
         """
-        import gguf  # already imported by the reader of the file
+        # Imported here, since only files of blocks need the package gguf.
+        from hetero_kv.weights.block_numbers import numbers_of_blocks
 
         parameter_dtype = self.kept_as(kind.name, shape[2])
         if parameter_dtype is not None and parameter_dtype == kind.name:
             self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, parameter_dtype, shape[2]))
             return None
-        unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
+        unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
         if parameter_dtype is not None:
             self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, parameter_dtype))
@@ -170,7 +171,7 @@ class QuantizedExperts(QuantizedModule):
             return self._in_numbers(x, chosen, shares)
         for leaf in self.projections:
             self.require_empty(leaf)
-        if chooses_on_device(x, chosen.numel()):
+        if chooses_on_device(x, chosen.numel(), self.packed_weights()):
             return self._decoded(x, chosen, shares)
         ids, order = chosen.reshape(-1).sort(stable=True)
         tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()

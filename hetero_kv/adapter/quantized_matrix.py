@@ -112,14 +112,15 @@ class QuantizedMatrix(QuantizedModule):
             kind: their type.
             shape: [rows, columns].
         """
-        import gguf  # already imported by the reader of the file
+        # Imported here, since only files of blocks need the package gguf.
+        from hetero_kv.weights.block_numbers import numbers_of_blocks
 
         parameter_dtype = self.kept_as(kind.name, shape[1])
         if parameter_dtype is not None and parameter_dtype == kind.name:
             self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]))
             return None
         # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
-        unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
+        unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
         self._take_numbers(numbers, parameter_dtype)
         return self.substituted(kind.name, parameter_dtype, shape[1])

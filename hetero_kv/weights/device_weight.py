@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from hetero_kv.cpu_ops.weight_formats import TILE
-from hetero_kv.gpu_ops.kernel_choice import runs_triton
-from hetero_kv.gpu_ops.packed_weights import multiply, rows_of, unpack_into
+from hetero_kv.gpu_ops.packed_weights import has_kernels, multiply, rows_of, unpack_into
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
 _PIECE_BYTES = 64 << 20
@@ -74,7 +73,7 @@ class DeviceWeight(PackedWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See PackedWeight. With Triton, few rows take one kernel launch."""
         rows, columns = self.shape
-        if 0 < len(x) <= FEW_ROWS and runs_triton(x):
+        if 0 < len(x) <= FEW_ROWS and has_kernels(x, self.name):
             return multiply(x, self.data, self.name, rows, bias)
         piece = rows_of_piece(rows, columns, x.element_size())
         if piece == rows:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply_runs
-from hetero_kv.gpu_ops.kernel_choice import runs_triton
-from hetero_kv.gpu_ops.packed_weights import multiply_chosen
+from hetero_kv.gpu_ops.packed_weights import has_kernels, multiply_chosen
 from hetero_kv.weights.moving import packed_weight
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch
@@ -63,9 +62,9 @@ class ExpertWeights:
         return packed.at(packed.data.to(weights.device))
 
 
-def chooses_on_device(x: torch.Tensor, rows: int) -> bool:
+def chooses_on_device(x: torch.Tensor, rows: int, parts: Iterable[ExpertWeights]) -> bool:
     """Whether `rows` rows are multiplied on x's device, where the kernel reads each row's expert without the host."""
-    return rows <= FEW_ROWS and runs_triton(x)
+    return rows <= FEW_ROWS and all(has_kernels(x, part.name) for part in parts)
 
 
 def multiply_experts_of_rows(

@@ -16,7 +16,7 @@ from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
 from hetero_kv.cpu_ops.weight_formats import FORMATS, format_named
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
-from tests.support.quantized_blocks import dequantized, random_blocks
+from tests.support.quantized_blocks import RARE, dequantized, random_blocks
 from tests.support.slow_variants import with_slow
 
 CODED = [name for name, layout in FORMATS.items() if not layout.number]
@@ -57,7 +57,7 @@ _SELDOM = [
     (name, isa)
     for number, name in enumerate(FORMATS)
     for rank, isa in enumerate(available())
-    if rank and (number + rank) % 4
+    if name in RARE or (rank and (number + rank) % 4)
 ]
 
 _CODED_BY_ISA, _SELDOM_CODED = ([each for each in pairs if each[0] in CODED] for pairs in (_BY_ISA, _SELDOM))
@@ -75,7 +75,7 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
 
 
 @pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", with_slow(CODED, slow=RARE))
 def test_products_without_dot_product_instructions_are_the_same(name, monkeypatch):
     """A CPU with AVX2 alone multiplies pairs of bytes to 16 bits, whose sums must not saturate."""
     monkeypatch.setattr(weight_dots, "dot_instruction", lambda: "avx2")
@@ -103,7 +103,7 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
         require_products(out, x, dequantized(each, name), name)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=RARE))
 def test_a_row_does_not_depend_on_the_other_rows(name):
     columns = 2 * FORMATS[name].columns
     matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
@@ -134,8 +134,8 @@ def test_extreme_codes_do_not_overflow(name, isa):
         # Scales stay finite: only bytes that differ between two seeds by chance alone are codes.
         codes_only = packed.reshape(16, 2, -1).copy()
         codes_only[..., 4:] = codes.reshape(16, 2, -1)[..., 4:]
-        if name in ("Q2_K", "Q3_K", "Q6_K"):
-            codes_only[..., -4:] = scales.reshape(16, 2, -1)[..., -4:]
+        if name in ("Q2_K", "Q3_K", "Q6_K", "TQ1_0", "TQ2_0", "IQ1_M"):
+            codes_only[..., -8:] = scales.reshape(16, 2, -1)[..., -8:]
         blocks = codes_only.reshape(16, -1)
         numbers = dequantized(blocks, name)
         x = np.ones((2, columns), np.float32)
@@ -147,7 +147,7 @@ def test_extreme_codes_do_not_overflow(name, isa):
 
 # The products above have the codes of the others, which a kernel unpacks that is compiled for each.
 @pytest.mark.parametrize(
-    "name", with_slow(list(FORMATS), slow=["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS"])
+    "name", with_slow(list(FORMATS), slow=["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", *RARE])
 )
 def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     columns = 2 * FORMATS[name].columns

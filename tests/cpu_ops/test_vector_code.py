@@ -88,7 +88,7 @@ def require_target(triple):
 
 
 @pytest.mark.parametrize("how", DOT_PRODUCTS)
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_NL", "IQ2_S"])
 def test_products_with_codes_are_vector_instructions(name, how):
     triple, cpu, dot, lookup = DOT_PRODUCTS[how]
     require_target(triple)

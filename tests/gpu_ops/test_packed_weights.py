@@ -11,6 +11,7 @@ from hetero_kv.cpu_ops.weight_blocks import pack
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.gpu_ops import packed_weights
 from hetero_kv.gpu_ops.packed_weights import multiply, multiply_chosen, rows_of, unpack_into, unpacked_in_torch
+from hetero_kv.weights.device_weight import DeviceWeight
 from tests.support.devices import simulated_cuda
 from tests.support.quantized_blocks import dequantized, random_blocks
 
@@ -42,7 +43,7 @@ def test_torch_unpacks_ggmls_numbers_bit_by_bit(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, layout in FORMATS.items() if not layout.codebook])
 def test_triton_unpacks_and_multiplies_ggmls_numbers(name):
     pytest.importorskip("triton")
     data, numbers = matrix(name)
@@ -53,6 +54,18 @@ def test_triton_unpacks_and_multiplies_ggmls_numbers(name):
         assert torch.equal(second_tile.cpu(), numbers[16:])
         x = random(1, COLUMNS)
         require_product(multiply(x.to("cuda"), on_gpu, name, ROWS), x, numbers)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ3_S", "IQ1_M"])
+def test_torch_unpacks_codebooks_on_a_gpu_that_runs_triton(name):
+    data, numbers = matrix(name)
+    with simulated_cuda(interpret=True):
+        weight = DeviceWeight(data.to("cuda"), name, ROWS, COLUMNS)
+        x = random(2, COLUMNS)
+        require_product(weight.multiply(x.to("cuda")), x, numbers)
+        found = weight.rows(torch.tensor([20, 3], device="cuda"), torch.float32)
+        assert torch.equal(found.cpu(), numbers[[20, 3]])
 
 
 @pytest.mark.cuda

@@ -47,7 +47,10 @@ def header(architecture, metadata=None, tensors=None):
 
 
 def write(path, architecture, metadata, tensors, kind=None):
-    """Write a file with the tiny vocabulary; `kind` is the matrices' quantisation, if any."""
+    """Write a file with the tiny vocabulary; `kind` is the matrices' quantisation, if any.
+
+    Tensors are numbers, or blocks and their type.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for name, content in metadata.items():
         key = f"{architecture}.{name}"
@@ -67,6 +70,9 @@ def write(path, architecture, metadata, tensors, kind=None):
     writer.add_eos_token_id(END_OF_TEXT)
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, numbers in tensors.items():
+        if isinstance(numbers, tuple):
+            writer.add_tensor(name, numbers[0], raw_dtype=numbers[1])
+            continue
         array = np.ascontiguousarray(numbers, np.float32)
         if kind is not None and array.ndim > 1:
             writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)

@@ -5,11 +5,17 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from hetero_kv.cpu_ops.weight_formats import FORMATS
+from hetero_kv.weights.block_numbers import numbers_of_blocks
+
+#: Types of few files. IQ2_XS, IQ3_S and NVFP4 have what these have, and kernels are compiled for each type.
+RARE = ("Q1_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS")
 
 #: Where the float16 scales and minimums of a block lie.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "F16": (), "BF16": (),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "Q1_0"), (0,)), "IQ1_M": (),
+    "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": (),
 }  # fmt: skip
 
 
@@ -24,14 +30,21 @@ def random_blocks(name, rows, columns, seed=0):
         return gguf.quantize(numbers, GGMLQuantizationType[name]).view(np.uint8)
     blocks = generator.integers(0, 256, (rows, columns // layout.columns, layout.block_bytes), np.uint8)
     for at in _HALVES[name]:
-        scales = generator.uniform(-0.01, 0.01, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    if layout.exponents:
+        blocks[..., at : at + 2] = scales_of(generator, blocks.shape[:2])[..., None].view(np.uint8)
+    if name == "IQ1_M":
+        # Quarters of the scale are the highest bits of four words.
+        quarters = scales_of(generator, blocks.shape[:2]).view(np.uint16)[..., None] >> (0, 4, 8, 12) & 15
+        blocks[..., 49::2] = blocks[..., 49::2] & 15 | quarters.astype(np.uint8) << 4
+    if layout.bytes_as == "e8m0":
         blocks[..., 0] = generator.integers(110, 130, blocks.shape[:2])
     return blocks.reshape(rows, -1)
+
+
+def scales_of(generator, shape):
+    return generator.uniform(-0.01, 0.01, shape).astype(np.float16)
 
 
 def dequantized(blocks, name):
     """The numbers, by the gguf package."""
     numbers = blocks.view(np.float16) if name == "F16" else blocks
-    return gguf.dequantize(numbers, GGMLQuantizationType[name]).astype(np.float32)
+    return numbers_of_blocks(numbers, GGMLQuantizationType[name]).astype(np.float32)

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from torch import nn
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.parameters import set_parameter
+from hetero_kv.weights.block_numbers import numbers_of_blocks
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _MODULE = re.compile(r"\.layers\.(?P<layer>\d+)\.(.+\.)?experts$")
@@ -102,5 +102,5 @@ def load_expert_tensor(
     by_output = numbers.transpose(1, 2) if numbers.dim() == 3 and module.is_transposed else numbers
     room = by_output[:, place.outputs]
     require_shape(file, info, tuple(room.shape), info.shape)
-    room.copy_(torch.from_numpy(np.array(gguf.dequantize(data, info.quantization))))
+    room.copy_(torch.from_numpy(np.array(numbers_of_blocks(data, info.quantization))))
     return None

@@ -6,6 +6,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from hetero_kv.weights.block_numbers import numbers_of_blocks
+
 _HALF, _SINGLE, _BRAIN = 0x7C00, 0x7F800000, 0x7F80
 #: Number types -> (an integer type of their size, the exponent's bits, which are all set if a number is not finite).
 _EXPONENTS = {"F16": (np.uint16, _HALF), "F32": (np.uint32, _SINGLE), "BF16": (np.uint16, _BRAIN)}
@@ -15,7 +17,7 @@ _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,), "IQ4_NL": (0,),
-    "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "Q1_0": (0,), "NVFP4": (),
 }  # fmt: skip
 # Numbers that are checked at once, so that copies stay smaller than a tensor.
 _PIECE = 1 << 22
@@ -36,7 +38,11 @@ def all_finite(data: np.ndarray, quantization: GGMLQuantizationType) -> bool:
         _, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
         blocks = data.reshape(-1, block_bytes)
         return all(_finite(_halves(blocks, place), _HALF) for place in _SCALES[name])
-    return bool(np.isfinite(gguf.dequantize(data, quantization)).all())
+    if name == "IQ1_M":
+        # The first bits of four words are a quarter of the scale each, and the last quarter has its exponent's.
+        words = data.reshape(-1, gguf.GGML_QUANT_SIZES[quantization][1])
+        return _finite(words[:, 55].astype(np.uint16) >> 4 << 12 | words[:, 53].astype(np.uint16) >> 4 << 8, _HALF)
+    return bool(np.isfinite(numbers_of_blocks(data, quantization)).all())
 
 
 def _finite(bits: np.ndarray, exponent: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.finite_check import all_finite
+from hetero_kv.weights.block_numbers import numbers_of_blocks
 
 # numpy has no types for quantized blocks, which stay bytes.
 _PLAIN = {gguf.GGMLQuantizationType.F16: np.float16, gguf.GGMLQuantizationType.F32: np.float32}
@@ -59,5 +60,7 @@ def numbers_of(file: GGUFFile, name: str) -> list[float] | None:
         if info.name == name:
             part = file.parts[info.part]
             with part.open() as content:
-                return [float(number) for number in gguf.dequantize(_data(part, content, info), info.quantization).flat]
+                return [
+                    float(number) for number in numbers_of_blocks(_data(part, content, info), info.quantization).flat
+                ]
     return None

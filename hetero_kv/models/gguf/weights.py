@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import gguf
 import numpy as np
 from torch import nn
 
@@ -27,6 +26,7 @@ from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.row_parts import PartRows, are_whole, common_types
 from hetero_kv.models.parameters import tied_parameters
 from hetero_kv.models.placing import decoder_layers
+from hetero_kv.weights.block_numbers import numbers_of_blocks
 
 ROW = "{row}"
 _logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class WeightMap:
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
         """The tensor as numbers of the parameter, with the converter's transform undone."""
-        numbers = gguf.dequantize(data, info.quantization)
+        numbers = numbers_of_blocks(data, info.quantization)
         transform = self.targets[info.name].transform
         return numbers if transform is None else transform.apply(numbers, self.config)
 
