@@ -2,12 +2,16 @@
 
     python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
+    python -m benchmarks.peers --shape NAME --layers N [--llama_bench PROGRAM] [...]
     python -m benchmarks.peers --recorded --plot docs/peers.png
+
+`--shape` measures a model of random weights (`benchmarks.shapes`), whose file is in a temporary folder meanwhile.
 
 llama.cpp runs the same GGUF file with flash attention, in a separate process of PYTHON (default: this one), which needs
 `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once.
 Then all decode in turn, a few tokens at a time, for several rounds; figures are medians. All engines have the same
-number of threads.
+number of threads. With `--llama_bench`, llama.cpp is its own program `llama-batched-bench`, which computes tokens of
+its choice: it runs before and after the rounds of the other engines at each length, and the faster run counts.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,14 +37,17 @@ from benchmarks import GIVEN_ENVIRONMENT
 from benchmarks.figures import Label, label_lines, new_figure, save
 from benchmarks.goals import verdicts_table
 from benchmarks.report import CURRENT, load
+from benchmarks.shapes import SHAPES
+from benchmarks.shapes import write as write_shape
 from benchmarks.timing import interleaved_medians, seconds
-from hetero_kv import HeteroCache, inject, open_model
+from hetero_kv import HeteroCache, inject, open_model, with_rules
 from hetero_kv.models import DEFAULT_MODEL, load_model
 from hetero_kv.models.locating import locate
 from hetero_kv.threads import set_threads
 
 DECODED = 8
 """Decoded tokens per round."""
+_BENCH_TOKENS = 32
 BUDGET = 2048
 _OURS = {
     "dense": ("dense", {}),
@@ -98,14 +106,19 @@ class EngineSpeed:
 
 
 class HeteroKVEngine:
-    """This project's engine under one recipe, with a separate model whose weights stay packed."""
+    """This project's engine under one recipe, whose weights stay packed; all recipes share those of the first."""
 
-    def __init__(self, model: str, name: str, longest: int) -> None:
+    def __init__(self, model: str, name: str, longest: int, first: HeteroKVEngine | None) -> None:
         config, settings = _OURS[name]
-        opened = open_model(model)
-        inject(opened.model, config, command_line={**_COMMON, **settings, "max_seq_len": longest})
-        self.model = opened.load().model
-        self.model.hetero_kv_injection.compile_kernels()
+        settings = {**_COMMON, **settings, "max_seq_len": longest}
+        if first is None:
+            opened = open_model(model)
+            inject(opened.model, config, command_line=settings)
+            self.loaded = opened.load()
+            self.loaded.model.hetero_kv_injection.compile_kernels()
+        else:
+            self.loaded = with_rules(first.loaded, config, **settings)
+        self.model = self.loaded.model
         self.cache: Any = None
 
     @torch.no_grad()
@@ -175,6 +188,44 @@ class LlamaCpp:
     def decode(self, ids: list[int]) -> float:
         """Seconds per token."""
         return self.ask(decode=ids) / len(ids)
+
+
+class LlamaBench:
+    """llama.cpp's program `llama-batched-bench`."""
+
+    def __init__(self, program: Path, model: str, threads: int) -> None:
+        path = locate(model, None, None).gguf
+        assert path is not None
+        self.program, self.path, self.threads = program, path, threads
+
+    def speed(self, length: int) -> EngineSpeed:
+        """The speed at one length. Raises RuntimeError where the program gives no result."""
+        command = [
+            self.program, "-m", self.path, "-c", length + 256, "-b", _COMMON["chunk_size"], "-npp", length, "-ntg",
+            _BENCH_TOKENS, "-npl", 1, "-t", self.threads, "-fa", "on", "--output-format", "jsonl",
+        ]  # fmt: skip
+        environment = GIVEN_ENVIRONMENT | {"LD_LIBRARY_PATH": str(self.program.parent)}
+        ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+        if ended.returncode or not lines:
+            raise RuntimeError(f"{self.program} ended with status {ended.returncode}: {ended.stderr[-500:]}")
+        result = json.loads(lines[-1])
+        return EngineSpeed(LLAMA, length, 1 / result["speed_tg"], result["speed_pp"])
+
+
+def measure_around(
+    bench: LlamaBench, engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]
+) -> list[EngineSpeed]:
+    """As `measure`, with llama.cpp's program before and after the engines at each length."""
+    measured = []
+    for length in lengths:
+        before = bench.speed(length)
+        measured += measure(engines, [length], repeats, text)
+        after = bench.speed(length)
+        decode, prefill = min(before.decode, after.decode), max(before.prefill, after.prefill)
+        measured.append(EngineSpeed(LLAMA, length, decode, prefill))
+        report_line(measured[-1:])
+    return measured
 
 
 def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[EngineSpeed]:
@@ -259,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--shape", choices=SHAPES, help="a model of random weights, instead of --model")
+    parser.add_argument("--layers", type=int, default=8, help="of --shape")
+    parser.add_argument("--llama_bench", type=Path, help="llama-batched-bench, instead of --llama_python")
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -272,14 +326,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.recorded:
         finish(recorded(), flags)
         return
-    lengths = [int(length) for length in flags.lengths.split(",")]
     set_threads(flags.threads)
-    engines: dict[str, Any] = {name: HeteroKVEngine(flags.model, name, max(lengths) + 512) for name in _OURS}
-    if flags.llama_python:
-        engines[LLAMA] = LlamaCpp(flags.llama_python, flags.model, flags.threads)
+    with TemporaryDirectory() as folder:
+        model = flags.model
+        if flags.shape:
+            model = str(Path(folder) / f"{flags.shape}.gguf")
+            write_shape(Path(model), flags.shape, flags.layers)
+        measured = compared(model, flags)
+    finish(measured, flags)
+
+
+def compared(model: str, flags: argparse.Namespace) -> list[EngineSpeed]:
+    """The speeds of the engines that the flags name."""
+    lengths = [int(length) for length in flags.lengths.split(",")]
+    text = source_tokens(model, max(lengths))
+    engines: dict[str, Any] = {}
+    for name in _OURS:
+        engines[name] = HeteroKVEngine(model, name, max(lengths) + 512, engines.get(next(iter(_OURS))))
     if flags.transformers:
-        engines[TRANSFORMERS] = Untouched(flags.model)
-    finish(measure(engines, lengths, flags.repeats, source_tokens(flags.model, max(lengths))), flags)
+        engines[TRANSFORMERS] = Untouched(model)
+    if flags.llama_bench:
+        bench = LlamaBench(flags.llama_bench, model, flags.threads)
+        return measure_around(bench, engines, lengths, flags.repeats, text)
+    if flags.llama_python:
+        engines[LLAMA] = LlamaCpp(flags.llama_python, model, flags.threads)
+    return measure(engines, lengths, flags.repeats, text)
 
 
 def finish(measured: Sequence[EngineSpeed], flags: argparse.Namespace) -> None:

@@ -1,0 +1,333 @@
+"""GGUF files of real models' shapes with few layers and random weights, for measurements of speed.
+
+    python -m benchmarks.shapes NAME LAYERS FILE.gguf
+
+A layer has the widths, the experts and the storage types of a usual Q4_K_M file. Weights are random bits under small
+scales: the model's texts mean nothing, and its numbers stay finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import pre_tokenizers
+
+_END = "<|endoftext|>"
+_NORMAL, _CONTROL = 1, 3
+# Offsets of a block's bytes that are float16 numbers, and what they become; MXFP4's first byte is an exponent.
+_SCALES: dict[Kind, dict[int, float]] = {
+    Kind.Q4_K: {0: 1e-4, 2: 7.5e-4},
+    Kind.Q6_K: {208: 2e-5},
+    Kind.Q8_0: {0: 2e-4},
+}
+_SMALL_EXPONENT = 119
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape.
+
+    Attributes:
+        architecture: GGUF's name.
+        vocabulary: number of tokens.
+        pre: how text is split.
+        keys: layers -> metadata behind the architecture's name.
+        tensors: (file, layer) -> None, adds a layer's tensors.
+        width: of the hidden states.
+        embedding: storage type of the embedding.
+        head: storage type of the output matrix; None for a tied one.
+        last_norm: name of the norm before it.
+    """
+
+    architecture: str
+    vocabulary: int
+    pre: str
+    width: int
+    keys: Callable[[int], dict[str, Any]]
+    tensors: Callable[[ShapeFile, int], None]
+    embedding: Kind = Kind.Q4_K
+    head: Kind | None = Kind.Q6_K
+    last_norm: str = "output_norm"
+
+
+class ShapeFile:
+    """A GGUF file of random weights; tensors of one size share their random bits in memory."""
+
+    def __init__(self, path: Path, shape: Shape) -> None:
+        self.writer = gguf.GGUFWriter(path, shape.architecture)
+        self.random = np.random.default_rng(0)
+        self._blocks: dict[tuple[Kind, int], np.ndarray] = {}
+
+    def matrix(self, name: str, rows: int, columns: int, kind: Kind = Kind.Q4_K, experts: int = 0) -> None:
+        """Add a matrix of blocks, or one for each expert."""
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        count = rows * columns * max(experts, 1) // block
+        if (kind, count) not in self._blocks:
+            blocks = self.random.integers(0, 256, (count, size), np.uint8)
+            for offset, scale in _SCALES.get(kind, {}).items():
+                blocks[:, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
+            if kind is Kind.MXFP4:
+                blocks[:, 0] = _SMALL_EXPONENT
+            self._blocks[kind, count] = blocks
+        stack = (experts,) if experts else ()
+        data = self._blocks[kind, count].reshape(*stack, rows, columns // block * size)
+        self.writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    def numbers(self, name: str, *shape: int, scale: float = 0.02, mean: float = 0.0) -> None:
+        """Add float32 numbers."""
+        numbers = mean + scale * self.random.standard_normal(shape)
+        self.writer.add_tensor(name, numbers.astype(np.float32))
+
+    def norms(self, prefix: str, **widths: int) -> None:
+        """Add norms of these widths."""
+        for name, width in widths.items():
+            self.numbers(f"{prefix}{name}.weight", width, mean=1.0)
+
+    def attention(
+        self, prefix: str, width: int, queries: int, keys: int, kind: Kind = Kind.Q4_K, values: Kind = Kind.Q4_K,
+        gated: bool = False,
+    ) -> None:  # fmt: skip
+        """Add an attention's projections; gated: the queries' has as many outputs again."""
+        self.matrix(f"{prefix}attn_q", queries * (1 + gated), width, kind)
+        self.matrix(f"{prefix}attn_k", keys, width, kind)
+        self.matrix(f"{prefix}attn_v", keys, width, values)
+        self.matrix(f"{prefix}attn_output", width, queries, kind)
+
+    def experts(
+        self, prefix: str, width: int, count: int, inner: int, kind: Kind = Kind.Q4_K, down: Kind = Kind.Q4_K
+    ) -> None:
+        """Add a router and experts."""
+        self.numbers(f"{prefix}ffn_gate_inp.weight", count, width)
+        self.matrix(f"{prefix}ffn_gate_exps", inner, width, kind, count)
+        self.matrix(f"{prefix}ffn_up_exps", inner, width, kind, count)
+        self.matrix(f"{prefix}ffn_down_exps", width, inner, down, count)
+
+    def gated(self, prefix: str, width: int, inner: int, down: Kind = Kind.Q4_K, suffix: str = "") -> None:
+        """Add a gated MLP."""
+        self.matrix(f"{prefix}ffn_gate{suffix}", inner, width)
+        self.matrix(f"{prefix}ffn_up{suffix}", inner, width)
+        self.matrix(f"{prefix}ffn_down{suffix}", width, inner, down)
+
+
+def _more_bits(layer: int) -> Kind:
+    """As Q4_K_M has it: every second matrix of values, and that down, has six bits."""
+    return Kind.Q6_K if layer % 2 else Kind.Q4_K
+
+
+def _attention_keys(heads: int, groups: Any, dim: int, base: float) -> dict[str, Any]:
+    return {
+        "attention.head_count": heads,
+        "attention.head_count_kv": groups,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.freq_base": base,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+
+
+def _qwen3(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    file.norms(prefix, attn_norm=2048, ffn_norm=2048, attn_q_norm=128, attn_k_norm=128)
+    file.attention(prefix, 2048, 4096, 512, values=_more_bits(layer))
+    file.experts(prefix, 2048, 128, 768, down=_more_bits(layer))
+
+
+def _qwen35(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    file.norms(prefix, attn_norm=2048, post_attention_norm=2048)
+    if layer % 4 == 3:
+        file.norms(prefix, attn_q_norm=256, attn_k_norm=256)
+        file.attention(prefix, 2048, 4096, 512, values=_more_bits(layer), gated=True)
+    else:
+        file.matrix(f"{prefix}attn_qkv", 8192, 2048)
+        file.matrix(f"{prefix}attn_gate", 4096, 2048)
+        file.matrix(f"{prefix}ssm_alpha", 32, 2048, Kind.Q8_0)
+        file.matrix(f"{prefix}ssm_beta", 32, 2048, Kind.Q8_0)
+        file.matrix(f"{prefix}ssm_out", 2048, 4096)
+        file.numbers(f"{prefix}ssm_a", 32, mean=-1.0, scale=0.1)
+        file.numbers(f"{prefix}ssm_dt.bias", 32)
+        file.numbers(f"{prefix}ssm_conv1d.weight", 8192, 4, scale=0.3)
+        file.norms(prefix, ssm_norm=128)
+    file.experts(prefix, 2048, 256, 512, down=_more_bits(layer))
+    file.gated(prefix, 2048, 512, suffix="_shexp")
+    file.numbers(f"{prefix}ffn_gate_inp_shexp.weight", 2048)
+
+
+def _gpt_oss(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    file.norms(prefix, attn_norm=2880, post_attention_norm=2880)
+    file.attention(prefix, 2880, 4096, 512, Kind.Q8_0, Kind.Q8_0)
+    for name, width in {"q": 4096, "k": 512, "v": 512, "output": 2880}.items():
+        file.numbers(f"{prefix}attn_{name}.bias", width)
+    file.numbers(f"{prefix}attn_sinks.weight", 64)
+    file.experts(prefix, 2880, 32, 2880, Kind.MXFP4, Kind.MXFP4)
+    file.numbers(f"{prefix}ffn_gate_inp.bias", 32)
+    for name in ("gate", "up", "down"):
+        file.numbers(f"{prefix}ffn_{name}_exps.bias", 32, 2880)
+
+
+def _gemma3(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    file.norms(
+        prefix, attn_norm=3840, post_attention_norm=3840, ffn_norm=3840, post_ffw_norm=3840, attn_q_norm=256,
+        attn_k_norm=256,
+    )  # fmt: skip
+    file.attention(prefix, 3840, 4096, 2048, values=_more_bits(layer))
+    file.gated(prefix, 3840, 15360, down=_more_bits(layer))
+
+
+def _attends(layer: int) -> bool:
+    return layer in (2, 6, 10, 14, 18, 21)
+
+
+def _lfm2(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    file.norms(prefix, attn_norm=2048, ffn_norm=2048)
+    if _attends(layer):
+        file.norms(prefix, attn_q_norm=64, attn_k_norm=64)
+        file.attention(prefix, 2048, 2048, 512, values=_more_bits(layer))
+    else:
+        file.numbers(f"{prefix}shortconv.conv.weight", 2048, 3, scale=0.5)
+        file.matrix(f"{prefix}shortconv.in_proj", 3 * 2048, 2048)
+        file.matrix(f"{prefix}shortconv.out_proj", 2048, 2048)
+    if layer < 2:
+        file.gated(prefix, 2048, 7168, down=_more_bits(layer))
+        return
+    file.experts(prefix, 2048, 32, 1792, down=_more_bits(layer))
+    file.numbers(f"{prefix}exp_probs_b.bias", 32)
+
+
+_QWEN3 = {
+    "context_length": 1 << 18,
+    "embedding_length": 2048,
+    "feed_forward_length": 6144,
+    "expert_count": 128,
+    "expert_used_count": 8,
+    "expert_feed_forward_length": 768,
+    **_attention_keys(32, 4, 128, 1e6),
+}
+_QWEN35 = {
+    "context_length": 1 << 18,
+    "embedding_length": 2048,
+    "expert_count": 256,
+    "expert_used_count": 8,
+    "expert_feed_forward_length": 512,
+    "expert_shared_feed_forward_length": 512,
+    "rope.dimension_count": 64,
+    "rope.dimension_sections": [11, 11, 10, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 128,
+    "ssm.group_count": 16,
+    "ssm.time_step_rank": 32,
+    "ssm.inner_size": 4096,
+    "full_attention_interval": 4,
+    **_attention_keys(16, 2, 256, 1e7),
+}
+_GPT_OSS = {
+    "context_length": 1 << 17,
+    "embedding_length": 2880,
+    "feed_forward_length": 2880,
+    "expert_count": 32,
+    "expert_used_count": 4,
+    "expert_feed_forward_length": 2880,
+    "attention.sliding_window": 128,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+    **_attention_keys(64, 8, 64, 1.5e5),
+}
+_GEMMA3 = {
+    "context_length": 1 << 17,
+    "embedding_length": 3840,
+    "feed_forward_length": 15360,
+    "attention.sliding_window": 1024,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 8.0,
+    **_attention_keys(16, 8, 256, 1e6),
+}
+_LFM2 = {
+    "context_length": 1 << 17,
+    "embedding_length": 2048,
+    "feed_forward_length": 7168,
+    "expert_count": 32,
+    "expert_used_count": 4,
+    "expert_feed_forward_length": 1792,
+    "leading_dense_block_count": 2,
+    "expert_gating_func": 2,
+    "shortconv.l_cache": 3,
+    "vocab_size": 65536,
+    **{
+        key: value
+        for key, value in _attention_keys(32, 8, 64, 1e6).items()
+        if key not in ("attention.key_length", "attention.value_length")
+    },
+}
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape("qwen3moe", 151936, "qwen2", 2048, lambda layers: _QWEN3, _qwen3),
+    "qwen3.5-35b-a3b": Shape("qwen35moe", 248320, "qwen35", 2048, lambda layers: _QWEN35, _qwen35),
+    "gpt-oss-20b": Shape(
+        "gpt-oss", 201088, "gpt-4o", 2880, lambda layers: _GPT_OSS, _gpt_oss, Kind.Q8_0, Kind.Q8_0
+    ),
+    "gemma-3-12b": Shape("gemma3", 262144, "qwen2", 3840, lambda layers: _GEMMA3, _gemma3, Kind.Q6_K, None),
+    "lfm2-8b-a1b": Shape(
+        "lfm2moe", 65536, "lfm2", 2048,
+        lambda layers: {**_LFM2, "attention.head_count_kv": [8 * _attends(layer) for layer in range(layers)]},
+        _lfm2, Kind.Q6_K, None, "token_embd_norm",
+    ),
+}  # fmt: skip
+"""By name."""
+
+
+def write(path: Path, name: str, layers: int) -> None:
+    """Write a file of shape `name` with `layers` layers. Raises KeyError for an unknown name."""
+    shape = SHAPES[name]
+    file = ShapeFile(path, shape)
+    writer = file.writer
+    for key, value in {"block_count": layers, **shape.keys(layers)}.items():
+        if isinstance(value, list):
+            writer.add_array(f"{shape.architecture}.{key}", value)
+        else:
+            kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+            writer.add_key_value(
+                f"{shape.architecture}.{key}", value, kinds.get(type(value), gguf.GGUFValueType.STRING)
+            )
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    rest = [f"<|{number}|>" for number in range(shape.vocabulary - len(letters) - 1)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(shape.pre)
+    writer.add_token_list([*letters, *rest, _END])
+    writer.add_token_types([_NORMAL] * len(letters) + [_CONTROL] * (len(rest) + 1))
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(shape.vocabulary - 1)
+    file.matrix("token_embd", shape.vocabulary, shape.width, shape.embedding)
+    if shape.head is not None:
+        file.matrix("output", shape.vocabulary, shape.width, shape.head)
+    file.norms("", **{shape.last_norm: shape.width})
+    for layer in range(layers):
+        shape.tensors(file, layer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("layers", type=int)
+    parser.add_argument("file", type=Path)
+    flags = parser.parse_args(arguments)
+    write(flags.file, flags.name, flags.layers)
+
+
+if __name__ == "__main__":
+    main()
