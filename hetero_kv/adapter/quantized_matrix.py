@@ -33,17 +33,20 @@ class QuantizedMatrix(QuantizedModule):
 
     Attributes:
         packed: the matrix's bytes, a buffer; its device computes with the matrix.
+        inputs: for each column of the packed matrix the column of the weights, a buffer; None for the same order.
     """
 
     #: The class of modules that it can replace; a subclass may compute something else.
     replaces: type[nn.Module]
     packed: torch.Tensor | None
+    inputs: torch.Tensor | None
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.dtype: torch.dtype = self.wrapped.weight.dtype
         self._quantized: PackedWeight | None = None
         self.register_buffer("packed", None, persistent=False)
+        self.register_buffer("inputs", None, persistent=False)
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -86,7 +89,9 @@ class QuantizedMatrix(QuantizedModule):
                 setattr(parameter, _QUANTIZED_AS, weakref.ref(self.quantized))
 
     def uninstall(self) -> nn.Module:
-        if self.quantized is not None:
+        if self.quantized is not None and self.inputs is not None:
+            self._give(self.quantized.unpacked(self.dtype)[:, self.inputs.argsort()])
+        elif self.quantized is not None:
             self.wrapped.weight = self.quantized.parameter(self.dtype)
         elif self.wrapped.weight.dtype is not self.dtype:
             self._give(self.wrapped.weight.detach().to(self.dtype))
@@ -100,17 +105,21 @@ class QuantizedMatrix(QuantizedModule):
     def weight(self) -> torch.Tensor:
         """The weights as numbers, for a model that reads them itself: unpacked at each use, read-only."""
         quantized = self.quantized
-        return (
-            self.wrapped.weight if quantized is None else ReadOnlyWeight.of(quantized.unpacked(self.dtype), self.path)
-        )
+        if quantized is None:
+            return self.wrapped.weight
+        numbers = quantized.unpacked(self.dtype)
+        return ReadOnlyWeight.of(numbers if self.inputs is None else numbers[:, self.inputs.argsort()], self.path)
 
-    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> str | None:
+    def load_blocks(
+        self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...], columns: np.ndarray | None = None
+    ) -> str | None:
         """Take the weights from a GGUF file; returns the type that replaces theirs if theirs has no kernels.
 
         Args:
             blocks: [rows, bytes of a row] uint8, the file's blocks.
             kind: their type.
             shape: [rows, columns].
+            columns: for each column of the weights the file's column; None for the same order.
         """
         # Imported here, since only files of blocks need the package gguf.
         from hetero_kv.weights.block_numbers import numbers_of_blocks
@@ -118,11 +127,12 @@ class QuantizedMatrix(QuantizedModule):
         parameter_dtype = self.kept_as(kind.name, shape[1])
         if parameter_dtype is not None and parameter_dtype == kind.name:
             self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]))
+            self.inputs = None if columns is None else torch.from_numpy(columns.argsort())
             return None
         # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        self._take_numbers(numbers, parameter_dtype)
+        self._take_numbers(numbers if columns is None else numbers[:, columns], parameter_dtype)
         return self.substituted(kind.name, parameter_dtype, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
@@ -168,6 +178,7 @@ class QuantizedMatrix(QuantizedModule):
         if other.quantized is None:
             return False
         self.keep(other.quantized)
+        self.inputs = other.inputs
         return True
 
     def _take_numbers(self, numbers: torch.Tensor, parameter_dtype: str | None) -> None:
@@ -223,6 +234,8 @@ class QuantizedLinear(QuantizedMatrix):
         bias = self.wrapped.bias
         if quantized is not None:
             self.require_empty("weight")
+            if self.inputs is not None:
+                x = x[..., self.inputs]
             return quantized.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
         weight = self.wrapped.weight
         y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)

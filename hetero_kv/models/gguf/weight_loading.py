@@ -1,7 +1,7 @@
 """Loads the tensors of a GGUF file into a model that is built without weights.
 
 `WeightMap` says where each belongs. A module with a method `load_blocks` or `load_experts` takes the file's quantized
-blocks unchanged, if the transform only reorders rows. All other tensors are unpacked to numbers.
+blocks unchanged, if the transform only reorders rows and columns. All other tensors are unpacked to numbers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _load(
     load_blocks = getattr(module, "load_blocks", None)
     if load_blocks is not None and leaf == "weight" and weights.keeps_blocks(info) and ROW not in target.path:
         require_shape(file, info, shape_of(module, leaf), info.shape)
-        kept: str | None = load_blocks(_blocks(weights, info, data), info.quantization, info.shape)
+        blocks, columns = _blocks(weights, info, data), weights.column_order(info)
+        kept: str | None = load_blocks(blocks, info.quantization, info.shape, columns)
         return kept
     numbers = weights.numbers(info, data)
     for path, part in zip(paths, numbers if ROW in target.path else (numbers,), strict=True):

@@ -120,15 +120,12 @@ class WeightMap:
             )
 
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
-        """The tensor's row for each row of the parameter or part; None if the transform does more than reorder rows."""
+        """The tensor's row for each row of the parameter or part; None if the transform changes numbers."""
         transform = self.targets[info.name].transform
-        if transform is None:
-            return np.arange(info.shape[0])
-        return (
-            transform.rows(info.shape[0], self.config)
-            if transform.keeps_blocks and transform.rows is not None
-            else None
-        )
+        if transform is not None and not transform.keeps_blocks:
+            return None
+        rows = None if transform is None else transform.rows
+        return np.arange(info.shape[0]) if rows is None else rows(info.shape[0], self.config)
 
     def part_rows(self, info: TensorInfo) -> np.ndarray:
         """The parameter's row for each row of a tensor that is a part of it."""
@@ -153,8 +150,15 @@ class WeightMap:
                 types.setdefault(self.targets[info.name].path, []).append(name)
         return experts | common_types(types)
 
+    def column_order(self, info: TensorInfo) -> np.ndarray | None:
+        """The tensor's column for each column of the parameter; None for the same order."""
+        transform = self.targets[info.name].transform
+        if transform is None or transform.columns is None:
+            return None
+        return transform.columns(info.shape[1], self.config)
+
     def keeps_blocks(self, info: TensorInfo) -> bool:
-        """Whether the rows of a tensor's blocks are rows of the parameter."""
+        """Whether the rows of a tensor's blocks are rows of the parameter, with their columns in some order."""
         return len(info.shape) == 2 and self.row_order(info) is not None
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:

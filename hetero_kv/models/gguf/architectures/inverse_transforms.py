@@ -29,8 +29,8 @@ class InverseTransform:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether quantized blocks stay whole, because at most rows are reordered."""
-        return self.columns is None and self.numbers is None
+        """Whether quantized blocks stay whole: rows of blocks are reordered, and inputs instead of columns."""
+        return self.numbers is None
 
     def apply(self, numbers: np.ndarray, config: Any) -> np.ndarray:
         """The parameter's numbers from a tensor's; `config` is the model's text configuration."""
