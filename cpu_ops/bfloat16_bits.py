@@ -8,6 +8,9 @@ from numba.extending import intrinsic, overload
 
 from hetero_kv.cpu_ops.device_function import device_function
 
+NUMBERS = {"float32": types.float32, "uint16": types.uint16}
+"""numpy's names of the dtypes of a model's arrays: float32, and uint16 for the bits of bfloat16."""
+
 
 @intrinsic
 def bfloat16_to_float(typingctx, bits):

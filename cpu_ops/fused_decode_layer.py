@@ -1,9 +1,11 @@
 """A decoder layer's decode step without attention: norms, projections, rotation, MLP and residuals, one token per row.
 
-`attention_inputs` is the part before attention, `attention_output` the part after it. Each is one call, with as few
-parallel regions as its products allow, and quantizes an input of several products once. The layers have Llama's form:
-RMSNorm, projections with or without bias, optional per-head norms of queries and keys, rotation of half against half, a
-gated MLP. `cpu_ops.quantized_linear` computes the products; everything between them is float32.
+`attention_inputs` is the part before attention; `attention_output`, or `cpu_ops.fused_mixture` for a mixture of
+experts, the part after it. Each is one call, with as few parallel regions as its products allow, and quantizes an input
+of several products once. The layers have Llama's form: RMSNorm, projections with or without bias, optional norms of
+queries and keys, rotation of half against half, a gated MLP. Queries may have gates, a part of a head may not be
+rotated, and what attention and MLP add may be normalised and multiplied. `cpu_ops.quantized_linear` computes the
+products; everything between them is float32.
 """
 
 from functools import cache
@@ -13,10 +15,10 @@ import numpy as np
 from numba import njit, types
 
 from hetero_kv.cpu_ops.activations import quantize_rows
-from hetero_kv.cpu_ops.bfloat16_bits import number, rounded
+from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.gates import activated
+from hetero_kv.cpu_ops.gates import activated, sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.quantized_linear import multiply_part
@@ -26,7 +28,7 @@ _REASSOCIATED = {"contract", "nsz", "reassoc"}
 
 
 @device_function(fastmath=_REASSOCIATED)
-def _normed(x, weight, epsilon, out):
+def normed(x, weight, epsilon, out):
     """Write the RMSNorm of each row, x / sqrt(mean(x^2) + epsilon) * weight, to out."""
     for row in range(x.shape[0]):
         total = np.float32(0)
@@ -38,18 +40,19 @@ def _normed(x, weight, epsilon, out):
 
 
 @device_function
-def _widened(x, out):
+def widened(x, out):
     for row in range(x.shape[0]):
         for i in range(x.shape[1]):
             out[row, i] = number(x[row, i])
 
 
 @device_function(fastmath=_REASSOCIATED)
-def _normed_heads(x, first, heads, dim, weight, epsilon):
-    """Apply RMSNorm to each head of x[:, first : first + heads * dim], in place."""
+def _normed_heads(x, first, heads, stride, weight, epsilon):
+    """Apply RMSNorm to the first numbers of each of `heads` parts of x[:, first:], `stride` apart, in place."""
+    dim = weight.size
     for row in range(x.shape[0]):
         for head in range(heads):
-            at = first + head * dim
+            at = first + head * stride
             total = np.float32(0)
             for i in range(dim):
                 total += x[row, at + i] * x[row, at + i]
@@ -59,12 +62,18 @@ def _normed_heads(x, first, heads, dim, weight, epsilon):
 
 
 @device_function
-def _rotated(x, first, heads, dim, cos, sin, out):
-    """Write x * cos + rotate_half(x) * sin of each head of x[:, first:] to out [rows, heads, 1, dim]."""
-    half = dim // 2
+def _rotated(x, first, stride, cos, sin, out):
+    """Write x * cos + rotate_half(x) * sin of each head of x[:, first:] to out [rows, heads, 1, dim].
+
+    stride: from one head to the next. cos, sin: [rows, rotated]; the rest of a head remains.
+    """
+    rotated = cos.shape[1]
+    half = rotated // 2
     for row in range(x.shape[0]):
-        for head in range(heads):
-            at = first + head * dim
+        for head in range(out.shape[1]):
+            at = first + head * stride
+            for i in range(rotated, out.shape[3]):
+                out[row, head, 0, i] = rounded(out, x[row, at + i])
             for i in range(half):
                 low, high = x[row, at + i], x[row, at + half + i]
                 transposed = low * number(cos[row, i]) - high * number(sin[row, i])
@@ -74,7 +83,7 @@ def _rotated(x, first, heads, dim, cos, sin, out):
 
 
 @device_function
-def _products(matrices, rows):
+def products_table(matrices, rows):
     """Returns the table of the region "multiply" (`cpu_ops.quantized_linear`) for matrices that share an input."""
     table = np.zeros((len(matrices), 8), np.int64)
     column = 0
@@ -122,34 +131,32 @@ def gate_region(kind: int) -> int:
     return address_of(gate)
 
 
-_NUMBERS = {"float32": types.float32, "uint16": types.uint16}
-"""numpy's names of the dtypes of a model's arrays: float32, and uint16 for the bits of bfloat16."""
-
-
 @cache
 def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     """Returns the kernel that computes q, k and v of one token per row.
 
-    dtype: of the hidden states, rotation_dtype: of cos and sin, both keys of `_NUMBERS`. All arrays are C-contiguous.
+    dtype: of the hidden states, rotation_dtype: of cos and sin, both keys of `bfloat16_bits.NUMBERS`. All
+    arrays are C-contiguous.
 
     (run, multiply, hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v,
-    per_pass, threads)
+    gates, per_pass, threads)
 
     run: `parallel_region.all_threads()`. multiply: `quantized_linear.multiply_region()`.
 
     hidden: [rows, width], float32 or the bits of bfloat16. q: [rows, heads, 1, dim], k: [rows, kv_heads, 1, dim] and v:
     [rows, kv_heads, 1, dim], of the same type, written. norm: [width] float32, with its epsilon. projections: [3, 4]
     int64, `PackedMatrix.call` of q, k and v. bias: [all outputs] float32; length 0 for none. query_norm, key_norm:
-    [dim] float32; length 0 for none. cos, sin: [rows, dim], of the tokens' positions. per_pass:
-    `weight_dots.rows_per_pass()`.
+    [dim] float32, or of all heads together; length 0 for none. cos, sin: [rows, rotated], of the tokens' positions.
+    gates: [rows, heads * dim] float32, written: sigmoids of the numbers that follow each head's query in the outputs;
+    length 0 for queries without gates. per_pass: `weight_dots.rows_per_pass()`.
     """
     code_version = CODE_VERSION
     real, integer, weights = types.float32, types.int64, types.Array(types.float32, 1, "C")
-    hidden_type, heads_type = (types.Array(_NUMBERS[dtype], dimensions, "C") for dimensions in (2, 4))
-    rotation, table = types.Array(_NUMBERS[rotation_dtype], 2, "C"), types.Array(integer, 2, "C")
+    hidden_type, heads_type = (types.Array(NUMBERS[dtype], dimensions, "C") for dimensions in (2, 4))
+    rotation, table = types.Array(NUMBERS[rotation_dtype], 2, "C"), types.Array(integer, 2, "C")
     signature = types.void(
         integer, integer, hidden_type, weights, real, table, weights, weights, weights, real, rotation, rotation,
-        heads_type, heads_type, heads_type, integer, integer,
+        heads_type, heads_type, heads_type, types.Array(real, 2, "C"), integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
@@ -169,14 +176,15 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         q,
         k,
         v,
+        gates,
         per_pass,
         threads,
     ):
         rows, width = hidden.shape
-        dim = cos.shape[1]
+        dim = q.shape[3]
         x = np.empty((rows, width), np.float32)
-        _widened(hidden, x)
-        _normed(x, norm, epsilon, x)
+        widened(hidden, x)
+        normed(x, norm, epsilon, x)
         codes = np.empty((rows, width), np.int8)
         scales = np.empty((rows, width // GROUP), np.float32)
         sums = np.empty((rows, width // 16 + 0 * code_version), np.int32)
@@ -184,10 +192,11 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         first_k = projections[0, 1] * TILE
         first_v = first_k + projections[1, 1] * TILE
         out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
-        region_args = _products(projections, rows), x, codes, scales, sums, out, per_pass
+        region_args = products_table(projections, rows), x, codes, scales, sums, out, per_pass
         run_region("multiply", "", run, multiply, threads, region_args)
         heads, kv_heads = q.shape[1], k.shape[1]
-        queries, keys = heads * dim, kv_heads * dim
+        stride = 2 * dim if gates.size else dim
+        queries, keys = heads * stride, kv_heads * dim
         if bias.size:
             for row in range(rows):
                 for i in range(queries):
@@ -196,10 +205,17 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
                     out[row, first_k + i] += bias[queries + i]
                     out[row, first_v + i] += bias[queries + keys + i]
         if query_norm.size:
-            _normed_heads(out, 0, heads, dim, query_norm, head_epsilon)
-            _normed_heads(out, first_k, kv_heads, dim, key_norm, head_epsilon)
-        _rotated(out, 0, heads, dim, cos, sin, q)
-        _rotated(out, first_k, kv_heads, dim, cos, sin, k)
+            together = query_norm.size // dim
+            _normed_heads(out, 0, heads // together, stride * together, query_norm, head_epsilon)
+            together = key_norm.size // dim
+            _normed_heads(out, first_k, kv_heads // together, dim * together, key_norm, head_epsilon)
+        _rotated(out, 0, stride, cos, sin, q)
+        _rotated(out, first_k, dim, cos, sin, k)
+        if gates.size:
+            for row in range(rows):
+                for head in range(heads):
+                    for i in range(dim):
+                        gates[row, head * dim + i] = sigmoid(out[row, head * stride + dim + i])
         for row in range(rows):
             for head in range(kv_heads):
                 for i in range(dim):
@@ -208,62 +224,111 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     return inputs
 
 
+@device_function
+def add_mixed(
+    run, multiply, mixed, gates, matrix, bias, after_norm, after_epsilon, factor, x, per_pass, threads,
+):  # fmt: skip
+    """Add to x what a token mixer adds: `factor` times the norm of the output projection of `mixed`.
+
+    mixed: [rows, columns], the mixer's result, float32 or the bits of bfloat16. gates: [rows, columns] float32, what it
+    is multiplied with; length 0 for none. matrix: [1, 4] int64, `PackedMatrix.call` of the projection. bias: [width];
+    after_norm: [width]; both float32, of length 0 for none. x: [rows, width] float32.
+    """
+    rows, columns = mixed.shape
+    width = x.shape[1]
+    numbers = np.empty((rows, columns), np.float32)
+    widened(mixed, numbers)
+    if gates.size:
+        for row in range(rows):
+            for i in range(columns):
+                numbers[row, i] *= gates[row, i]
+    codes = np.empty((rows, columns), np.int8)
+    scales = np.empty((rows, columns // GROUP), np.float32)
+    sums = np.empty((rows, columns // 16), np.int32)
+    quantize_rows(numbers, codes, scales, sums)
+    projected = np.empty((rows, matrix[0, 1] * TILE), np.float32)
+    region_args = products_table(matrix, rows), numbers, codes, scales, sums, projected, per_pass
+    run_region("multiply", "", run, multiply, threads, region_args)
+    if bias.size:
+        for row in range(rows):
+            for i in range(width):
+                projected[row, i] += bias[i]
+    add_normed(projected, after_norm, after_epsilon, factor, x)
+
+
+@device_function(fastmath=_REASSOCIATED)
+def add_normed(added, norm, epsilon, factor, x):
+    """Add to x [rows, width] `factor` times the RMSNorm of the first `width` numbers of each row of `added`.
+
+    norm: [width] float32; length 0 for none.
+    """
+    width = x.shape[1]
+    for row in range(x.shape[0]):
+        if norm.size:
+            total = np.float32(0)
+            for i in range(width):
+                total += added[row, i] * added[row, i]
+            inverse = factor / np.sqrt(total / np.float32(width) + epsilon)
+            for i in range(width):
+                x[row, i] += added[row, i] * inverse * norm[i]
+        else:
+            for i in range(width):
+                x[row, i] += added[row, i] * factor
+
+
 @cache
 def attention_output(dtype: str) -> Any:
-    """Returns the kernel that computes a layer's output: x = hidden + projection of `attended`, then x + MLP(norm(x)).
+    """Returns the kernel that computes a layer's output: x = hidden + projection of `mixed`, then x + MLP(norm(x)).
 
-    dtype: of the hidden states, a key of `_NUMBERS`. All arrays are C-contiguous.
+    dtype: of the hidden states, a key of `bfloat16_bits.NUMBERS`. All arrays are C-contiguous.
 
-    (run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads)
+    (run, multiply, gate, hidden, mixed, gates, bias, after_norm, norm, after_mlp_norm, epsilon, factor, matrices, out,
+    per_pass, threads)
 
-    hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
-    of the MLP. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the last tiles
-    of gate and up are full. gate: from `gate_region`, for the MLP's activation.
+    hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, bias, after_norm, factor: as for
+    `add_mixed`. norm: [width] float32, of the MLP's input, and after_mlp_norm of its output, of length 0 for none;
+    `epsilon` is that of all three norms. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down
+    projections; the last tiles of gate and up are full. gate: from `gate_region`, for the MLP's activation.
     """
     code_version = CODE_VERSION
-    real, integer, numbers_type = types.float32, types.int64, types.Array(_NUMBERS[dtype], 2, "C")
+    real, integer, numbers_type = types.float32, types.int64, types.Array(NUMBERS[dtype], 2, "C")
+    real1, real2 = types.Array(real, 1, "C"), types.Array(real, 2, "C")
     signature = types.void(
-        integer, integer, integer, numbers_type, numbers_type, types.Array(real, 1, "C"), real,
+        integer, integer, integer, numbers_type, numbers_type, real2, real1, real1, real1, real1, real, real,
         types.Array(integer, 2, "C"), numbers_type, integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
-    def output(run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads):
+    def output(
+        run, multiply, gate, hidden, mixed, gates, bias, after_norm, norm, after_mlp_norm, epsilon, factor, matrices,
+        out, per_pass, threads,
+    ):  # fmt: skip
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)
-        _widened(hidden, x)
-        device_function = matrices[1, 1] * TILE
-        joined = attended.shape[1]
-        wide = max(width, joined, device_function)
-        codes = np.empty((rows, joined), np.int8)
+        widened(hidden, x)
+        add_mixed(run, multiply, mixed, gates, matrices[:1], bias, after_norm, epsilon, factor, x, per_pass, threads)
+        inner = matrices[1, 1] * TILE
+        wide = max(width, inner)
         scales = np.empty((rows, wide // GROUP), np.float32)
         sums = np.empty((rows, wide // 16), np.int32)
-        numbers = np.empty((rows, joined), np.float32)
-        _widened(attended, numbers)
-        quantize_rows(numbers, codes, scales, sums)
-        projected = np.empty((rows, matrices[0, 1] * TILE), np.float32)
-        region_args = _products(matrices[:1], rows), numbers, codes, scales, sums, projected, per_pass
-        run_region("multiply", "", run, multiply, threads, region_args)
-        for row in range(rows):
-            for i in range(width):
-                x[row, i] += projected[row, i]
-        normed = np.empty((rows, width), np.float32)
-        _normed(x, norm, epsilon, normed)
+        normed_x = np.empty((rows, width), np.float32)
+        normed(x, norm, epsilon, normed_x)
         narrow = np.empty((rows, width), np.int8)
-        quantize_rows(normed, narrow, scales, sums)
-        gate_up = np.empty((rows, 2 * device_function + 0 * code_version), np.float32)
-        both = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass
+        quantize_rows(normed_x, narrow, scales, sums)
+        gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
+        both = products_table(matrices[1:3], rows), normed_x, narrow, scales, sums, gate_up, per_pass
         run_region("multiply and gate", "", run, gate, threads, both)
-        gated = np.empty((rows, device_function), np.float32)
+        gated = np.empty((rows, inner), np.float32)
         for row in range(rows):
-            gated[row] = gate_up[row, :device_function]
-        wide_codes = np.empty((rows, device_function), np.int8)
+            gated[row] = gate_up[row, :inner]
+        wide_codes = np.empty((rows, inner), np.int8)
         quantize_rows(gated, wide_codes, scales, sums)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
-        region_args = _products(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
+        region_args = products_table(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
         run_region("multiply", "", run, multiply, threads, region_args)
+        add_normed(down, after_mlp_norm, epsilon, factor, x)
         for row in range(rows):
             for i in range(width):
-                out[row, i] = rounded(out, x[row, i] + down[row, i])
+                out[row, i] = rounded(out, x[row, i])
 
     return output

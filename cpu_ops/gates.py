@@ -5,8 +5,15 @@ import numpy as np
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
 
-SILU, GELU_TANH = 0, 1
-"""The kinds of `activated`."""
+SILU, GELU_TANH, CLAMPED_SWIGLU = 0, 1, 2
+"""The kinds of `gated`; `activated` has the first two."""
+
+
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
+def sigmoid(x):
+    """Returns 1 / (1 + exp(-x)) of a float32."""
+    # exp2 is limited to 127; of a number so negative the sigmoid is zero in effect.
+    return np.float32(1) / (np.float32(1) + exp2(min(-x * LOG2_E, np.float32(126))))
 
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")
@@ -15,5 +22,19 @@ def activated(gate, kind):
     if kind == GELU_TANH:
         bent = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
         return np.float32(0.5) * gate * (np.float32(1) + tanh(bent))
-    # exp2 is limited to 127; a gate so negative is zero in effect.
-    return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126))))
+    return gate * sigmoid(gate)
+
+
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
+def gated(gate, up, kind, sharpness, limit):
+    """Returns activation(gate) * up of float32 numbers.
+
+    CLAMPED_SWIGLU is gpt-oss's (arXiv:2508.10925): gate * sigmoid(sharpness * gate) * (up + 1), gate at most `limit`
+    and up within it; the other kinds use neither. NaN remains NaN.
+    """
+    if kind != CLAMPED_SWIGLU:
+        return activated(gate, kind) * up
+    gate = limit if gate > limit else gate
+    up = limit if up > limit else up
+    up = -limit if up < -limit else up
+    return (up + np.float32(1)) * gate * sigmoid(sharpness * gate)

@@ -134,7 +134,7 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
 def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end):
     """Compute tiles `first` to `end` for fewer rows than a pass has, padded with rows of zeros.
 
-    The arguments are those of `multiply_part`.
+    The arguments are those of `multiply_tiles`.
     """
     rows, columns = codes.shape
     filled = np.zeros((per_pass, columns), codes.dtype)
@@ -160,14 +160,13 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
 
 
 @njit(nogil=True, inline="always")
-def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
-    """Compute share `part` of `parts` of a matrix's tiles for all rows; write out [rows, width] from `out_column` on.
+def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, out_column, first, end):
+    """Compute tiles `first` to `end` of a matrix for all rows; write out [rows, width] from `out_column` on.
 
     codes, scales, sums: of the activations (`cpu_ops.activations.quantize_rows`); for unquantized weights, codes are
-    the activations themselves. weights, tiles, one, several: from `PackedMatrix.call`.
+    the activations themselves. weights, one, several: from `PackedMatrix.call`.
     """
     rows, columns = codes.shape
-    first, end = tiles * part // parts, tiles * (part + 1) // parts
     stride = out.shape[1] * 4
     # So few rows that row by row is less work than filling a pass.
     by_row = 2 * rows <= per_pass
@@ -191,6 +190,16 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
             )  # fmt: skip
             row += count
         chunk = chunk_end
+
+
+@njit(nogil=True, inline="always")
+def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
+    """Compute share `part` of `parts` of a matrix's tiles for all rows; write out [rows, width] from `out_column` on.
+
+    The arguments are those of `multiply_tiles`; tiles: from `PackedMatrix.call`.
+    """
+    first, end = tiles * part // parts, tiles * (part + 1) // parts
+    multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, out_column, first, end)
 
 
 _REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")

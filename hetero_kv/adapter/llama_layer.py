@@ -34,6 +34,8 @@ GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_
 #: Attributes with numbers that a fast path reads from the modules of such a layer.
 READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized")
 NONE = np.empty(0, np.float32)
+# Names of the norm of a layer's input.
+_FIRST_NORMS = "input_layernorm", "operator_norm"
 _FIRST_POSITION = 7
 
 
@@ -75,12 +77,17 @@ def norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
 
 
 class CopiedFrom:
-    """CPU tensors of which a fast path has copies, or arrays of the same memory, float32 or bfloat16."""
+    """CPU tensors of which a fast path has copies, or arrays of the same memory, float32 or bfloat16.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
+    Args:
+        tensors: those with copies.
+        views: those whose memory the fast path reads, so that only their place matters.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = [*tensors, *views]
         self._places = [tensor.data_ptr() for tensor in self._tensors]
-        self._arrays = [bits(tensor.detach().contiguous()) for tensor in self._tensors]
+        self._arrays = [bits(tensor.detach().contiguous()) for tensor in tensors]
         self._contents = [array.tobytes() for array in self._arrays]
 
     @property
@@ -118,14 +125,20 @@ class Trial:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int) -> Trial:
-        """Run the layer on random input, in its dtype."""
+    def of(
+        cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int, rotated: int | None = None, seed: int = 0
+    ) -> Trial:
+        """Run the layer on random input, in its dtype.
+
+        Args:
+            rotated: numbers of a head that are rotated; None for all.
+        """
         attention: Any = operator.wrapped
-        weight = layer.input_layernorm.weight
-        generator = torch.Generator().manual_seed(operator.layer_idx)
+        weight = next(norm for name, norm in layer.named_children() if name in _FIRST_NORMS).weight
+        generator = torch.Generator().manual_seed(operator.layer_idx + (seed << 16))
         hidden = torch.randn(rows, tokens, len(weight), generator=generator).to(weight.dtype)
         positions = _FIRST_POSITION + torch.arange(rows * tokens).view(rows, tokens, 1)
-        angles = positions * torch.logspace(0, -3, attention.head_dim // 2)
+        angles = positions * torch.logspace(0, -3, (rotated or attention.head_dim) // 2)
         angles = torch.cat([angles, angles], -1)
         trial = cls(hidden, (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)), generator)
         # A copy with the same modules: other threads may use this layer meanwhile.
@@ -154,13 +167,21 @@ class Trial:
         return keys, values
 
 
+@dataclass(frozen=True)
+class FastPathOwner:
+    """What the log says of a fast path: the path of its mixer, and an object that all layers of its model share."""
+
+    path: str
+    model: Any
+
+
 class FastPath(Protocol):
     """A fast path that computes the same as a decoder layer."""
 
     @property
     @abstractmethod
-    def operator(self) -> AttentionOperator:
-        """The operator of the layer's attention."""
+    def operator(self) -> AttentionOperator | FastPathOwner:
+        """The operator of the layer's attention, or what is said of another mixer."""
 
     @abstractmethod
     def difference_from(self, layer: Any) -> float:
@@ -188,13 +209,13 @@ def agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: 
     return False
 
 
-# id of a model's config -> the config, and the messages logged for this model.
+# id of a model's config, or of another object of the model -> that, and the messages logged for this model.
 _logged: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
-def _say_once(level: int, operator: AttentionOperator, what: str, more: str = "") -> None:
+def _say_once(level: int, operator: AttentionOperator | FastPathOwner, what: str, more: str = "") -> None:
     """Log why a layer runs without a fast path, once per model: the reason is mostly the same in all layers."""
-    config = operator._own_config
+    config = operator.model if isinstance(operator, FastPathOwner) else operator._own_config
     of, logged = _logged.get(id(config), (None, set()))
     if of is None or of() is not config:
         logged = set()

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.declarations import QUANTIZED_EXPERTS
+from hetero_kv.adapter.expert_products import ExpertProducts
+from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -21,20 +23,27 @@ from hetero_kv.weights.expert_weights import (
     multiply_experts_of_rows,
 )
 from hetero_kv.weights.packed_weight import FEW_ROWS
+from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _logger = logging.getLogger(__name__)
+# The trial of the kernels for few rows: rows, experts of a row, and the difference of norms that rounding explains.
+_TRIED_ROWS, _TRIED_EXPERTS, _TOLERANCE = 3, 4, 5e-3
+# Pairs of a row and an expert whose numbers are in memory at a time.
+_PAIRS_AT_ONCE = 4096
+# The outputs of gate and up projections of which one follows the other, output by output.
+_ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 _FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 
 
 class QuantizedExperts(QuantizedModule):
     """The experts of a mixture: modules of transformers' experts interface, such as Mixtral's, Qwen's and gpt-oss's.
 
-    The wrapped module routes tokens to experts, and computes the step between the two projections. Few rows of an
-    expert are multiplied with its codes, all experts of a token in one call. If an expert gets more rows of a prompt,
-    its weights are unpacked, one expert at a time.
+    Few rows of an expert are multiplied with its codes, all experts in one call (`ExpertProducts`), if that gives what
+    the wrapped module gives. If an expert gets more rows of a prompt, its weights are unpacked, one expert at a time,
+    and the wrapped module computes the step between the two projections.
 
     Attributes:
         parts: projection -> slices of its outputs, and their weights: one for the whole projection, or gate and up
@@ -51,6 +60,9 @@ class QuantizedExperts(QuantizedModule):
         #: Projection -> [experts, outputs, inputs], also if the module stores the transpose.
         self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
+        self._products: ExpertProducts | None = None
+        #: What the kernels for few rows were tried with.
+        self._tried_with: list[Any] = []
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
@@ -80,7 +92,9 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self.converted(tensor, self.shapes[leaf][2]))
                 continue
             self.require_kernels(tensor.device)
-            self._keep(leaf, slice(None), ExpertWeights.of_numbers(self._by_output(tensor), name))
+            alternates = leaf == self.projections[0] and self.wrapped.has_gate and not self.wrapped.is_concatenated
+            for outputs in _ALTERNATING if alternates else [slice(None)]:
+                self._keep(leaf, outputs, ExpertWeights.of_numbers(self._by_output(tensor)[:, outputs], name))
 
     def uninstall(self) -> nn.Module:
         for leaf in self.projections:
@@ -93,6 +107,8 @@ class QuantizedExperts(QuantizedModule):
     def compile_own_kernels(self) -> None:
         for weights in self.packed_weights():
             weights.experts[0].compile_kernels(self.dtype)
+        if all(weights.data.device.type == "cpu" for weights in self.packed_weights()):
+            self.products()
 
     def packed_weights(self) -> Iterator[ExpertWeights]:
         return (weights for leaf in self.projections for _, weights in self._parts(leaf))
@@ -173,6 +189,85 @@ class QuantizedExperts(QuantizedModule):
             self.require_empty(leaf)
         if chooses_on_device(x, chosen.numel(), self.packed_weights()):
             return self._decoded(x, chosen, shares)
+        products = self.products() if x.device.type == "cpu" else None
+        if products is None:
+            return self._run_by_run(x, chosen, shares)
+        most = self.most_rows_of_codes(x.dtype)
+        if len(x) <= most:
+            return products.output(x, chosen, shares).to(x.dtype)
+        counts = chosen.flatten().bincount(minlength=self.wrapped.num_experts + 1)[: self.wrapped.num_experts]
+        return self._in_parts(products, x, chosen, shares, counts, most)
+
+    def products(self) -> ExpertProducts | None:
+        """The arguments of the kernels for few rows; None if the experts' form has none, or the results differ."""
+        module = self.wrapped
+        settings = [getattr(module, name, None) for name in ("act_fn", "alpha", "limit", "has_bias", "training")]
+        present = [
+            *(weights.data.data_ptr() for leaf in self.projections for _, weights in self._parts(leaf)), *settings,
+            *(bias.data_ptr() for bias in module._parameters.values() if bias is not None), module._apply_gate,
+            self._has_foreign_step,
+        ]  # fmt: skip
+        if present != self._tried_with:
+            self._products = self._tried_products()
+            self._tried_with = present
+        return self._products
+
+    @property
+    def _has_foreign_step(self) -> bool:
+        """Whether the activation has hooks or is another's, which must run."""
+        act = self.wrapped._modules.get("act_fn")
+        return act is not None and foreign_part(act) is not None
+
+    @torch.no_grad()
+    def _tried_products(self) -> ExpertProducts | None:
+        """The arguments for the kernels if these give what the wrapped module's own steps give."""
+        products = None
+        has_norm = getattr(self.wrapped, "has_post_expert_norm", False)
+        if all(self.parts.values()) and not has_norm and not self._has_foreign_step:
+            products = ExpertProducts.of(self.wrapped, *(self._parts(leaf) for leaf in self.projections))
+        if products is None:
+            _logger.info("%s: experts of another form than the kernels'; they are computed one by one", self.path)
+            return None
+        generator = torch.Generator().manual_seed(0)
+        columns, k = self.shapes[self.projections[0]][2], min(_TRIED_EXPERTS, self.wrapped.num_experts)
+        x = torch.randn(_TRIED_ROWS, columns, generator=generator)
+        chosen = torch.stack([torch.randperm(self.wrapped.num_experts, generator=generator)[:k] for _ in x])
+        shares = torch.rand(chosen.shape, generator=generator)
+        expected = self._run_by_run(x, chosen, shares)
+        difference = float((products.output(x, chosen, shares) - expected).norm() / expected.norm())
+        if difference <= _TOLERANCE:
+            return products
+        _logger.warning(
+            "%s: the kernels for experts differ from the module by a relative %.2g; they are not used", self.path,
+            difference,
+        )  # fmt: skip
+        return None
+
+    def most_rows_of_codes(self, dtype: torch.dtype) -> int:
+        """The most rows of an expert that are multiplied with codes."""
+        return min(most_rows_of_codes(weights.name, dtype) for weights in self.packed_weights())
+
+    def _in_parts(
+        self, products: ExpertProducts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor,
+        counts: torch.Tensor, most: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `computed`, for a prompt: experts of up to `most` rows by codes, some at a time, others by numbers."""
+        beyond = self.wrapped.num_experts
+        few = chosen.where((counts <= most)[chosen.clamp(max=beyond - 1)], beyond)
+        many = chosen.where(few == beyond, beyond)
+        out = self._run_by_run(x, many, shares).float()
+        part = (counts.where(counts <= most, 0).cumsum(0) - 1).clamp(min=0) // _PAIRS_AT_ONCE
+        for number in part.unique().tolist():
+            (experts,) = (part == number).nonzero(as_tuple=True)
+            first, last = experts[0], experts[-1]
+            own = few.where((few >= first) & (few <= last), beyond)
+            (rows,) = (own < beyond).any(dim=1).nonzero(as_tuple=True)
+            if len(rows):
+                out.index_add_(0, rows, products.output(x[rows], own[rows], shares[rows]))
+        return out.to(x.dtype)
+
+    def _run_by_run(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """As `computed`, by the wrapped module's own steps between the projections."""
         ids, order = chosen.reshape(-1).sort(stable=True)
         tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()
         runs = _runs(ids.tolist(), self.wrapped.num_experts)

@@ -1,0 +1,178 @@
+"""The declared forms of decoder layers that the fused decode step computes.
+
+A form says which module of a layer does what. A layer that has its parts may still compute something else, so that the
+fused step is tried against the layer before it is used (`llama_layer.agrees`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
+from hetero_kv.adapter.llama_layer import NONE, float32_array, norm_of
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.quantized_matrix import QuantizedLinear
+from hetero_kv.cpu_ops.weight_formats import GROUP
+from hetero_kv.weights.quantized_weight import QuantizedWeight
+
+_UNUSED = "rotary_emb"
+
+
+@dataclass(frozen=True)
+class _LayerNames:
+    """The names of a layer's parts: norms before and behind attention and MLP, and these; empty for none."""
+
+    norm: str
+    attention: str
+    after_norm: str
+    mlp_norm: str
+    mlp: str
+    after_mlp_norm: str = ""
+
+
+_LAYERS = (
+    _LayerNames("input_layernorm", "self_attn", "", "post_attention_layernorm", "mlp"),
+    # Granite's mixtures.
+    _LayerNames("input_layernorm", "self_attn", "", "post_attention_layernorm", "block_sparse_moe"),
+    # LFM2.
+    _LayerNames("operator_norm", "self_attn", "", "ffn_norm", "feed_forward"),
+    # Gemma 2 and 3.
+    _LayerNames(
+        "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
+        "post_feedforward_layernorm",
+    ),
+)  # fmt: skip
+_OUTPUTS = "o_proj", "out_proj"
+_HEAD_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm")
+
+
+@dataclass(frozen=True)
+class DecoderForm:
+    """The parts of a decoder layer.
+
+    Attributes:
+        attention: the module that the operator wraps, or a recurrent mixer.
+        norm, mlp_norm: before attention and MLP.
+        after_norm, after_mlp_norm: of what attention and MLP add; None for none.
+        projections: of queries, keys, values and the output, packed; of a recurrent mixer the output alone.
+        head_norms: of queries and keys; None for none.
+        mlp: a gated MLP, or a mixture of experts.
+        factor: what attention and MLP add is multiplied with it.
+        has_gates: whether the queries' projection has a gate behind each head's query.
+    """
+
+    attention: Any
+    norm: Any
+    after_norm: Any
+    mlp_norm: Any
+    after_mlp_norm: Any
+    projections: tuple[Any, ...]
+    head_norms: tuple[Any, Any]
+    mlp: Any
+    factor: float
+    has_gates: bool
+
+    @property
+    def norms(self) -> list[Any]:
+        """All norms of the layer."""
+        found = self.norm, self.after_norm, self.mlp_norm, self.after_mlp_norm, *self.head_norms
+        return [norm for norm in found if norm is not None]
+
+    @classmethod
+    def of(cls, layer: Any, operator: Any) -> DecoderForm | None:
+        """The form of a decoder layer on a CPU; None for an unknown one. `operator` replaces its attention."""
+        if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
+            return None
+        if not isinstance(operator, AttentionOperator) or type(operator).forward is not AttentionOperator.forward:
+            return None
+        parts = dict(layer.named_children())
+        names = next((each for each in _LAYERS if parts.keys() == set(vars(each).values()) - {""}), None)
+        attention: Any = operator.wrapped
+        if names is None or parts[names.attention] is not operator:
+            return None
+        inner = dict(attention.named_children())
+        output = next((inner[name] for name in _OUTPUTS if name in inner), None)
+        projections: tuple[Any, ...] = (*(inner.get(name) for name in ("q_proj", "k_proj", "v_proj")), output)
+        head_norms = next(((inner[q], inner[k]) for q, k in _HEAD_NORMS if q in inner and k in inner), (None, None))
+        known = [*projections, *head_norms, inner.get(_UNUSED)]
+        if any(not any(part is each for each in known) for part in inner.values()) or not are_packed(projections):
+            return None
+        # Attention that takes positions besides rotations (Ministral 3) computes something else from them; and a limit
+        # of projections (OLMo's) may not show in a trial.
+        takes_positions = "position_ids" in inspect.signature(type(attention).forward).parameters
+        if takes_positions or getattr(attention.config, "clip_qkv", None) is not None:
+            return None
+        dim = getattr(attention, "head_dim", None)
+        q, k, v, o = projections
+        if not isinstance(dim, int) or any(each.out_features % dim for each in (q, k, v)) or o.in_features % dim:
+            return None
+        if k.out_features != v.out_features or q.out_features not in (o.in_features, 2 * o.in_features):
+            return None
+        if len({each.bias is not None for each in (q, k, v)}) != 1:
+            return None
+        factor = getattr(layer, "residual_multiplier", 1.0)
+        form = cls(
+            attention, parts[names.norm], parts.get(names.after_norm), parts[names.mlp_norm],
+            parts.get(names.after_mlp_norm), projections, head_norms, parts[names.mlp], float(factor),
+            q.out_features != o.in_features,
+        )  # fmt: skip
+        norms = [applied_norm(norm) for norm in form.norms]
+        of_layer = norms[: len(norms) - 2 * (head_norms[0] is not None)]
+        if not all(weight.size for weight, _ in norms) or len({epsilon for _, epsilon in of_layer}) != 1:
+            return None
+        sizes = [weight.size for weight, _ in norms[len(of_layer) :]]
+        widths = o.in_features, k.out_features
+        if any(size % dim or width % size for size, width in zip(sizes, widths, strict=False)):
+            return None
+        return form if not form.has_gates or sizes == [dim, dim] or not sizes else None
+
+
+def are_packed(matrices: Sequence[Any], *, in_any_order: bool = False) -> bool:
+    """Whether all are linear layers over quantized codes in DRAM, with inputs of whole groups.
+
+    Args:
+        in_any_order: whether the packed columns may be in another order than the inputs.
+    """
+    return all(
+        isinstance(matrix, QuantizedLinear)
+        and isinstance(matrix.quantized, QuantizedWeight)
+        and matrix.quantized.has_codes
+        and (in_any_order or matrix.inputs is None)
+        and matrix.in_features % GROUP == 0
+        for matrix in matrices
+    )
+
+
+def has_own_numbers(module: Any) -> bool:
+    """Whether a module has a number as an attribute, such as a limit that a trial might not reach."""
+    return any(isinstance(value, float) for value in vars(module).values())
+
+
+def applied_norm(norm: Any) -> tuple[np.ndarray, np.float32]:
+    """Factors, float32, and epsilon of an RMSNorm; empty factors for None, or a module that computes something else.
+
+    Some modules multiply with one plus their weight (Gemma's): the factors are found by the norm of ones.
+    """
+    weight, epsilon = norm_of(norm)
+    if not weight.size or norm.weight.dtype not in ARRAY_DTYPES:
+        return NONE, np.float32(0)
+    with torch.no_grad():
+        found = norm(torch.ones(1, weight.size)).float()[0] * float(np.sqrt(1 + epsilon))
+    factors = next((each for each in (weight, 1 + weight) if np.allclose(found.numpy(), each, 1e-2, 1e-2)), NONE)
+    return factors, epsilon
+
+
+def applied_factors(norm: Any) -> np.ndarray:
+    """The factors of a norm; empty for None."""
+    return applied_norm(norm)[0]
+
+
+def floats_of(tensor: torch.Tensor | None) -> np.ndarray:
+    """A tensor's numbers as a flat float32 array; empty for None."""
+    return NONE if tensor is None else float32_array(tensor).reshape(-1)

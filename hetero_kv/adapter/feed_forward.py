@@ -1,0 +1,133 @@
+"""The second half of a decoder layer, for decoded tokens: residual, norm, MLP or mixture, in one native call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.decoder_form import (
+    DecoderForm,
+    applied_factors,
+    applied_norm,
+    are_packed,
+    floats_of,
+    has_own_numbers,
+)
+from hetero_kv.adapter.kernel_arrays import NAMES
+from hetero_kv.adapter.llama_layer import GATES, MLP
+from hetero_kv.adapter.mixture_form import MixtureForm
+from hetero_kv.cpu_ops.fused_decode_layer import attention_output, gate_region
+from hetero_kv.cpu_ops.fused_mixture import mixture_output
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.quantized_linear import multiply_region
+from hetero_kv.cpu_ops.routing import router_region
+from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.weight_dots import rows_per_pass
+from hetero_kv.cpu_ops.weight_formats import TILE
+from hetero_kv.weights.quantized_weight import most_rows_of_codes
+
+# LFM2's names, of an MLP whose activation is no module.
+_NUMBERED = "w1", "w3", "w2"
+
+
+class FeedForward(ABC):
+    """The second half of a decoder layer.
+
+    Attributes:
+        most_rows: the most tokens that it takes.
+        copied: tensors of which it has copies.
+        trials: the most random inputs that it is tried with; the best of them counts.
+    """
+
+    trials = 1
+    copied: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, form: DecoderForm, most_rows: int) -> None:
+        output = form.projections[-1]
+        self.most_rows = most_rows
+        self._matrix = np.array([output.quantized.kernels], dtype=np.int64)
+        self._before = floats_of(output.bias), applied_factors(form.after_norm)
+        self._norm, self._epsilon = applied_norm(form.mlp_norm)
+        self._after = applied_factors(form.after_mlp_norm)
+        self._factor = np.float32(form.factor)
+        self._addresses = all_threads(), multiply_region()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what it has no copies of is where it was."""
+        return True
+
+    @abstractmethod
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        """Write the layer's output to `out`, from its input and what the mixer gives before its output projection.
+
+        hidden, out: [rows, width], mixed: [rows, columns], float32 or the bits of bfloat16. gates: [rows, columns]
+        float32, what `mixed` is multiplied with, or empty.
+        """
+
+
+class _GatedMLP(FeedForward):
+    """A gated MLP, of quantized matrices without biases."""
+
+    def __init__(self, form: DecoderForm, matrices: list[Any], kind: int) -> None:
+        dtype = form.norm.weight.dtype
+        super().__init__(form, min(most_rows_of_codes(matrix.quantized.name, dtype) for matrix in matrices))
+        of_mlp = np.array([matrix.quantized.kernels for matrix in matrices], dtype=np.int64)
+        self._matrices = np.concatenate([self._matrix, of_mlp])
+        self._gate_up = gate_region(kind)
+
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        with one_kernel_at_a_time:
+            attention_output(NAMES[hidden.dtype])(
+                *self._addresses, self._gate_up, hidden, mixed, gates, *self._before, self._norm, self._after,
+                self._epsilon, self._factor, self._matrices, out, rows_per_pass(), at_most(torch.get_num_threads()),
+            )  # fmt: skip
+
+
+class _Mixture(FeedForward):
+    """A mixture of experts."""
+
+    # Where two experts are nearly tied, rounding decides between them.
+    trials = 3
+
+    def __init__(self, form: DecoderForm, mixture: MixtureForm) -> None:
+        super().__init__(form, mixture.experts.most_rows_of_codes(form.norm.weight.dtype))
+        self._mixture = mixture
+        self.copied = mixture.copied
+        self._router = router_region(NAMES[mixture.router.dtype])
+
+    @property
+    def is_current(self) -> bool:
+        return self._mixture.is_current
+
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+        own, products = self._mixture, self._mixture.products
+        kernel = mixture_output(NAMES[hidden.dtype], NAMES[own.router.dtype], products.dtype)
+        with one_kernel_at_a_time:
+            kernel(
+                *self._addresses, self._router, products.region, hidden, mixed, gates, self._matrix, *self._before,
+                self._norm, self._after, self._epsilon, self._factor, own.router, own.router_bias, own.correction,
+                own.choice, own.scale, own.k, products.matrices, *products.biases, own.shared, own.shared_gate,
+                products.sharpness, products.limit, out, rows_per_pass(), at_most(torch.get_num_threads()),
+            )  # fmt: skip
+
+
+def feed_forward_of(form: DecoderForm) -> FeedForward | None:
+    """The second half of a layer; None for another form."""
+    if hasattr(form.mlp, "experts"):
+        mixture = MixtureForm.of(form.mlp)
+        return None if mixture is None else _Mixture(form, mixture)
+    parts = dict(form.mlp.named_children())
+    names = next((each for each in (MLP, _NUMBERED) if set(each) == parts.keys() - {"act_fn"}), None)
+    if names is None or has_own_numbers(form.mlp):
+        return None
+    matrices = [parts[name] for name in names]
+    gate, up, down = matrices
+    kind = GATES.get(type(parts.get("act_fn", torch.nn.SiLU())).__name__)
+    is_plain = are_packed(matrices) and not any(matrix.bias is not None for matrix in matrices)
+    if kind is None or not is_plain or down.in_features % TILE:
+        return None
+    return _GatedMLP(form, matrices, kind) if gate.out_features == up.out_features == down.in_features else None
