@@ -14,6 +14,8 @@ from hetero_kv.adapter.declarations import CHUNKED_DECODER_LAYER
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
+from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
+from hetero_kv.adapter.llama_layer import FastPathOwner
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
@@ -70,6 +72,8 @@ class ChunkedDecoderLayer(Operator):
         if self._is_replaced:
             self._fused_decode()
             self._fused_prefill()
+        elif self.is_recurrent:
+            self._fused_recurrent()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token is not chunked."""
@@ -80,6 +84,9 @@ class ChunkedDecoderLayer(Operator):
         attention = self.attention
         replaced = self._is_replaced
         if self.is_recurrent and steps[0].is_decode:
+            step = self._fused_recurrent()
+            if step is not None and not args and step.fits(hidden_states, cache, kwargs):
+                return self._kept(cache, step(hidden_states, cache))
             return self.wrapped(hidden_states, *args, **kwargs)
         if replaced and steps[0].is_decode:
             if attention.reads_hidden_states:
@@ -146,6 +153,14 @@ class ChunkedDecoderLayer(Operator):
         if native is _UNTRIED or (isinstance(native, FusedDecodeLayer) and not native.is_current):
             is_theirs = not is_plain(self.wrapped)
             self._native = native = _FOREIGN if is_theirs else FusedDecodeLayer.of(self.wrapped, self.attention)
+        return None if native is _FOREIGN else native
+
+    def _fused_recurrent(self) -> FusedRecurrentLayer | None:
+        """The fused decode step of a recurrent layer; None if the layer, as it is, has no equivalent one."""
+        native = self._native
+        if native is _UNTRIED or (isinstance(native, FusedRecurrentLayer) and not native.is_current):
+            owner = FastPathOwner(f"{self.path}.{self._mixer_path}", self.engine)
+            self._native = native = FusedRecurrentLayer.of(self.wrapped, owner) if is_plain(self.wrapped) else _FOREIGN
         return None if native is _FOREIGN else native
 
     def _fused_prefill(self) -> FusedPrefillLayer | None:

@@ -1,0 +1,126 @@
+"""The fused decode step of a decoder layer with a recurrent mixer: two native calls per token.
+
+The mixer's step (`recurrent_form.RecurrentStep`) updates the state in the cache; `feed_forward` computes the rest. The
+path and the wrapped layer get the same random input and state before the first token, and the path is used only if
+their outputs and states agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from hetero_kv.adapter.cache_argument import as_cache
+from hetero_kv.adapter.decode_buffers import hidden_array, new_hidden
+from hetero_kv.adapter.decoder_form import DecoderForm
+from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
+from hetero_kv.adapter.foreign import PlainTree
+from hetero_kv.adapter.fused_decode_layer import TOLERANCE
+from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
+from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
+from hetero_kv.engine.recurrent_state import fork, is_state, named_states
+
+# The trial: tokens before the step.
+_BEFORE, _TRIED_ROWS = 5, 2
+_NO_GATES = np.empty((0, 0), np.float32)
+
+
+class FusedRecurrentLayer:
+    """The fused decode step of one decoder layer whose mixer is recurrent; use `of`, which checks the layer's form."""
+
+    def __init__(
+        self, layer: nn.Module, owner: FastPathOwner, form: DecoderForm, step: RecurrentStep, feed_forward: FeedForward
+    ) -> None:
+        self.operator = owner
+        self.layer_idx: int = form.attention.layer_idx
+        self._norm = form.norm
+        inputs = form.projections[-1].inputs
+        #: The mixer's output for each column of the packed output projection; None for the same order.
+        self._inputs = None if inputs is None else inputs.numpy()
+        self._step, self._feed_forward = step, feed_forward
+        self._most_rows = min(step.most_rows, feed_forward.most_rows)
+        self._tree = PlainTree(layer, READ_NUMBERS)
+        norms = [norm.weight for norm in form.norms]
+        outputs = [bias for bias in (form.projections[-1].bias,) if bias is not None]
+        self._copied = CopiedFrom([*norms, *outputs, *step.copied, *feed_forward.copied], step.views)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was made."""
+        return self._tree.is_unchanged and self._copied.is_unchanged and self._feed_forward.is_current
+
+    @classmethod
+    def of(cls, layer: nn.Module, owner: FastPathOwner) -> FusedRecurrentLayer | None:
+        """The fused decode step of a plain decoder layer; None for another form, or if outputs or states differ."""
+        found = recurrent_form(layer)
+        feed_forward = None if found is None else feed_forward_of(found[0])
+        if found is None or feed_forward is None:
+            return None
+        path = cls(layer, owner, *found, feed_forward)
+        return path if agrees(path, layer, TOLERANCE[path._norm.weight.dtype], "the fused recurrent layer") else None
+
+    def fits(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether these tokens, one per row, can take the path after the state in the cache."""
+        layer = cache.layers[self.layer_idx]
+        return (
+            hidden_states.dim() == 3
+            and hidden_states.device.type == "cpu"
+            and hidden_states.shape[1] == 1
+            and len(hidden_states) <= self._most_rows
+            and kwargs.get("attention_mask") is None
+            and is_state(layer)
+            and not layer.record_past
+            and bool(layer.has_previous_state.get(0))
+            and self._step.states(layer) is not None
+        )
+
+    def __call__(self, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The layer's output for [rows, 1, width]; updates the state in the cache."""
+        states = self._step.states(cache.layers[self.layer_idx])
+        assert states is not None
+        hidden = hidden_array(hidden_states)
+        mixed = np.empty((len(hidden), self._step.inner), hidden.dtype)
+        self._step(hidden, states, mixed)
+        if self._inputs is not None:
+            mixed = np.ascontiguousarray(mixed[:, self._inputs])
+        out, array = new_hidden(hidden_states)
+        self._feed_forward(hidden, mixed, _NO_GATES, array)
+        return out
+
+    @torch.no_grad()
+    def difference_from(self, layer: Any) -> float:
+        """The largest relative difference, of norms, from the layer's output and state after random tokens."""
+        return min(self._difference_from(layer, seed) for seed in range(self._feed_forward.trials))
+
+    def _difference_from(self, layer: Any, seed: int) -> float:
+        weight = self._norm.weight
+        generator = torch.Generator().manual_seed(self.layer_idx + (seed << 16))
+        hidden = torch.randn(_TRIED_ROWS, _BEFORE + 1, len(weight), generator=generator).to(weight.dtype)
+        theirs = LinearAttentionLayer(1)
+        _called(layer, hidden[:, :_BEFORE], theirs, self.layer_idx)
+        mine = fork(theirs)
+        token = hidden[:, _BEFORE:]
+        expected = _called(layer, token, theirs, self.layer_idx)
+        cache = Cache(layers=[mine] * (self.layer_idx + 1))
+        if not self.fits(token, cache, {}):
+            return float("inf")
+        output = self(token, cache)
+        pairs = zip([output, *named_states(mine).values()], [expected, *named_states(theirs).values()], strict=True)
+        return max(largest_difference([a], [b]) for a, b in pairs)
+
+
+def _called(layer: Any, hidden_states: torch.Tensor, state: LinearAttentionLayer, layer_idx: int) -> torch.Tensor:
+    """A layer's output for [rows, tokens, width] after `state`, which the call updates."""
+    # A copy: other threads may use this layer meanwhile.
+    copied = copy.copy(layer)
+    cache = Cache(layers=[state] * (layer_idx + 1))
+    output = copied.forward(
+        hidden_states, position_embeddings=None, attention_mask=None, **as_cache(copied.forward, cache)
+    )
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,221 @@
+"""The declared forms of recurrent mixers whose step for a decoded token is a kernel of ours.
+
+A mixer that has the parts of a form may still compute something else, so that its layer is tried before use
+(`llama_layer.agrees`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, NAMES, bits
+from hetero_kv.adapter.llama_layer import float32_array, norm_of
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.quantized_linear import multiply_region
+from hetero_kv.cpu_ops.recurrent_steps import delta_net, delta_region, short_convolution
+from hetero_kv.cpu_ops.routing import router_region
+from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.weight_dots import rows_per_pass
+from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.weights.quantized_weight import most_rows_of_codes
+
+
+class RecurrentStep(ABC):
+    """A recurrent mixer's step for decoded tokens, one per row.
+
+    Attributes:
+        most_rows: the most rows that it takes.
+        inner: numbers of a row that it gives to the output projection.
+        copied: tensors of which it has copies.
+        views: tensors whose memory it reads.
+    """
+
+    inner: int
+    copied: tuple[torch.Tensor, ...] = ()
+    views: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, norm: Any, matrices: Sequence[Any]) -> None:
+        quantized = [matrix.quantized for matrix in matrices]
+        self.most_rows = min(most_rows_of_codes(each.name, norm.weight.dtype) for each in quantized)
+        self._norm = applied_norm(norm)
+        self._matrices = np.array([each.kernels for each in quantized], np.int64)
+        self._addresses = all_threads(), multiply_region()
+
+    def _take(self, weight: torch.Tensor) -> None:
+        """Take a convolution's weights, [channels, 1, taps]."""
+        self._weight = float32_array(weight).reshape(len(weight), -1)
+        if self._weight.ctypes.data == weight.data_ptr():
+            self.views = (weight,)
+        else:
+            self.copied = (weight,)
+
+    @abstractmethod
+    def states(self, layer: Any) -> list[np.ndarray] | None:
+        """The states of a cache layer as arrays of the same memory; None where a kernel cannot take them."""
+
+    @abstractmethod
+    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        """Update the states by `hidden` [rows, width], and write what precedes the output projection to `mixed`."""
+
+
+class ShortConvolution(RecurrentStep):
+    """LFM2's gated short convolution."""
+
+    def __init__(self, norm: Any, mixer: Any) -> None:
+        super().__init__(norm, [mixer.in_proj])
+        self.inner = mixer.conv.in_channels
+        self._biases = floats_of(mixer.in_proj.bias), floats_of(mixer.conv.bias)
+        self._take(mixer.conv.weight)
+        self.copied = *self.copied, *(each for each in (mixer.in_proj.bias, mixer.conv.bias) if each is not None)
+
+    @classmethod
+    def of(cls, norm: Any, mixer: Any) -> ShortConvolution | None:
+        """The step of a mixer; None for another form."""
+        parts = dict(mixer.named_children())
+        if parts.keys() != {"conv", "in_proj", "out_proj"} or not are_packed([mixer.in_proj, mixer.out_proj]):
+            return None
+        width = mixer.in_proj.in_features
+        if not _is_depthwise(mixer.conv, width) or mixer.in_proj.out_features != 3 * width:
+            return None
+        return cls(norm, mixer)
+
+    def states(self, layer: Any) -> list[np.ndarray] | None:
+        return _arrays([layer.conv_states.get(0)])
+
+    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        bias, of_convolution = self._biases
+        with one_kernel_at_a_time:
+            short_convolution(NAMES[hidden.dtype])(
+                *self._addresses, hidden, *self._norm, self._matrices, bias, *states, self._weight, of_convolution,
+                mixed, rows_per_pass(), at_most(torch.get_num_threads()),
+            )  # fmt: skip
+
+
+class DeltaNet(RecurrentStep):
+    """The gated delta net of Qwen3-Next and Qwen 3.5."""
+
+    def __init__(self, norm: Any, mixer: Any, packed: Sequence[Any], small: Sequence[Any]) -> None:
+        super().__init__(norm, packed)
+        self.inner = mixer.value_dim
+        width = packed[0].in_features
+        weights = [each.weight for each in small]
+        self._small = bits(torch.cat(weights).detach()) if weights else np.empty((0, width), np.float32)
+        tiles = [-(-matrix.out_features // TILE) * TILE for matrix in packed]
+        starts = np.cumsum([0, *tiles, *(each.out_features for each in small)])
+        self._places = np.ascontiguousarray(_PLACES[len(packed) + len(small)](mixer, starts), np.int64)
+        self._decay = -np.exp(float32_array(mixer.A_log))
+        self._time_bias = float32_array(mixer.dt_bias)
+        self._head_norm = norm_of(mixer.norm)
+        self._key_heads = mixer.num_k_heads
+        self._regions = (
+            router_region(NAMES[self._small.dtype]),
+            delta_region(NAMES[np.dtype(ARRAY_DTYPES[norm.weight.dtype])]),
+        )
+        self._take(mixer.conv1d.weight)
+        self.copied = *self.copied, mixer.A_log, mixer.dt_bias, mixer.norm.weight, *weights
+
+    @classmethod
+    def of(cls, norm: Any, mixer: Any) -> DeltaNet | None:
+        """The step of a mixer; None for another form."""
+        parts = dict(mixer.named_children())
+        names = next((each for each in _PROJECTIONS if {*each, "conv1d", "norm", "out_proj"} == parts.keys()), None)
+        heads = [getattr(mixer, name, None) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")]
+        if names is None or not all(isinstance(each, int) for each in heads) or mixer.activation != "silu":
+            return None
+        matrices = [parts[name] for name in names]
+        packed = [matrix for matrix in matrices if are_packed([matrix])]
+        small = matrices[len(packed) :]
+        # Matrices of few outputs may be kept as numbers; those come last.
+        if matrices[: len(packed)] != packed or not packed or not are_packed([mixer.out_proj], in_any_order=True):
+            return None
+        if any(each.bias is not None for each in matrices) or any(
+            each.weight.dtype is not norm.weight.dtype or each.out_features > 2 * mixer.num_v_heads for each in small
+        ):
+            return None
+        has_bias = mixer.conv1d.bias is not None
+        return None if has_bias or not _is_depthwise(mixer.conv1d, mixer.conv_dim) else cls(norm, mixer, packed, small)
+
+    def states(self, layer: Any) -> list[np.ndarray] | None:
+        recurrent = layer.recurrent_states.get(0)
+        if recurrent is None or recurrent.dtype is not torch.float32:
+            return None
+        return _arrays([layer.conv_states.get(0), recurrent])
+
+    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        conv_state, state = states
+        with one_kernel_at_a_time:
+            delta_net(NAMES[hidden.dtype], NAMES[self._small.dtype])(
+                *self._addresses, *self._regions, hidden, *self._norm, self._matrices, self._small, self._places,
+                conv_state, self._weight, self._decay, self._time_bias, state, *self._head_norm, self._key_heads, mixed,
+                rows_per_pass(), at_most(torch.get_num_threads()),
+            )  # fmt: skip
+
+
+_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+
+
+def _apart(mixer: Any, starts: np.ndarray) -> np.ndarray:
+    """The places of Qwen 3.5's outputs: a matrix for each kind."""
+    widths = mixer.conv_dim, mixer.value_dim, mixer.num_v_heads, mixer.num_v_heads
+    return np.concatenate([start + np.arange(width) for start, width in zip(starts, widths, strict=False)])
+
+
+def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
+    """The places of Qwen3-Next's outputs: those of one key head after the other."""
+    share = mixer.num_v_heads // mixer.num_k_heads
+    widths = mixer.head_k_dim, mixer.head_k_dim, share * mixer.head_v_dim, share * mixer.head_v_dim
+    outputs = starts[0] + np.arange(mixer.num_k_heads * sum(widths)).reshape(mixer.num_k_heads, -1)
+    times = starts[1] + np.arange(2 * mixer.num_v_heads).reshape(mixer.num_k_heads, -1)
+    kinds = [*np.split(outputs, np.cumsum(widths)[:-1], axis=1), *np.split(times, [share], axis=1)]
+    return np.concatenate([each.reshape(-1) for each in kinds])
+
+
+# Number of matrices -> the places of their outputs.
+_PLACES = {4: _apart, 2: _by_key_head}
+_STEPS = ShortConvolution, DeltaNet
+#: The names of a layer's parts: norm, mixer, the MLP's norm, MLP.
+_LAYERS = (
+    ("operator_norm", "conv", "ffn_norm", "feed_forward"),
+    ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp"),
+)
+
+
+def recurrent_form(layer: nn.Module) -> tuple[DecoderForm, RecurrentStep] | None:
+    """The parts of a layer with a recurrent mixer, and the mixer's step; None for another form."""
+    if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
+        return None
+    parts: dict[str, Any] = dict(layer.named_children())
+    names = next((each for each in _LAYERS if parts.keys() == set(each)), None)
+    if names is None:
+        return None
+    norm, mixer, mlp_norm, mlp = (parts[name] for name in names)
+    norms = [applied_norm(each) for each in (norm, mlp_norm)]
+    if not all(weight.size for weight, _ in norms) or norms[0][1] != norms[1][1]:
+        return None
+    step = next((step for step in (kind.of(norm, mixer) for kind in _STEPS) if step is not None), None)
+    if step is None or step.inner % GROUP:
+        return None
+    form = DecoderForm(mixer, norm, None, mlp_norm, None, (mixer.out_proj,), (None, None), mlp, 1.0, False)
+    return form, step
+
+
+def _is_depthwise(convolution: Any, channels: int) -> bool:
+    """Whether a convolution has a filter for each of `channels` channels, over a token and those before it."""
+    return (
+        type(convolution) is nn.Conv1d
+        and convolution.in_channels == convolution.out_channels == convolution.groups == channels
+        and convolution.stride == convolution.dilation == (1,)
+        and convolution.padding == (convolution.kernel_size[0] - 1,)
+    )
+
+
+def _arrays(states: Sequence[torch.Tensor | None]) -> list[np.ndarray] | None:
+    found = [each for each in states if each is not None and each.is_contiguous() and each.dtype in ARRAY_DTYPES]
+    return [bits(each) for each in found] if len(found) == len(states) else None
