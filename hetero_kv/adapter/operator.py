@@ -18,6 +18,7 @@ from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import Statistic
@@ -42,6 +43,9 @@ class AttentionOperator(Operator):
     changes_arguments: bool = False
     #: Whether `arguments_for` reads the hidden states, and the decoder layer's input (`layer_input`).
     reads_hidden_states: bool = False
+    #: Whether it decodes several tokens of a sequence in one forward, layer by layer, as it would one after the other.
+    #: May be an instance attribute.
+    decodes_drafts: bool = False
     #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).
     records_attention: bool = False
     #: The decoder layer's input of a decoded token, before any norm, [rows, 1, width]; None: unknown.
@@ -149,6 +153,11 @@ class AttentionOperator(Operator):
     def _attend_rows(self, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """The attention of a step's rows, of one token each: [rows, heads, 1, v_dim]."""
         layer = step.group.layers[self.layer_idx]
+        if step.is_draft:
+            step.show_length()
+            attended = self.decode_step(layer, step, call)
+            step.states[self.layer_idx] = LayerCheckpoint(layer.snapshot(), 0)
+            return attended
         if step.is_decode:
             return self.decode_step(layer, step, call)
         with self.prefill(step):
@@ -184,6 +193,8 @@ class AttentionOperator(Operator):
             self.attend_steps(prepared, arrays, scale, softcap)
             return
         for each in prepared:
+            if each[0].is_draft:
+                each[0].show_length()
             self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap)
 
     def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:

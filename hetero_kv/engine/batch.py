@@ -184,7 +184,8 @@ class Batch:
 
         Raises as `require_room`.
         """
-        reopened = set().union(*(batch_slice.group.expect(batch_slice.tokens) for batch_slice in slices))
+        # Drafted tokens are decoded one by one.
+        reopened = set().union(*(each.group.expect(1 if each.is_draft else each.tokens) for each in slices))
         # Split rows keep their blocks, and a rollback returns to the group before the split.
         for group in {*before, *self.groups} if reopened else ():
             group.unfinalize(reopened)

@@ -25,17 +25,23 @@ class BatchSlice:
     Attributes:
         rows: the group's rows in the batch.
         columns: the columns of the call that hold the new tokens.
-        part: for tokens of a prompt that pass as rows of one column, which part of it they are; None for tokens that
-            pass in columns.
+        part: for tokens of a prompt that pass as rows of one column, which part of it they are; None for others.
+        is_draft: whether the rows are consecutive tokens of the group's one sequence, each of which is decoded.
     """
 
     group: EqualLengthGroup
     rows: slice
     columns: slice
     part: PromptPart | None = None
+    is_draft: bool = False
 
     @property
     def tokens(self) -> int:
         """New tokens of each sequence."""
-        tokens = self.columns if self.part is None else self.rows
+        tokens = self.columns if self.part is None and not self.is_draft else self.rows
         return tokens.stop - tokens.start
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether its tokens are generated ones, or guesses at them."""
+        return self.part is None and (self.is_draft or self.tokens == 1)

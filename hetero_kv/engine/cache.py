@@ -19,7 +19,7 @@ from hetero_kv.engine.checkpoint import Checkpoint
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.exclusive_use import ExclusiveUse
-from hetero_kv.engine.forward_batch import ForwardBatch
+from hetero_kv.engine.forward_batch import ForwardBatch, Passing
 from hetero_kv.engine.hf_interface import HFInterface
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.policy_texts import PolicyTexts
@@ -80,7 +80,9 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.depth: int | None = None
         #: The steps of the forward in progress, one per participating group.
         self.steps: tuple[Step, ...] = ()
-        #: The rows of the forward in progress, where a part of a prompt passes beside decoded tokens.
+        #: The steps of the last such forward as `forward_batch`.
+        self.passed: tuple[Step, ...] = ()
+        #: The rows of the forward in progress, where drafts pass, or a part of a prompt beside decoded tokens.
         self.forward_batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
@@ -176,15 +178,18 @@ class HeteroCache(PrefillProgress, HFInterface):
         part = self._part
         self.require_unchanged_files()
         if is_decode is None:
-            is_decode = self._stride is None and slices[0].tokens == 1
+            is_decode = self._stride is None and slices[0].is_decoded
         if is_decode:
             self.record_adapters()
         else:
             self._record_state()
         whole, row = len(slices) > 1, 0
-        steps = []
+        steps: list[Step] = []
         try:
             for batch_slice in slices:
+                if batch_slice.is_draft:
+                    steps += batch_slice.group.begin_draft(batch_slice.rows)
+                    continue
                 rows = batch_slice.rows if whole else slice(row, row + len(batch_slice.group.sequences))
                 decodes = is_decode and batch_slice.part is None
                 step = batch_slice.group.begin(
@@ -203,14 +208,16 @@ class HeteroCache(PrefillProgress, HFInterface):
             read_back(checked_numbers, [each for step in steps for each in step.host_copies])
             for step in steps:
                 step.group.end(step)
+            if self.forward_batch is not None:
+                self.passed = self.steps
         finally:
             for step in steps:
                 step.group.step = None
             self.steps = ()
             self._present(self.groups[0])
 
-    def begin_beside(self, decoding: list[EqualLengthGroup], tokens: int, part: PromptPart) -> ForwardBatch:
-        """The batch in which `tokens` tokens of this cache's prompt, of one row, pass beside tokens of other groups."""
+    def begin_beside(self, tokens: int, part: PromptPart) -> Passing:
+        """Begin a forward in which `tokens` tokens of this cache's prompt, of one row, pass beside other groups'."""
         self._open(1, tokens)
         if part.is_first or part.is_last:
             # Reading all weights' samples takes as long as a small part; parts in between have the same weights.
@@ -218,7 +225,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         else:
             self.record_adapters()
         (group,) = self.groups
-        return ForwardBatch.of(decoding, group, tokens, part)
+        return Passing(group, tokens, part)
 
     def _record_state(self) -> None:
         """Record the state of the model that computes the tokens of a prompt."""

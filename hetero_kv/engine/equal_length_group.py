@@ -111,6 +111,24 @@ class EqualLengthGroup:
             self._reserve(step)
         return step
 
+    def begin_draft(self, rows: slice) -> list[Step]:
+        """Reserve the blocks of consecutive tokens of the one sequence, one per row; each has a step of its own.
+
+        Raises MemoryError as `begin`; the caller rolls back.
+        """
+        steps: list[Step] = []
+        for row in range(rows.start, rows.stop):
+            after = steps[-1] if steps else None
+            self.step = step = Step(
+                self, slice(row, row + 1), 1, is_decode=True, part=PromptPart(), keeps=True, is_draft=True, after=after
+            )
+            self._reserve(step)
+            for layout in self.layouts:
+                # The table has no places of later tokens yet.
+                step.blocks(layout)
+            steps.append(step)
+        return steps
+
     def end(self, step: Step) -> None:
         """Make the tokens of a step part of the sequences."""
         if not step.keeps:

@@ -1,4 +1,4 @@
-"""Several caches of one model as one, for a forward of one new token of each row, and of a part of a prompt."""
+"""Several caches of one model as one, for a forward of the tokens that follow in each, and of a part of a prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.exclusive_use import ExclusiveUse
+from hetero_kv.engine.forward_batch import ForwardBatch, Passing
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.engine.step import PromptPart
@@ -30,12 +31,18 @@ class PassingPrompt(NamedTuple):
 
 
 @contextmanager
-def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> Iterator[HeteroCache]:
-    """Within this context one cache has the rows of all `caches`, in their order, for one token more of each row.
+def joined(
+    caches: Rows[HeteroCache], prompt: PassingPrompt | None = None, tokens: Rows[int] | None = None
+) -> Iterator[HeteroCache]:
+    """Within this context one cache has the rows of all `caches`, in their order, for the tokens that follow in each.
 
-    With a prompt, whose tokens are further rows of the call, it takes one forward (`ForwardBatch`).
+    With a prompt or several tokens of a cache, which are further rows of the call, it takes one forward
+    (`ForwardBatch`).
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
+
+    Args:
+        tokens: how many tokens follow in each cache; None for one of each row. A cache with several has one row.
 
     Raises HeteroKVError for caches of several models or depths, or without tokens, and CacheInUseError when another
     thread uses one of them.
@@ -48,6 +55,7 @@ def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> It
     for cache in caches:
         if not cache.columns.count:
             raise HeteroKVError("a cache without tokens cannot decode; prefill a prompt into it first")
+    counts = [1] * len(caches) if tokens is None else list(tokens)
     joint: HeteroCache = object.__new__(HeteroCache)
     joint.__dict__.update(first.__dict__)
     joint.in_use, joint.on_progress, joint.columns = ExclusiveUse(), None, PaddingMask()
@@ -56,14 +64,17 @@ def joined(caches: Rows[HeteroCache], prompt: PassingPrompt | None = None) -> It
     with ExitStack() as used:
         for cache in caches:
             used.enter_context(cache.in_use)
+        passing = [Passing(group, count) for cache, count in zip(caches, counts, strict=True) for group in cache.groups]
         if prompt is not None:
             used.enter_context(prompt.cache.in_use)
-            joint.forward_batch = prompt.cache.begin_beside(joint.groups, prompt.tokens, prompt.part)
+            passing.append(prompt.cache.begin_beside(prompt.tokens, prompt.part))
             joint._set_groups([*joint.groups, *prompt.cache.groups])
+        if prompt is not None or max(counts) > 1:
+            joint.forward_batch = ForwardBatch.of(passing)
         with rollback_on_error(joint):
             yield joint
-        for cache in caches:
-            cache.columns = cache.columns.grown(1, [1] * len(cache.sequences))
+        for cache, count in zip(caches, counts, strict=True):
+            cache.columns = cache.columns.grown(count, [count] * len(cache.sequences))
             cache.depth = joint.depth
             cache.record_adapters()
         if prompt is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.sequence import Layout
@@ -62,21 +63,27 @@ class Step:
         is_decode: whether the new token is a generated one; else a prompt or a part of one.
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
+        is_draft: whether its token is one of several of its sequence that are decoded in one forward.
+        after: among these, the step of the token before.
+        states: among these, layer -> its state behind this step, where the layer was left in one.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
     """
 
     def __init__(
-        self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
-    ) -> None:
+        self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool,
+        is_draft: bool = False, after: Step | None = None,
+    ) -> None:  # fmt: skip
         self.group = group
         self.rows = rows
-        self.past = group.length
+        self.past = group.length if after is None else after.length
         self.tokens = tokens
         self.length = self.past + tokens
         self.is_decode = is_decode
         self.part = part
         self.keeps = keeps
+        self.is_draft, self.after = is_draft, after
+        self.states: dict[int, LayerCheckpoint] = {}
         self.checked_numbers: list[CheckedNumber] = []
         self.host_copies: list[HostCopy] = []
         #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.
@@ -93,11 +100,18 @@ class Step:
         group = self.group
         tables = [sequence.tables[layout] for sequence in group.sequences]
         ids = tables[0].ids[None] if len(tables) == 1 else np.stack([table.ids for table in tables])
-        before, finalized = group.finalized[layout], layout.finalized(self.length)
+        before = group.finalized[layout] if self.after is None else self.after.blocks(layout).newly_finalized[1]
+        finalized = layout.finalized(self.length)
         end = max(before, finalized) if self.part.is_last and self.keeps else before
         blocks = StepBlocks(ids, tables[0].length, finalized, (before, end), tables[0].allocator.lengths)
         self.made[id(layout)] = blocks
         return blocks
+
+    def show_length(self) -> None:
+        """Make the lengths of blocks those at the end of this step, where later tokens have places in them already."""
+        for layout in self.group.layouts:
+            blocks = self.blocks(layout)
+            blocks.lengths[blocks.table[:, -1]] = blocks.length - (blocks.table.shape[1] - 1) * layout.block_size
 
     def table_on(self, device: torch.device, layout: Layout) -> torch.Tensor:
         """The block table of `layout` on a device, [rows, blocks] int32; sent once for all layers."""

@@ -1,4 +1,4 @@
-"""The forwards of the engine: a part of one prompt, one token of every row, and both together."""
+"""The forwards of the engine: a part of one prompt, the tokens that follow in every row, and both together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hetero_kv.adapter.foreign import has_global_hooks, has_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.drafted_tokens import DraftedTokens
 from hetero_kv.engine.joined_caches import PassingPrompt, joined
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.step import PromptPart
@@ -68,11 +69,25 @@ class ModelForward:
         #: Whether the RoPE frequencies of a forward's rows follow from the longest one.
         self.longest_rotates_all = frequencies_change(model)
         self._is_token_wise = not self.longest_rotates_all and _mixes(model)
+        one_by_one = (f"{each.path} ({type(each).__name__})" for each in _operators(model) if not each.decodes_drafts)
+        self._one_by_one = next(one_by_one, None)
 
     @property
     def mixes(self) -> bool:
         """Whether parts of prompts can pass beside decoded tokens."""
         return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
+
+    @property
+    def why_no_drafts(self) -> str | None:
+        """Why drafted tokens cannot be verified in one forward; None where they can."""
+        if self._one_by_one is not None:
+            return f"{self._one_by_one} decodes one token at a time under these rules, and cannot take one back"
+        if not self.mixes:
+            return (
+                "outside of attention the model does not compute each token alone on a CPU: it is on a GPU, has hooks "
+                "of others or layers without an operator, or rotates by the longest row"
+            )
+        return None
 
     @property
     def is_hooked(self) -> bool:
@@ -121,6 +136,27 @@ class ModelForward:
         with joined(caches) as cache:
             return self._logits(cache, token_ids)
 
+    def verify(
+        self, caches: Sequence[HeteroCache], tokens: Sequence[Sequence[int]]
+    ) -> tuple[list[torch.Tensor], list[DraftedTokens]]:
+        """Pass several tokens behind those of each cache, which has one row, in one forward.
+
+        Each token is computed as by `decode`, behind the ones before it. Only where `why_no_drafts` is None.
+
+        Args:
+            tokens: of each cache the token that follows, then drafted ones.
+
+        Returns for each cache the logits [its tokens, vocab], and what it stored, of which the caller keeps as many
+        tokens as were right. After an exception, no cache has changed.
+        """
+        counts = [len(each) for each in tokens]
+        with joined(caches, tokens=counts) as cache:
+            logits = self._logits(cache, torch.tensor([token for each in tokens for token in each])[:, None])
+        stored = [
+            DraftedTokens(each, [step for step in cache.passed if step.group is each.groups[0]]) for each in caches
+        ]
+        return list(logits.split(counts)), stored
+
     def _logits(self, cache: HeteroCache, token_ids: torch.Tensor) -> torch.Tensor:
         output = self.model(
             input_ids=token_ids.to(self.model.device),
@@ -131,10 +167,13 @@ class ModelForward:
         return output.logits[:, -1]
 
 
+def _operators(model: Any) -> list[AttentionOperator]:
+    return [module for module in model.modules() if isinstance(module, AttentionOperator)]
+
+
 def _mixes(model: Any) -> bool:
     """Whether all that a model computes outside of attention is computed token by token, on a CPU."""
-    layers = model.hetero_kv_injection.cache_layers()
-    operators = [module for module in model.modules() if isinstance(module, AttentionOperator)]
+    layers, operators = model.hetero_kv_injection.cache_layers(), _operators(model)
     return (
         model.device.type == "cpu"
         and len(operators) == len(layers)

@@ -16,6 +16,7 @@ from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
@@ -211,6 +212,10 @@ class RetrievalLayer(AccumulatingLayer):
             state = replace(state, candidates=None, preselected_end=0)
         self.state = replace(state, accumulated=accumulated, open_start=first)
         self._reload_window(length)
+
+    def return_to(self, checkpoint: LayerCheckpoint) -> None:
+        """See FamilyLayer; for a checkpoint of a draft's step."""
+        self.rollback(checkpoint.state)
 
     def snapshot(self) -> Any:
         window = self.window

@@ -56,6 +56,8 @@ class RetrievalPrefill(ExactPrefill):
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None
+        # A selection that later tokens reuse is not kept for each token of a draft.
+        self.decodes_drafts = settings.layer_step == settings.token_step == 1
         self.prompt_attention = PromptAttention(self, settings)
         if settings.prefills_sparsely:
             self.prefills_exactly = self.continues_exactly = False

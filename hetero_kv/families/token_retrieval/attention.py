@@ -54,6 +54,8 @@ class TokenRetrievalAttention(ExactPrefill):
     chosen_by = TOKEN_RETRIEVAL.chosen_by
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_TOKENS, READ_BYTES)
 
+    decodes_drafts = True
+
     settings: TokenSettings
 
     def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:

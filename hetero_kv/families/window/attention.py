@@ -26,6 +26,7 @@ class SlidingWindowAttention(AttentionOperator):
     prefills_exactly = True
     continues_exactly = True
     records_attention = True
+    decodes_drafts = True
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:

@@ -1,0 +1,95 @@
+"""The tokens of one answer, outside of an engine: decoded one by one, or several at a time where a draft was right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import torch
+
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.burst import Burst
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.sampler import Choice, Sampler
+from hetero_kv.serving.speculation import DraftCounts, Speculation
+
+
+class AnswerTokens(Iterator[Choice]):
+    """Chooses the tokens of an answer, without end; the caller stops.
+
+    Between two tokens the cache may hold guesses behind them. `close` drops these, and leaves all tokens but the newest
+    one in the cache, as without speculation.
+
+    Args:
+        forward: computes.
+        cache: of one row, which stores all `tokens`.
+        sampler: chooses.
+        tokens: of the prompt, earlier turns included.
+        logits: [vocab], behind the last of these tokens, as `ModelForward.prefill` returns them.
+        speculation: guesses; None decodes one token at a time.
+        way: how to guess; None takes what `speculation` says.
+        limit: the most tokens that the caller will take; None if unknown.
+
+    Attributes:
+        counts: drafted tokens, and those of them that were right.
+
+    Raises, for a token: CacheFullError where it does not fit, LogitsError as the sampler, and whatever the model does.
+    The cache then holds what it held before that token.
+    """
+
+    def __init__(
+        self, forward: ModelForward, cache: HeteroCache, sampler: Sampler, tokens: Sequence[int], logits: torch.Tensor,
+        speculation: Speculation | None = None, *, way: str | None = None, limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
+        self._drafter = None if speculation is None else speculation.drafter(tokens, way)
+        self._left, self._newest = limit, 0
+        self._burst = Burst(logits[None])
+        self.counts = DraftCounts()
+
+    def __next__(self) -> Choice:
+        if self._burst.is_over:
+            self._burst = self._forwarded()
+        choice = self._burst.choose(self._sampler)
+        self._newest = choice.token
+        self._left = None if self._left is None else self._left - 1
+        if self._drafter is not None:
+            self._drafter.add(choice.token)
+        if self._burst.is_over:
+            self._count()
+        return choice
+
+    def _forwarded(self) -> Burst:
+        draft: list[int] = []
+        if self._drafter is not None and self._speculation is not None:
+            # One place is the newest token's; another forward gives one token more than it has guesses.
+            room = self._cache.room
+            most = min(each - 1 for each in (room, self._left, 1 << 30) if each is not None)
+            (draft,) = self._speculation.drafts([self._drafter], [most])
+        began = time.perf_counter()
+        if draft:
+            logits, stored = self._forward.verify([self._cache], [[self._newest, *draft]])
+            burst = Burst(logits[0], draft, stored[0])
+        else:
+            burst = Burst(self._forward.decode([self._cache], [self._newest]))
+        if self._speculation is not None:
+            self._speculation.costs.took(1 + len(draft), time.perf_counter() - began)
+        return burst
+
+    def _count(self) -> None:
+        self.counts.add(self._burst.drafted, self._burst.accepted)
+        if self._speculation is not None:
+            self._speculation.counts.add(self._burst.drafted, self._burst.accepted)
+
+    def close(self) -> None:
+        """Drop what the cache has behind the tokens that were given; no token follows. Further calls do nothing."""
+        if not self._burst.is_over:
+            self._burst.end()
+            self._count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

@@ -1,0 +1,58 @@
+"""A burst: the tokens that one forward gives a sequence, of which a draft guessed all but the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero_kv.engine.drafted_tokens import DraftedTokens
+from hetero_kv.serving.sampler import Choice, Sampler
+
+
+class Burst:
+    """Chooses tokens by a forward's logits for as long as the draft guessed each of them.
+
+    Every token is chosen exactly as without a draft, with the random number, penalties and mask of its place, and a
+    guess counts only where it is the chosen token. The answer's distribution is therefore that of the model: for a
+    guess that is one token, this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192).
+
+    Args:
+        logits: [1 + guesses, vocab], behind the newest token and behind each guess.
+        draft: the guesses.
+        stored: what the forward stored; None where it was a single token.
+    """
+
+    def __init__(self, logits: torch.Tensor, draft: Sequence[int] = (), stored: DraftedTokens | None = None) -> None:
+        self._logits, self._draft, self._stored = logits, draft, stored
+        self._chosen = 0
+        #: Whether no further token follows from this forward.
+        self.is_over = False
+
+    @property
+    def drafted(self) -> int:
+        """The number of guesses."""
+        return len(self._draft)
+
+    @property
+    def accepted(self) -> int:
+        """How many guesses are tokens of the answer."""
+        return max(0, self._chosen - 1)
+
+    def choose(self, sampler: Sampler) -> Choice:
+        """The next token. The burst is over when the draft did not guess it; wrong guesses are dropped then.
+
+        Raises LogitsError as the sampler; the burst is unchanged then.
+        """
+        choice = sampler.choose(self._logits[self._chosen])
+        self._chosen += 1
+        if self._chosen > len(self._draft) or choice.token != self._draft[self._chosen - 1]:
+            self.end()
+        return choice
+
+    def end(self) -> None:
+        """Drop from the cache what is behind the tokens chosen so far, of which the newest one is not stored."""
+        self.is_over = True
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            stored.keep(max(1, self._chosen))

@@ -1,0 +1,89 @@
+"""How many tokens to draft: as many as bring the most tokens a second, by their odds and by what rows cost here."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+#: The most guesses of one sequence in a forward.
+MOST_GUESSES = 12
+#: Each further row's share of a step with fewer, until one with as many rows was measured.
+_FIRST_SHARE = 0.12
+# The latest steps of a number of rows whose median counts.
+_LATEST = 7
+# A draft must promise this much more than none, because measurements and odds are not exact.
+_LEAST_GAIN = 1.03
+
+
+class StepCosts:
+    """Seconds of a step of decoding by its number of rows, as measured while the engine runs."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, deque[float]] = {}
+
+    def took(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took this long."""
+        self._measured.setdefault(rows, deque(maxlen=_LATEST)).append(seconds)
+
+    def of(self, rows: int) -> float:
+        """The seconds of a step of so many rows; between and behind measured numbers, by the nearest ones.
+
+        At least one number of rows must be measured.
+        """
+        if rows in self._measured:
+            return median(self._measured[rows])
+        below = max((each for each in self._measured if each < rows), default=None)
+        above = min((each for each in self._measured if each > rows), default=None)
+        if below is None:
+            assert above is not None
+            return median(self._measured[above])
+        low = median(self._measured[below])
+        if above is None:
+            return low * (1 + _FIRST_SHARE * (rows - below))
+        high = max(low, median(self._measured[above]))
+        return low + (high - low) * (rows - below) / (above - below)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._measured)
+
+
+def draft_lengths(
+    costs: StepCosts, odds: Sequence[Sequence[float]], most: int, guess_s: Sequence[float] | None = None
+) -> list[int]:
+    """How many guesses of each sequence the next step verifies.
+
+    Args:
+        odds: of each sequence the probability of each next guess to be right, if those before it are.
+        most: the most guesses in all.
+        guess_s: of each sequence, the seconds that a guess takes; None where guesses cost nothing.
+
+    Guesses are added by the probability that they are reached and right, the largest first, and the number is taken
+    that gives the most tokens a second.
+    """
+    rows, lengths = len(odds), [0] * len(odds)
+    if not costs.is_known or most <= 0:
+        return lengths
+    reached = [(-each[0], index) for index, each in enumerate(odds) if each]
+    heapq.heapify(reached)
+    order: list[int] = []
+    expected, seconds_more = float(rows), 0.0
+    best, best_length = expected / costs.of(rows) * _LEAST_GAIN, 0
+    counts = [0] * rows
+    while reached and len(order) < most:
+        negative, index = heapq.heappop(reached)
+        order.append(index)
+        counts[index] += 1
+        expected -= negative
+        seconds_more += 0.0 if guess_s is None else guess_s[index]
+        rate = expected / (costs.of(rows + len(order)) + seconds_more)
+        if rate > best:
+            best, best_length = rate, len(order)
+        if counts[index] < len(odds[index]):
+            heapq.heappush(reached, (negative * odds[index][counts[index]], index))
+    for index in order[:best_length]:
+        lengths[index] += 1
+    return lengths

@@ -1,0 +1,115 @@
+"""Speculation: guesses at the next tokens are verified in one forward, and several tokens come for the price of one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.lookup_drafter import LookupDrafter
+
+_logger = logging.getLogger(__name__)
+
+#: The ways to guess, and what each does.
+SPECULATION = {
+    "off": "one token at a time",
+    "lookup": "what followed the same words earlier in the conversation",
+    "auto": "lookup, where the model and its rules can verify guesses",
+}
+
+
+def require_speculation(value: object) -> str:
+    """A way to guess. Raises ConfigError for another value."""
+    if not isinstance(value, str) or value not in SPECULATION:
+        raise ConfigError(f"speculation is {value!r}; it must be one of {', '.join(SPECULATION)}")
+    return value
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence.
+
+    Attributes:
+        guess_s: seconds that a guess takes.
+    """
+
+    guess_s: float
+
+    def add(self, token: int) -> None:
+        """The sequence goes on with this token."""
+
+    def odds(self, most: int) -> list[float]:
+        """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
+
+    def guesses(self, count: int) -> list[int]:
+        """The next `count` guesses, for which there were odds."""
+
+
+@dataclass
+class DraftCounts:
+    """How many tokens were drafted, and how many of these were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """So many more."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+class Speculation:
+    """Makes the drafters of a model's sequences, and says how many tokens each drafts in a step.
+
+    Args:
+        forward: verifies the drafts.
+        way: one of SPECULATION, for sequences that do not say.
+
+    Attributes:
+        way: as passed.
+        counts: of all sequences.
+
+    Raises ConfigError for another way.
+    """
+
+    def __init__(self, forward: ModelForward, way: str = "auto") -> None:
+        self._forward, self.way = forward, require_speculation(way)
+        self.costs, self.counts = StepCosts(), DraftCounts()
+        self._has_warned = False
+
+    def in_effect(self, way: str | None = None) -> str:
+        """What a sequence gets that says `way`; None for one that says nothing. Logs once why that is `off` instead."""
+        way = self.way if way is None else require_speculation(way)
+        reason = None if way == "off" else self._forward.why_no_drafts
+        if reason is None:
+            return "lookup" if way == "auto" else way
+        if not self._has_warned:
+            self._has_warned = True
+            level = logging.INFO if way == "auto" else logging.WARNING
+            _logger.log(level, "speculation is off: %s", reason)
+        return "off"
+
+    def drafter(self, tokens: Sequence[int], way: str | None = None) -> Drafter | None:
+        """The drafter of a sequence that has these tokens; None where speculation is off."""
+        return None if self.in_effect(way) == "off" else LookupDrafter(tokens)
+
+    def drafts(self, drafters: Sequence[Drafter | None], most: Sequence[int]) -> list[list[int]]:
+        """The guesses of several sequences that the next step verifies, by what each may have at most."""
+        if self._forward.why_no_drafts is not None:
+            # Somebody has put hooks into the model meanwhile.
+            return [[] for _ in drafters]
+        odds = [
+            [] if drafter is None else drafter.odds(min(each, MOST_GUESSES))
+            for drafter, each in zip(drafters, most, strict=True)
+        ]
+        if not any(odds):
+            return [[] for _ in drafters]
+        seconds = [0.0 if drafter is None else drafter.guess_s for drafter in drafters]
+        lengths = draft_lengths(self.costs, odds, sum(map(len, odds)), seconds)
+        return [
+            [] if drafter is None or not length else drafter.guesses(length)
+            for drafter, length in zip(drafters, lengths, strict=True)
+        ]
