@@ -29,7 +29,7 @@ class AnswerTokens(Iterator[Choice]):
         logits: [vocab], behind the last of these tokens, as `ModelForward.prefill` returns them.
         speculation: guesses; None decodes one token at a time.
         way: how to guess; None takes what `speculation` says.
-        limit: the most tokens that the caller will take; None if unknown.
+        limit: the most tokens that the caller will take.
 
     Attributes:
         counts: drafted tokens, and those of them that were right.
@@ -40,7 +40,7 @@ class AnswerTokens(Iterator[Choice]):
 
     def __init__(
         self, forward: ModelForward, cache: HeteroCache, sampler: Sampler, tokens: Sequence[int], logits: torch.Tensor,
-        speculation: Speculation | None = None, *, way: str | None = None, limit: int | None = None,
+        speculation: Speculation | None = None, *, limit: int, way: str | None = None,
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
         self._drafter = None if speculation is None else speculation.drafter(tokens, way)
@@ -53,7 +53,7 @@ class AnswerTokens(Iterator[Choice]):
             self._burst = self._forwarded()
         choice = self._burst.choose(self._sampler)
         self._newest = choice.token
-        self._left = None if self._left is None else self._left - 1
+        self._left -= 1
         if self._drafter is not None:
             self._drafter.add(choice.token)
         if self._burst.is_over:
@@ -63,10 +63,7 @@ class AnswerTokens(Iterator[Choice]):
     def _forwarded(self) -> Burst:
         draft: list[int] = []
         if self._drafter is not None and self._speculation is not None:
-            # One place is the newest token's; another forward gives one token more than it has guesses.
-            room = self._cache.room
-            most = min(each - 1 for each in (room, self._left, 1 << 30) if each is not None)
-            (draft,) = self._speculation.drafts([self._drafter], [most])
+            (draft,) = self._speculation.drafts([self._drafter], [self._cache], [self._left])
         began = time.perf_counter()
         if draft:
             logits, stored = self._forward.verify([self._cache], [[self._newest, *draft]])

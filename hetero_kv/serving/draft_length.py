@@ -51,21 +51,18 @@ class StepCosts:
         return bool(self._measured)
 
 
-def draft_lengths(
-    costs: StepCosts, odds: Sequence[Sequence[float]], most: int, guess_s: Sequence[float] | None = None
-) -> list[int]:
+def draft_lengths(costs: StepCosts, odds: Sequence[Sequence[float]], guess_s: Sequence[float]) -> list[int]:
     """How many guesses of each sequence the next step verifies.
 
     Args:
         odds: of each sequence the probability of each next guess to be right, if those before it are.
-        most: the most guesses in all.
-        guess_s: of each sequence, the seconds that a guess takes; None where guesses cost nothing.
+        guess_s: of each sequence, the seconds that a guess takes.
 
     Guesses are added by the probability that they are reached and right, the largest first, and the number is taken
     that gives the most tokens a second.
     """
     rows, lengths = len(odds), [0] * len(odds)
-    if not costs.is_known or most <= 0:
+    if not costs.is_known:
         return lengths
     reached = [(-each[0], index) for index, each in enumerate(odds) if each]
     heapq.heapify(reached)
@@ -73,12 +70,12 @@ def draft_lengths(
     expected, seconds_more = float(rows), 0.0
     best, best_length = expected / costs.of(rows) * _LEAST_GAIN, 0
     counts = [0] * rows
-    while reached and len(order) < most:
+    while reached:
         negative, index = heapq.heappop(reached)
         order.append(index)
         counts[index] += 1
         expected -= negative
-        seconds_more += 0.0 if guess_s is None else guess_s[index]
+        seconds_more += guess_s[index]
         rate = expected / (costs.of(rows + len(order)) + seconds_more)
         if rate > best:
             best, best_length = rate, len(order)

@@ -35,6 +35,7 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
+from hetero_kv.serving.speculation import Speculation
 from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
@@ -86,6 +87,9 @@ class Engine:
             for no limit.
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
         part: tokens of a prompt that pass at once while nobody waits for a token.
+        speculation: how the next tokens are guessed, several of which are then verified in one forward: `lookup` finds
+            what followed the same words earlier in the conversation; `off` decodes one token at a time; `auto` is
+            lookup where the model and its rules can verify guesses (`speculation`). Answers are the same.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
 
     Attributes:
@@ -108,6 +112,7 @@ class Engine:
         context_cache_gb: float | None = None,
         longest_gap_s: float = 0.25,
         part: int = 2048,
+        speculation: str = "auto",
         starts_thread: bool = True,
     ) -> None:
         injection = getattr(model.model, "hetero_kv_injection", None)
@@ -135,6 +140,7 @@ class Engine:
         operators = list(injection.attention_operators())
         layers = injection.cache_layers()
         forward = ModelForward(model.model, model.tokenizer)
+        self._speculation = Speculation(forward, speculation)
         splits = (
             all(each.prefills_exactly for each in operators)
             and not any(getattr(layer, "is_strided", False) for layer in layers)
@@ -156,8 +162,9 @@ class Engine:
         size = PartSize(longest_gap_s, part)
         self._turn = Turn(longest_gap_s)
         self._scheduler = Scheduler(
-            forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, splits_prompts=splits
-        )
+            forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, self._speculation,
+            splits_prompts=splits,
+        )  # fmt: skip
         config = model.model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self._generation = model.model.generation_config
@@ -196,6 +203,11 @@ class Engine:
     def max_seq_len(self) -> int:
         """Capacity of a request, prompt and answer, tokens."""
         return self._store.capacity
+
+    @property
+    def speculation(self) -> str:
+        """How tokens are guessed where a request does not say; `off` where the model or its rules cannot verify any."""
+        return self._speculation.in_effect()
 
     def status(self) -> EngineStatus:
         """What the engine is doing now. Any thread may call it, also while a step computes."""
@@ -249,6 +261,7 @@ class Engine:
         priority: int = 0,
         markers: Mapping[int, str] | None = None,
         reuses: bool = True,
+        speculation: str | None = None,
     ) -> Stream:
         """Ask for the continuation of a prompt.
 
@@ -261,12 +274,14 @@ class Engine:
             markers: ids of control tokens and their texts, which pieces give apart from text, as
                 `hetero_kv.serving.answers.AnswerParser` has them.
             reuses: whether a beginning that was computed before is taken over; otherwise all of the prompt is computed.
+            speculation: how its tokens are guessed, as for the engine; None takes the engine's.
 
         Returns the stream of its tokens.
 
         Raises:
             CacheFullError: the prompt does not fit into `max_seq_len`.
-            HeteroKVError: the prompt is empty or has tokens that the model has not, or the engine is closed.
+            HeteroKVError: the prompt is empty or has tokens that the model has not, there is no such `speculation`, or
+                the engine is closed.
         """
         params = sampling or SamplingParams()
         for token in params.ends:
@@ -287,6 +302,7 @@ class Engine:
             priority=priority,
             markers=dict(markers or {}),
             reuses=reuses,
+            drafter=self._speculation.drafter(tokens, speculation),
         )
         return self._submitted(request)
 

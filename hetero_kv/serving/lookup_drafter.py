@@ -23,6 +23,8 @@ _FIRST_ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9)
 # How many tokens these count for, and how fast earlier ones are forgotten.
 _FIRST_WEIGHT = 3.0
 _KEPT = 0.93
+# Of the hashes, which are polynomials of an n-gram's tokens in 64 bits.
+_FACTOR, _ALL_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class LookupDrafter:
@@ -91,6 +93,8 @@ class LookupDrafter:
 class _Places:
     """The places behind each n-gram of a growing text, the last one first.
 
+    n-grams count as equal where their hashes are, so that places must be compared.
+
     Args:
         tokens: the text, which others append to.
         size: n.
@@ -98,26 +102,28 @@ class _Places:
 
     def __init__(self, tokens: list[int], size: int) -> None:
         self._tokens, self._size = tokens, size
-        self._last: dict[tuple[int, ...], int] = {}
+        count = max(0, len(tokens) - size + 1)
+        numbers, hashes = np.array(tokens, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
+        for index in range(size if count else 0):
+            hashes = hashes * np.uint64(_FACTOR) + numbers[index : index + count] + np.uint64(1)
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        equal = ordered[1:] == ordered[:-1]
+        before = np.zeros(len(tokens) + 1, dtype=np.int64)
+        before[order[1:][equal] + size] = order[:-1][equal] + size
         #: Of each place, the one before with the same n-gram; 0: none.
-        self._before = [0] * (len(tokens) + 1)
-        if len(tokens) >= size:
-            grams = np.lib.stride_tricks.sliding_window_view(np.array(tokens, dtype=np.int64), size)
-            order = np.lexsort(grams.T[::-1])
-            equal = (grams[order[1:]] == grams[order[:-1]]).all(axis=1)
-            before = np.zeros(len(grams), dtype=np.int64)
-            before[order[1:][equal]] = order[:-1][equal] + size
-            self._before[size:] = before.tolist()
-            last = order[np.append(~equal, True)]
-            self._last = dict(zip(map(tuple, grams[last].tolist()), (last + size).tolist(), strict=True))
+        self._before: list[int] = before.tolist()
+        self._last = dict(zip(hashes.tolist(), range(size, size + count), strict=True))
 
     def add(self, end: int) -> None:
         """The text has grown by one token to `end`."""
         place = 0
         if end >= self._size:
-            gram = tuple(self._tokens[end - self._size : end])
-            place = self._last.get(gram, 0)
-            self._last[gram] = end
+            number = 0
+            for token in self._tokens[end - self._size : end]:
+                number = (number * _FACTOR + token + 1) & _ALL_BITS
+            place = self._last.get(number, 0)
+            self._last[number] = end
         self._before.append(place)
 
     def before(self, end: int) -> list[int]:

@@ -11,6 +11,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.speculation import DraftCounts, Drafter
 from hetero_kv.serving.status import RequestStatus
 from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, ResultStream
 from hetero_kv.serving.swapped import Swapped
@@ -33,6 +34,8 @@ class Request:
         reuses: whether it may take over what was computed before.
         reuse: what of the prompt was computed before.
         checkpoints: where its layers can go back to, if they do not keep every token.
+        drafter: guesses its tokens; None without speculation.
+        counts: its drafted tokens, and those of them that were right.
         is_cancelled: whether it ends before its next token.
         began: when it came, seconds of `time.perf_counter`.
     """
@@ -41,7 +44,7 @@ class Request:
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream,
         stream: ResultStream[Any], *, ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str],
         question: int | None = None, priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}),
-        reuses: bool = True,
+        reuses: bool = True, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
@@ -51,6 +54,7 @@ class Request:
         self.swapped: Swapped | None = None
         self.reuse = Reuse()
         self.checkpoints: list[KeptCheckpoint] = []
+        self.drafter, self.counts = drafter, DraftCounts()
         self.is_cancelled = False
         self._ends, self._stop_tokens, self._text, self._markers = ends, stop_tokens, text, markers
         self._pieces: list[Piece] = []
@@ -79,6 +83,11 @@ class Request:
         if self.swapped is not None:
             return self.swapped.tokens
         return 0 if self.cache is None else self.cache.get_seq_length()
+
+    @property
+    def left(self) -> int:
+        """The most tokens that follow in its answer."""
+        return self.prompt_tokens + self.limit - len(self.tokens)
 
     @property
     def most_stored(self) -> int:
@@ -110,6 +119,8 @@ class Request:
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter() - self.began
         self.tokens.append(choice.token)
+        if self.drafter is not None:
+            self.drafter.add(choice.token)
         is_end = choice.token in self._ends
         reason: FinishReason | None = "end" if is_end else None
         piece = self._text.add(choice.token)
@@ -141,5 +152,7 @@ class Request:
                 first_token_s=self._first_token_s,
                 total_s=time.perf_counter() - self.began,
                 reuse=self.reuse,
+                drafted_tokens=self.counts.drafted,
+                accepted_tokens=self.counts.accepted,
             )
         )

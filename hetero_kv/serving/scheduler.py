@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay
+from hetero_kv.serving.burst import Burst
 from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.speculation import Speculation
 from hetero_kv.serving.stream import FinishReason
 from hetero_kv.serving.turns import Turn
 
@@ -34,7 +37,8 @@ class Scheduler:
     """Computes the answers to requests, step by step.
 
     A step admits a request, passes a part of its prompt, and decodes one token of every request that has its prompt
-    behind it; a small part in one forward with these tokens. A request that fails, or is cancelled, leaves alone.
+    behind it, or several where guesses were right; a small part in one forward with these tokens. A request that fails,
+    or is cancelled, leaves alone.
 
     Args:
         forward: computes.
@@ -44,18 +48,19 @@ class Scheduler:
         checkpoints: takes those of prompts, whose parts end there.
         part_size: how many tokens of a prompt pass in a step.
         turn: the engine's turn, which `step` has.
+        speculation: guesses tokens.
         splits_prompts: whether prompts pass in parts; otherwise each passes whole.
     """
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, prefixes: ResidentPrefixes,
-        checkpoints: Checkpoints, part_size: PartSize, turn: Turn, *, splits_prompts: bool,
+        checkpoints: Checkpoints, part_size: PartSize, turn: Turn, speculation: Speculation, *, splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
-        self._checkpoints, self._turn = checkpoints, turn
-        # Requests whose last forward is over and whose next token is not chosen, with its logits [vocab].
-        self._unchosen: list[tuple[Request, torch.Tensor]] = []
+        self._checkpoints, self._turn, self._speculation = checkpoints, turn, speculation
+        # Requests whose last forward is over and whose next token is not chosen.
+        self._unchosen: list[tuple[Request, Burst]] = []
         self._has_warned = False
         #: When a step began or ended, or a chunk of a prompt passed, seconds of `time.monotonic`.
         self.active_at = time.monotonic()
@@ -132,7 +137,7 @@ class Scheduler:
         if part.is_last:
             self.queues.answer(request)
             rows.append(request)
-        self._take(rows, logits[: len(rows)])
+        self._take(rows, _bursts(logits[: len(rows)]))
         return True
 
     def _prefill(self, splits: bool) -> None:
@@ -183,7 +188,7 @@ class Scheduler:
         self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
-            self._take([request], computed[None])
+            self._take([request], _bursts(computed[None]))
 
     def _end_replay(self, replay: Replay, attended: Attended) -> None:
         """End a replay; keep its sequence if others may want what it had to compute."""
@@ -196,8 +201,13 @@ class Scheduler:
             free(cache)
 
     def _decode(self, rows: Sequence[Request]) -> None:
-        """Decode one token of every row."""
+        """Decode one token of every row, or several where guesses are right."""
         if not rows:
+            return
+        drafts = self._speculation.drafts(
+            [request.drafter for request in rows], self._caches_and_tokens(rows)[0], [request.left for request in rows]
+        )
+        if any(drafts) and self._verified(rows, drafts):
             return
         began = time.perf_counter()
         try:
@@ -209,8 +219,28 @@ class Scheduler:
             _logger.warning("a step of %d requests failed (%s); each is computed alone", len(rows), error)
             self._decode_alone(rows)
             return
-        self._part_size.decoded(time.perf_counter() - began)
-        self._take(rows, logits)
+        self._measured(len(rows), began)
+        self._take(rows, _bursts(logits))
+
+    def _verified(self, rows: Sequence[Request], drafts: Sequence[Sequence[int]]) -> bool:
+        """Verify the rows' guesses; returns whether that was done. After an error they are decoded without."""
+        caches, tokens = self._caches_and_tokens(rows)
+        began = time.perf_counter()
+        try:
+            passing = [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
+            logits, stored = self.forward.verify(caches, passing)
+        except Exception as error:
+            if not isinstance(error, CacheFullError):
+                _logger.warning("guesses were not verified (%s); the tokens are computed without", brief_error(error))
+            return False
+        self._measured(sum(map(len, passing)), began)
+        self._take(rows, [Burst(*each) for each in zip(logits, drafts, stored, strict=True)])
+        return True
+
+    def _measured(self, rows: int, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._part_size.decoded(seconds)
+        self._speculation.costs.took(rows, seconds)
 
     def _decode_alone(self, rows: Sequence[Request]) -> None:
         """Decode row by row, so that the one that cannot be computed fails alone."""
@@ -220,7 +250,7 @@ class Scheduler:
             except Exception as error:
                 self.queues.fail(request, error)
             else:
-                self._take([request], logits)
+                self._take([request], _bursts(logits))
 
     def _decoded(self, rows: Sequence[Request]) -> torch.Tensor:
         return self.forward.decode(*self._caches_and_tokens(rows))
@@ -230,22 +260,23 @@ class Scheduler:
         """The rows' caches, and the tokens that follow in them."""
         return [cache for _, cache in with_caches(rows)], [request.tokens[-1] for request in rows]
 
-    def _take(self, rows: Sequence[Request], logits: torch.Tensor) -> None:
-        """Choose the rows' tokens by logits [rows, vocab], and pass them on."""
-        self._unchosen = list(zip(rows, logits, strict=True))
+    def _take(self, rows: Sequence[Request], bursts: Sequence[Burst]) -> None:
+        """Choose the rows' tokens, and pass them on."""
+        self._unchosen = list(zip(rows, bursts, strict=True))
         self._choose()
 
     def _choose(self) -> None:
         """Choose the tokens of which the logits are there."""
         while self._unchosen:
-            request, logits = self._unchosen[0]
+            request, burst = self._unchosen[0]
             if request not in self.queues.running:
                 # It has left meanwhile.
                 del self._unchosen[0]
                 continue
             try:
-                choice = request.sampler.choose(logits)
-                del self._unchosen[0]
+                choice = burst.choose(request.sampler)
+                if burst.is_over:
+                    self._end(request, burst)
                 reason = request.take(choice)
             except Exception as error:
                 # A mask is code of others; its error is that of its request.
@@ -254,10 +285,20 @@ class Scheduler:
             if reason is not None:
                 self._retire(request, reason)
 
+    def _end(self, request: Request, burst: Burst) -> None:
+        """Count a burst that is over, which drops its wrong guesses."""
+        self._unchosen.remove((request, burst))
+        burst.end()
+        request.counts.add(burst.drafted, burst.accepted)
+        self._speculation.counts.add(burst.drafted, burst.accepted)
+
     # -- ends
 
     def _retire(self, request: Request, reason: FinishReason) -> None:
         """End a request whose answer is complete, and keep its sequence for others."""
+        for owner, burst in list(self._unchosen):
+            if owner is request:
+                self._end(request, burst)
         cache = self.queues.leave(request)
         request.complete(reason)
         if cache is not None:
@@ -278,3 +319,8 @@ class Scheduler:
         """End all requests with an error."""
         for request in self.queues.all:
             self.queues.fail(request, error)
+
+
+def _bursts(logits: torch.Tensor) -> list[Burst]:
+    """A token of every row, by logits [rows, vocab]."""
+    return [Burst(row[None]) for row in logits]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
 from hetero_kv.serving.forward import ModelForward
@@ -96,20 +97,30 @@ class Speculation:
         """The drafter of a sequence that has these tokens; None where speculation is off."""
         return None if self.in_effect(way) == "off" else LookupDrafter(tokens)
 
-    def drafts(self, drafters: Sequence[Drafter | None], most: Sequence[int]) -> list[list[int]]:
-        """The guesses of several sequences that the next step verifies, by what each may have at most."""
-        if self._forward.why_no_drafts is not None:
-            # Somebody has put hooks into the model meanwhile.
-            return [[] for _ in drafters]
+    def drafts(
+        self, drafters: Sequence[Drafter | None], caches: Sequence[HeteroCache], left: Sequence[int]
+    ) -> list[list[int]]:
+        """The guesses of several sequences that the next step verifies, as many as their caches have room for.
+
+        Args:
+            left: of each sequence, the most tokens that its answer still takes.
+        """
+        most = [min(MOST_GUESSES, tokens - 1) for tokens in left]
         odds = [
-            [] if drafter is None else drafter.odds(min(each, MOST_GUESSES))
+            [] if drafter is None or each < 1 else drafter.odds(each)
             for drafter, each in zip(drafters, most, strict=True)
         ]
-        if not any(odds):
+        # Somebody may have put hooks into the model meanwhile.
+        if not any(odds) or self._forward.why_no_drafts is not None:
             return [[] for _ in drafters]
-        seconds = [0.0 if drafter is None else drafter.guess_s for drafter in drafters]
-        lengths = draft_lengths(self.costs, odds, sum(map(len, odds)), seconds)
+        lengths = draft_lengths(self.costs, odds, [0.0 if each is None else each.guess_s for each in drafters])
         return [
-            [] if drafter is None or not length else drafter.guesses(length)
-            for drafter, length in zip(drafters, lengths, strict=True)
+            _guesses(drafter, cache, length) if drafter is not None and length else []
+            for drafter, cache, length in zip(drafters, caches, lengths, strict=True)
         ]
+
+
+def _guesses(drafter: Drafter, cache: HeteroCache, count: int) -> list[int]:
+    room = cache.room
+    # One place is the newest token's.
+    return drafter.guesses(count if room is None else max(0, min(count, room - 1)))

@@ -50,6 +50,8 @@ class Completion:
         first_token_s: seconds from the request to its first token; None without one.
         total_s: seconds from the request to its end.
         reuse: why no more of them were computed before.
+        drafted_tokens: how many tokens were guessed and verified (speculation).
+        accepted_tokens: how many of these guesses were right.
     """
 
     text: str
@@ -61,6 +63,8 @@ class Completion:
     first_token_s: float | None
     total_s: float
     reuse: Reuse = field(default_factory=Reuse)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:

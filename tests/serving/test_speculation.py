@@ -39,8 +39,8 @@ class Scripted(Speculation):
     def add(self, token):
         self.given += 1
 
-    def drafts(self, drafters, most):
-        places = range(self.given, min(self.given + min(self._most, *most), len(self._answer)))
+    def drafts(self, drafters, caches, left):
+        places = range(self.given, self.given + min(self._most, left[0] - 1))
         return [[self._answer[place] if self._is_right(place) else (self._answer[place] + 1) % 97 for place in places]]
 
 
