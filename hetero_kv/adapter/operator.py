@@ -189,7 +189,7 @@ class AttentionOperator(Operator):
             part = arrays.of_rows(last.rows)
             part.put(self._attend_rows(last, bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)))
             arrays = arrays.of_rows(slice(0, last.rows.start))
-        if self.takes_together(prepared):
+        if not any(step.is_draft for step, _ in prepared) and self.takes_together(prepared):
             self.attend_steps(prepared, arrays, scale, softcap)
             return
         for each in prepared:

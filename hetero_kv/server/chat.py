@@ -76,8 +76,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
     parsers = choice.parsers(served, prompt, body.choices)
     continued = Prompt(
-        served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt
-    )
+        served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt,
+        body.speculation,
+    )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers)
     unknown = [*body.ignored(host.defaults), *prompt.unused, *(["store"] if body.store else [])]
 

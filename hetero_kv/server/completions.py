@@ -58,7 +58,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         served, host.defaults, max(map(len, prompts)), most=16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs, masks=masks,
     )  # fmt: skip
-    answers = host.answers(Prompt(served, prompts, sampling), request)
+    answers = host.answers(Prompt(served, prompts, sampling, speculation=body.speculation), request)
     writer = _Writer(served, body)
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))

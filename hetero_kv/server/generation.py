@@ -28,7 +28,7 @@ class Prompt:
         prompts: token ids of each prompt, at least one.
         sampling: how each answer is drawn: those to the first prompt, then as many to the next one, and so on.
         question: how many of the last tokens are the question about the others; None if unknown.
-        priority, markers, reuses: as `Engine.generate` takes them.
+        priority, markers, reuses, speculation: as `Engine.generate` takes them.
     """
 
     served: ServedModel
@@ -38,6 +38,7 @@ class Prompt:
     priority: int = 0
     markers: Mapping[int, str] = field(default_factory=dict)
     reuses: bool = True
+    speculation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Answers(Source):
             priority=prompt.priority,
             markers=prompt.markers,
             reuses=prompt.reuses,
+            speculation=prompt.speculation,
         )
         self._streams.append(stream)
         # Also of those who leave before the end.

@@ -180,6 +180,7 @@ def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings)
         "max_batch": settings.max_batch,
         "kept_prefixes": settings.kept_prefixes,
         "longest_gap_s": settings.longest_gap_s,
+        "speculation": settings.speculation,
         "context_folder": None if contexts.context_cache == "off" else folder,
         "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
     }

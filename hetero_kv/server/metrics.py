@@ -31,6 +31,8 @@ class Metrics:
             "hetero_kv_cached_tokens", "Tokens of prompts that were in the cache", model, registry=to
         )
         self._tokens = Counter("hetero_kv_answer_tokens", "Tokens of answers", model, registry=to)
+        self._drafted = Counter("hetero_kv_drafted_tokens", "Guessed tokens that were verified", model, registry=to)
+        self._accepted = Counter("hetero_kv_accepted_tokens", "Guessed tokens that were right", model, registry=to)
         self._answers = Counter("hetero_kv_answers", "Answers by how they ended", ("model", "reason"), registry=to)
         self._first = Histogram(
             "hetero_kv_first_token_seconds", "From the engine's start of a request to its first token",
@@ -61,6 +63,8 @@ class Metrics:
         self._answers.labels(name, completion.finish_reason).inc()
         self._prompt.labels(name).inc(completion.prompt_tokens)
         self._cached.labels(name).inc(completion.cached_tokens)
+        self._drafted.labels(name).inc(completion.drafted_tokens)
+        self._accepted.labels(name).inc(completion.accepted_tokens)
         if completion.first_token_s is not None:
             self._first.labels(name).observe(completion.first_token_s)
             self._prefill_speed.labels(name).inc(completion.first_token_s)

@@ -62,7 +62,10 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     masks = await in_thread(choice.masks, served, prompt, body, 1)
     sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    continued = Prompt(served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers)
+    continued = Prompt(
+        served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers,
+        speculation=body.speculation,
+    )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
     unknown = [*body.ignored(host.defaults), *prompt.unused, *others, *_without_effect(body)]

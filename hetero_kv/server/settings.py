@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetero_kv.contexts.settings import ContextSettings
+from hetero_kv.serving.speculation_setting import Way
 from hetero_kv.settings.setting import Settings, setting
 
 
@@ -28,6 +29,11 @@ class ServerSettings(Settings):
         16,
         "sequences of ended requests that stay in memory, where there is room, for prompts that begin alike",
         minimum=0,
+    )
+    speculation: Way = setting(
+        "auto",
+        "how the next tokens are guessed, several of which are then verified at a time: lookup: what followed the same "
+        "words earlier; auto: lookup where the rules allow it; off: one token at a time; the answers are the same",
     )
     requests_per_minute: int | Literal["all"] = setting(
         "all", "requests of one API key in a minute; all: no limit", minimum=1

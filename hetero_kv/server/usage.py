@@ -34,6 +34,8 @@ def timings(completion: Completion) -> dict[str, Any]:
     """llama-server's `timings`, ms; the prompt's time contains its wait for others in the engine."""
     prompt = completion.prompt_tokens - completion.cached_tokens
     first_ms = 1000 * (completion.first_token_s or 0.0)
+    # As llama-server, which leaves them out of answers without drafts.
+    drafts = {"draft_n": completion.drafted_tokens, "draft_n_accepted": completion.accepted_tokens}
     behind, behind_ms = max(0, len(completion.pieces) - 1), 1000 * completion.total_s - first_ms
     return {
         "cache_n": completion.cached_tokens,
@@ -47,6 +49,7 @@ def timings(completion: Completion) -> dict[str, Any]:
         "predicted_ms": behind_ms,
         "predicted_per_token_ms": behind_ms / behind if behind else 0.0,
         "predicted_per_second": 1000 * behind / behind_ms if behind_ms > 0 else 0.0,
+        **(drafts if completion.drafted_tokens else {}),
     }
 
 

@@ -8,26 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.errors import ConfigError
 from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.lookup_drafter import LookupDrafter
+from hetero_kv.serving.speculation_setting import require_way
 
 _logger = logging.getLogger(__name__)
-
-#: The ways to guess, and what each does.
-SPECULATION = {
-    "off": "one token at a time",
-    "lookup": "what followed the same words earlier in the conversation",
-    "auto": "lookup, where the model and its rules can verify guesses",
-}
-
-
-def require_speculation(value: object) -> str:
-    """A way to guess. Raises ConfigError for another value."""
-    if not isinstance(value, str) or value not in SPECULATION:
-        raise ConfigError(f"speculation is {value!r}; it must be one of {', '.join(SPECULATION)}")
-    return value
 
 
 class Drafter(Protocol):
@@ -67,7 +53,7 @@ class Speculation:
 
     Args:
         forward: verifies the drafts.
-        way: one of SPECULATION, for sequences that do not say.
+        way: a `Way`, for sequences that do not say.
 
     Attributes:
         way: as passed.
@@ -77,13 +63,13 @@ class Speculation:
     """
 
     def __init__(self, forward: ModelForward, way: str = "auto") -> None:
-        self._forward, self.way = forward, require_speculation(way)
+        self._forward, self.way = forward, require_way(way)
         self.costs, self.counts = StepCosts(), DraftCounts()
         self._has_warned = False
 
     def in_effect(self, way: str | None = None) -> str:
         """What a sequence gets that says `way`; None for one that says nothing. Logs once why that is `off` instead."""
-        way = self.way if way is None else require_speculation(way)
+        way = self.way if way is None else require_way(way)
         reason = None if way == "off" else self._forward.why_no_drafts
         if reason is None:
             return "lookup" if way == "auto" else way

@@ -8,6 +8,7 @@ import torch
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.serving.forward import ModelForward, Part
 from tests.support.ragged_rows import padded, prompt
 from tests.support.tiny_models import tiny_model
 
@@ -87,3 +88,44 @@ def test_rows_of_several_lengths_take_arrays_and_are_what_they_are_alone(recipe,
     assert set(in_one_call[4 * model.config.num_hidden_layers :]) == groups
     # The first token binds the native call of each layer.
     assert len(tensors) == model.config.num_hidden_layers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("dense", {}),
+        ("quest", {"top_k_blocks": 3}),
+        ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6}),
+        pytest.param("adaptive", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_beside_another_row_take_arrays_and_their_tokens_are_as_one_by_one(recipe, settings):
+    model = tiny_model("qwen2")
+    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0"} | settings)
+    forward = ModelForward(model, None)
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((50, 31, 64))]
+    caches = [HeteroCache(model, 256) for _ in prompts]
+    for tokens, cache in zip(prompts, caches, strict=True):
+        forward.prefill(cache, Part(tokens, 0, len(tokens), 0, None))
+        # The first token binds the native call of each layer.
+        forward.decode([cache], [5])
+    new = [[(7 * row + 3 * place) % 90 + 2 for place in range(TOKENS)] for row in range(len(prompts))]
+    alone = [
+        [forward.decode([fork], [token])[0] for token in each]
+        for each, fork in zip(new, [c.fork() for c in caches], strict=True)
+    ]
+    # How many tokens of each pass, and how many of these stay.
+    counts = [[(5, 2), (1, 1), (4, 4)], [(3, 3), (2, 1), (1, 1)], [(4, 4), (3, 3), (4, 2)]]
+    done = [0] * len(prompts)
+    for step in counts:
+        passing = [each[at : at + count] for each, at, (count, _) in zip(new, done, step, strict=True)]
+        logits, stored = forward.verify(caches, passing)
+        for row, (count, kept) in enumerate(step):
+            expected = torch.stack(alone[row][done[row] : done[row] + count])
+            assert float((logits[row] - expected).norm() / expected.norm()) < 1e-4
+            stored[row].keep(kept)
+            done[row] += kept
+    assert [cache.get_seq_length() for cache in caches] == [
+        len(tokens) + 1 + count for tokens, count in zip(prompts, done, strict=True)
+    ]

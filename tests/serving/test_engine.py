@@ -32,8 +32,9 @@ def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
     # Of these rules in this model; the same model under other rules has another injection.
     model.hetero_kv_injection.made_of = recipe, architecture, repr(changes)
     loaded = LoadedModel(model, Numbers(), f"tiny {architecture}", 512)
-    # Parts of prompts must not follow the machine's speed.
-    return Engine(loaded, **{"max_seq_len": 400, "starts_thread": False, "longest_gap_s": 1e6, **settings})
+    # Parts of prompts and guesses must not follow the machine's speed.
+    usual = {"max_seq_len": 400, "starts_thread": False, "longest_gap_s": 1e6, "speculation": "off"}
+    return Engine(loaded, **{**usual, **settings})
 
 
 #: What `alone` has returned, by all that it depends on.

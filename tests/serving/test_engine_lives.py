@@ -19,6 +19,7 @@ from hetero_kv.contexts import writing
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.serving import memory
+from hetero_kv.serving.draft_length import StepCosts
 from hetero_kv.serving.stream import Stream
 from tests.serving.number_tokenizer import Numbers
 from tests.support.tiny_models import tiny_model
@@ -78,6 +79,15 @@ def answer_alone(tokens: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(output[0, len(tokens) :].tolist())
 
 
+class FreeRows(StepCosts):
+    """Steps that take as long with many rows as with one."""
+
+    is_known = True
+
+    def of(self, rows: int) -> float:
+        return 1.0
+
+
 class LivesOfRequests(RuleBasedStateMachine):
     """An engine with little memory, and the requests that it got."""
 
@@ -88,8 +98,10 @@ class LivesOfRequests(RuleBasedStateMachine):
         self.reserve.start()
         self.engine = Engine(
             LoadedModel(MODEL, Numbers(), "tiny", 512), max_seq_len=CAPACITY, max_batch=3, kv_tokens=KV_TOKENS,
-            kept_prefixes=2, part=16, starts_thread=False,
+            kept_prefixes=2, part=16, speculation="lookup", starts_thread=False,
         )  # fmt: skip
+        # Every guess is verified, however long that takes.
+        self.engine._speculation.costs = FreeRows()
         self.submitted: list[Submitted] = []
         self.failed: list[Stream] = []
         self.forward = self.engine._scheduler.forward
@@ -120,7 +132,7 @@ class LivesOfRequests(RuleBasedStateMachine):
         request.is_cancelled = True
         request.stream.cancel()
 
-    @rule(kind=st.sampled_from(["prefill", "decode", "mixed"]), late=st.booleans())
+    @rule(kind=st.sampled_from(["prefill", "decode", "mixed", "verify"]), late=st.booleans())
     def fail(self, kind: str, late: bool) -> None:
         """The forwards of one kind fail in the next step, before or behind the model; rows fail if they do alone."""
         forward = self.forward

@@ -23,7 +23,7 @@ def beside(engine, recipe, **settings):
     """An engine of the same weights under another recipe."""
     loaded = LoadedModel(engine._scheduler.forward.model, Numbers(), "tiny", 512)
     view = with_rules(loaded, small_recipe(recipe, max_seq_len=400))
-    return Engine(view, **{"max_seq_len": 400, "longest_gap_s": 1e6, **settings})
+    return Engine(view, **{"max_seq_len": 400, "longest_gap_s": 1e6, "speculation": "off", **settings})
 
 
 def test_engines_of_two_models_under_load_answer_as_alone():
