@@ -161,7 +161,7 @@ def main() -> None:
     table = Table(*lines[0])
     for line in lines:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in line.values()))
-    Console().print(table)
+    Console(width=130).print(table)
     print("seconds of a step by rows:", {rows: round(seconds, 4) for rows, seconds in costs.items()})
     if flags.json:
         flags.json.write_text(json.dumps(lines, indent=1))

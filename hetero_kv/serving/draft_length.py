@@ -11,8 +11,8 @@ from statistics import median
 MOST_GUESSES = 12
 #: Each further row's share of a step with fewer, until one with as many rows was measured.
 _FIRST_SHARE = 0.12
-# The latest steps of a number of rows whose median counts.
-_LATEST = 7
+# The latest steps of a number of rows whose median counts, and how many there must be: the first one may be an outlier.
+_LATEST, _LEAST = 7, 3
 # A draft must promise this much more than none, because measurements and odds are not exact.
 _LEAST_GAIN = 1.03
 
@@ -21,34 +21,38 @@ class StepCosts:
     """Seconds of a step of decoding by its number of rows, as measured while the engine runs."""
 
     def __init__(self) -> None:
-        self._measured: dict[int, deque[float]] = {}
+        self._latest: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any number of rows was measured."""
+        return bool(self._medians)
 
     def took(self, rows: int, seconds: float) -> None:
         """A step of so many rows took this long."""
-        self._measured.setdefault(rows, deque(maxlen=_LATEST)).append(seconds)
+        latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
+        latest.append(seconds)
+        if len(latest) >= _LEAST:
+            self._medians[rows] = median(latest)
 
     def of(self, rows: int) -> float:
         """The seconds of a step of so many rows; between and behind measured numbers, by the nearest ones.
 
-        At least one number of rows must be measured.
+        At least one number of rows must be measured (`is_known`).
         """
-        if rows in self._measured:
-            return median(self._measured[rows])
-        below = max((each for each in self._measured if each < rows), default=None)
-        above = min((each for each in self._measured if each > rows), default=None)
+        known = self._medians
+        if rows in known:
+            return known[rows]
+        below = max((each for each in known if each < rows), default=None)
+        above = min((each for each in known if each > rows), default=None)
         if below is None:
             assert above is not None
-            return median(self._measured[above])
-        low = median(self._measured[below])
+            return known[above]
         if above is None:
-            return low * (1 + _FIRST_SHARE * (rows - below))
-        high = max(low, median(self._measured[above]))
-        return low + (high - low) * (rows - below) / (above - below)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any step was measured."""
-        return bool(self._measured)
+            return known[below] * (1 + _FIRST_SHARE * (rows - below))
+        high = max(known[below], known[above])
+        return known[below] + (high - known[below]) * (rows - below) / (above - below)
 
 
 def draft_lengths(costs: StepCosts, odds: Sequence[Sequence[float]], guess_s: Sequence[float]) -> list[int]:

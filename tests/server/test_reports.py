@@ -7,6 +7,7 @@ import pytest
 
 from tests.server.running import host_of, running, tiny_served
 from tests.support import tool_templates
+from tests.support.free_rows import FreeRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,3 +104,35 @@ def test_thoughts_that_the_template_opens_are_apart(tmp_path):
         _, _, message = answered(address, [QUESTION])
         assert message["content"] == ""
         assert message["reasoning_content"]
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
+    served = tiny_served()
+    served.engine._speculation.costs = FreeRows()
+    prompts = {
+        "completions": {"prompt": [9, 8, 7, 6, 5] * 20, "max_tokens": 40, "ignore_eos": True},
+        "chat/completions": {"messages": [QUESTION], "max_tokens": 40, "ignore_eos": True},
+        "responses": {"input": QUESTION["content"], "max_output_tokens": 40, "ignore_eos": True},
+    }
+    body = {"logit_bias": {"9": 100, "8": 99}, "frequency_penalty": 2.0, **prompts[route]}
+    host = host_of(served, folder=tmp_path)
+    with served.engine, running(host) as address:
+        without, found = (
+            httpx.post(f"{address}/v1/{route}", json={**body, "speculation": way}, timeout=60).json()
+            for way in ("off", "lookup")
+        )
+        refused = httpx.post(f"{address}/v1/{route}", json={**body, "speculation": "guess"})
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+    of = "output" if route == "responses" else "choices"
+    text = "text" if route == "completions" else "message"
+    if route == "responses":
+        assert found[of][0]["content"] == without[of][0]["content"]
+    else:
+        assert found[of][0][text] == without[of][0][text]
+        assert "draft_n" not in without["timings"]
+        timings = found["timings"]
+        assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
+        assert f'hetero_kv_drafted_tokens_total{{model="tiny:dense"}} {timings["draft_n"]}.0' in lines
+    assert served.engine._speculation.counts.drafted > 0
+    assert (refused.status_code, "speculation" in refused.text) == (400, True)

@@ -19,9 +19,9 @@ from hetero_kv.contexts import writing
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.serving import memory
-from hetero_kv.serving.draft_length import StepCosts
 from hetero_kv.serving.stream import Stream
 from tests.serving.number_tokenizer import Numbers
+from tests.support.free_rows import FreeRows
 from tests.support.tiny_models import tiny_model
 
 #: Two or three requests fit, and not with their longest answers; `AHEAD` tokens are reserved for each.
@@ -77,15 +77,6 @@ def answer_alone(tokens: tuple[int, ...]) -> tuple[int, ...]:
         max_new_tokens=LONGEST,
     )  # fmt: skip
     return tuple(output[0, len(tokens) :].tolist())
-
-
-class FreeRows(StepCosts):
-    """Steps that take as long with many rows as with one."""
-
-    is_known = True
-
-    def of(self, rows: int) -> float:
-        return 1.0
 
 
 class LivesOfRequests(RuleBasedStateMachine):
