@@ -78,7 +78,7 @@ class Step:
         self.rows = rows
         self.past = group.length if after is None else after.length
         self.tokens = tokens
-        self.length = self.past + tokens
+        self.length: int = self.past + tokens
         self.is_decode = is_decode
         self.part = part
         self.keeps = keeps
