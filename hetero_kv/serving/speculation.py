@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.lookup_drafter import LookupDrafter
@@ -96,10 +97,10 @@ class Speculation:
             [] if drafter is None or each < 1 else drafter.odds(each)
             for drafter, each in zip(drafters, most, strict=True)
         ]
-        # Somebody may have put hooks into the model meanwhile.
-        if not any(odds) or self._forward.why_no_drafts is not None:
-            return [[] for _ in drafters]
         lengths = draft_lengths(self.costs, odds, [0.0 if each is None else each.guess_s for each in drafters])
+        # Somebody may have put hooks into the model meanwhile.
+        if not any(lengths) or self._forward.why_no_drafts is not None:
+            return [[] for _ in drafters]
         return [
             _guesses(drafter, cache, length) if drafter is not None and length else []
             for drafter, cache, length in zip(drafters, caches, lengths, strict=True)
@@ -107,6 +108,9 @@ class Speculation:
 
 
 def _guesses(drafter: Drafter, cache: HeteroCache, count: int) -> list[int]:
-    room = cache.room
     # One place is the newest token's.
-    return drafter.guesses(count if room is None else max(0, min(count, room - 1)))
+    try:
+        cache.require_room(1, count + 1)
+    except CacheFullError:
+        count = max(0, (cache.room or 0) - 1)
+    return drafter.guesses(count)
