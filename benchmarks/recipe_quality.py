@@ -24,12 +24,13 @@ from benchmarks.quality_prompts import KINDS, QualityPrompt, Request, shared_beg
 from hetero_kv import eject, inject
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
-from hetero_kv.evals.generation import end_tokens, greedy
+from hetero_kv.evals.generation import greedy
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill
 from hetero_kv.evals.teacher_forcing import Continuation, force, full_attention_continuation
 from hetero_kv.models import load_model
 from hetero_kv.models.named import DEFAULT_MODEL
+from hetero_kv.serving.model_answers import end_tokens
 
 RECIPES = "dense,ktransformers,kvretrieval,quest,snapkv,infllm,streaming"
 CHUNK = 1024

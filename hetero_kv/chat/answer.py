@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hetero_kv.engine.statistics import LayerStatistics
-
-FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
+from hetero_kv.serving.stream import FinishReason
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,15 @@ class ChatAnswer:
     """A model's answer.
 
     Attributes:
-        text: the answer without special tokens; with `<think>` if the chat template opened a thought.
+        text: the answer without special tokens; thoughts before it stand between `<think>` and `</think>`.
         finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" (by the user, or because the
             output's reader has gone), or "full" (the store has no room).
+        reasoning: the thoughts alone; "" if there are none.
+        content: the answer without them.
     """
 
     text: str
     finish_reason: FinishReason
     statistics: Statistics
+    reasoning: str = ""
+    content: str = ""

@@ -15,10 +15,13 @@ def answer_to(
     session: ChatSession,
     question: ChatQuestion,
     on_text: Callable[[str], None] | None = None,
+    on_thought: Callable[[str], None] | None = None,
     on_token: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> ChatAnswer:
-    """The answer to `question`; its pieces go to `on_text` as they come, the number of tokens to `on_token`.
+    """The answer to `question`; its pieces go to `on_text` and `on_thought` (`Conversation.ask`) as they come.
+
+    The number of tokens goes to `on_token`.
 
     Ctrl-C, or `should_stop`, ends it at the next chunk or token with finish_reason "stopped".
 
@@ -30,10 +33,13 @@ def answer_to(
     settings = session.options.answer
     with interrupt.catching(), PrefillBar(interrupt) as bar:
 
-        def write(piece: str) -> None:
-            bar.stop()
-            if on_text is not None:
-                on_text(piece)
+        def after_bar(show: Callable[[str], None] | None) -> Callable[[str], None]:
+            def write(piece: str) -> None:
+                bar.stop()
+                if show is not None:
+                    show(piece)
+
+            return write
 
         document, prompt = question.document, question.prompt
         return session.conversation.ask(
@@ -45,9 +51,12 @@ def answer_to(
             top_k=settings.top_k,
             min_p=settings.min_p,
             repetition_penalty=settings.repetition_penalty,
+            presence_penalty=settings.presence_penalty,
+            frequency_penalty=settings.frequency_penalty,
             stop=session.options.stop,
-            seed=settings.torch_seed,
-            on_text=write,
+            seed=settings.fixed_seed,
+            on_text=after_bar(on_text),
+            on_thought=None if on_thought is None else after_bar(on_thought),
             on_token=on_token,
             on_progress=bar.report,
             should_stop=lambda: interrupt.requested or (should_stop is not None and should_stop()),

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.chat.answer import ChatAnswer, FinishReason, Turn
+from hetero_kv.chat.answer import ChatAnswer, Turn
+from hetero_kv.chat.answer_text import AnswerText
 from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
-from hetero_kv.chat.generation_monitor import GenerationMonitor, StoppedInPrefill, StopTexts, Streamer, turn_statistics
+from hetero_kv.chat.generation_monitor import GenerationMonitor, StoppedInPrefill, turn_statistics
 from hetero_kv.chat.saved_conversation import ConversationState, SavedConversation
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.hf_cache_layers import forked
 from hetero_kv.engine.prefill_progress import Progress
-from hetero_kv.engine.rollback import rollback_on_error, rollback_point
+from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error, rollback_point
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
+from hetero_kv.serving.answers import AnswerForm
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.model_answers import ModelAnswers
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.single_sequence import decoded
 
 #: Turns that can be undone. Each may keep data that the next turn replaces: bounded entries, low-rank factors.
 MOST_UNDONE = 4
@@ -70,6 +74,8 @@ class Conversation(SavedConversation):
         self._capacity: dict[str, Any] = {"max_seq_len": max_seq_len, "forks": forks}
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
+        self._form, self._answers = AnswerForm(tokenizer), ModelAnswers(model, tokenizer)
+        self._forward = ModelForward(model)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._state = ConversationState([], self.cache.reset)
         self._is_answering = False
@@ -157,9 +163,13 @@ class Conversation(SavedConversation):
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop: Sequence[str] = (),
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
+        on_thought: Callable[[str], None] | None = None,
         on_token: Callable[[int], None] | None = None,
         on_progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
@@ -169,14 +179,11 @@ class Conversation(SavedConversation):
         Args:
             document: a text that goes before the question, with a blank line between them. Rules whose `observation` is
                 `question` use the attention of the question alone.
-            temperature: 0 takes the most likely token (greedy).
-            top_p: the share of the probability mass to sample from.
-            top_k: the number of likeliest tokens to sample from; 0 for all.
-            min_p: a token's smallest probability for sampling, as a share of the likeliest one's.
-            repetition_penalty: makes tokens of the context less likely by this factor, also if greedy; 1 for none.
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+                logit_bias, seed: as in `hetero_kv.SamplingParams`.
             stop: non-empty texts; the first that appears ends the answer and is its last text.
-            seed: makes sampling repeatable.
             on_text: called with pieces of the answer as they come.
+            on_thought: called with the pieces of thoughts, which `on_text` does not get then.
             on_token: called after every token with the number of tokens so far.
             on_progress: called after every prefilled chunk.
             should_stop: called after every prefilled chunk and every token. A stop during prefill leaves the
@@ -184,12 +191,26 @@ class Conversation(SavedConversation):
 
         Raises:
             CacheFullError: the question does not fit. The conversation is unchanged.
+            ConfigError: a value is outside its range.
             HeteroKVError: the question is empty, or not text.
 
         After any exception, including KeyboardInterrupt at any moment, the conversation is unchanged.
         """
         if not question.strip():
             raise HeteroKVError("the question is empty; give at least one character")
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            seed=seed,
+        )
         self._is_answering = True
         try:
             # An interrupt may have left tokens in the cache after the last answer: remove them.
@@ -200,16 +221,8 @@ class Conversation(SavedConversation):
             prompt, question_tokens = self._prompt(message, None if document is None else question)
             self._begin_from_stored(prompt)
             watch = GenerationMonitor(should_stop, on_token)
-            if isinstance(self.cache, HeteroCache):
-                self.cache.on_progress = watch.on_progress(on_progress)
-            if seed is not None:
-                torch.manual_seed(seed)
-            sampling: dict[str, Any] = {"do_sample": False, "repetition_penalty": repetition_penalty}
-            if temperature:
-                drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p or None}
-                sampling |= {"do_sample": True, **drawn}
-            stop_texts = StopTexts(self.tokenizer, stop, len(prompt))
-            answer = self._answer(prompt, question_tokens, max_new_tokens, sampling, watch, stop_texts, on_text)
+            written = AnswerText(on_text, on_thought)
+            answer = self._answer(prompt, question_tokens, sampling, watch, on_progress, written)
             self._keep()
             return answer
         finally:
@@ -228,63 +241,57 @@ class Conversation(SavedConversation):
         self,
         prompt: list[int],
         question_tokens: int | None,
-        max_new_tokens: int,
-        sampling: dict[str, Any],
+        sampling: SamplingParams,
         watch: GenerationMonitor,
-        stop: StopTexts,
-        on_text: Callable[[str], None] | None,
+        on_progress: Progress | None,
+        written: AnswerText,
     ) -> ChatAnswer:
-        limit, is_ours = max_new_tokens, isinstance(self.cache, HeteroCache)
-        if is_ours:
-            trained = self.model.hetero_kv_injection.context_length
-            limit = new_tokens_that_fit(self.cache, len(prompt), max_new_tokens, trained)
-        stored = self.cache.get_seq_length()
-        input_ids = torch.tensor([prompt], device=self.model.device)
-        opening = self._turns.opened_thought(prompt)
+        cache, limit = self.cache, sampling.max_new_tokens
+        if isinstance(cache, HeteroCache):
+            limit = new_tokens_that_fit(cache, len(prompt), limit, self.model.hetero_kv_injection.context_length)
+        stored = cache.get_seq_length()
+        parser, sampler = self._form.parser(prompt), self._answers.sampler(sampling, prompt)
+        growing = self._answers.begun(sampling, limit, parser.markers)
         try:
-            with self.cache.asking(question_tokens) if is_ours else nullcontext(), rollback_on_error(self.cache):
-                output = self.model.generate(
-                    input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    **as_cache(self.model.forward, self.cache),
-                    max_new_tokens=limit,
-                    stopping_criteria=StoppingCriteriaList([watch, stop]),
-                    streamer=Streamer(self.tokenizer, on_text, opening) if on_text else None,
-                    **sampling,
-                )
+            with CacheTransaction(cache) if isinstance(cache, HeteroCache) else rollback_on_error(cache):
+                logits = self._prefilled(prompt[stored:], question_tokens, watch.on_progress(on_progress))
+                for choice in decoded(self._forward, cache, logits, sampler.choose):
+                    reason = growing.take(choice)
+                    written.add(parser.add(growing.pieces[-1]))
+                    is_stopped = watch.count()
+                    if reason is not None or is_stopped:
+                        break
+                reason = growing.complete(reason or "stopped")
+                written.add(parser.end(growing.text + (growing.written_stop or "")))
         except StoppedInPrefill:
             return ChatAnswer(
-                "", "stopped", turn_statistics(self.cache, self.model.device, watch, 0, 0, self.context_tokens)
+                "", "stopped", turn_statistics(cache, self.model.device, watch, 0, 0, self.context_tokens)
             )
-        tokens = output[0].tolist()
-        generated = tokens[len(prompt) :]
-        if watch.stopped:
-            reason: FinishReason = "stopped"
-        elif generated[-1] in self._end_tokens():
-            reason = "end"
-        elif stop.found:
-            reason = "stop_text"
-        else:
-            reason = "max_new_tokens" if limit == max_new_tokens else "full"
-        text = opening + self.tokenizer.decode(generated, skip_special_tokens=True)
-        statistics = turn_statistics(
-            self.cache, self.model.device, watch, len(prompt) - stored, len(generated), len(tokens)
-        )
-        answer = ChatAnswer(text, reason, statistics)
+        tokens = [*prompt, *(piece.token for piece in growing.pieces)]
+        generated = len(growing.pieces)
+        statistics = turn_statistics(cache, self.model.device, watch, len(prompt) - stored, generated, len(tokens))
+        answer = ChatAnswer(written.text, reason, statistics, written.reasoning, written.content)
         state = self._state
-        turn = Turn(len(prompt) - len(state.tokens), len(generated))
+        turn = Turn(len(prompt) - len(state.tokens), generated)
         # An untouched model's cache is copied as it grows, so every earlier state would be a second copy.
-        most = MOST_UNDONE if is_ours else 1
+        most = MOST_UNDONE if isinstance(cache, HeteroCache) else 1
         earlier = (*state.earlier, replace(state, earlier=()))[-most:]
         # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
-        self._state = ConversationState(tokens, rollback_point(self.cache), (*state.turns, turn), earlier)
+        self._state = ConversationState(tokens, rollback_point(cache), (*state.turns, turn), earlier)
         return answer
+
+    def _prefilled(self, tokens: list[int], question_tokens: int | None, on_progress: Progress) -> torch.Tensor:
+        """The logits [vocab] after a turn's tokens."""
+        cache = self.cache
+        if not isinstance(cache, HeteroCache):
+            return self._forward.prompt(cache, tokens)
+        cache.on_progress = on_progress
+        try:
+            return self._forward.prompt(cache, tokens, question_tokens)
+        finally:
+            cache.on_progress = None
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:
             return HeteroCache(self.model, max_seq_len, forks=forks, tokenizer=self.tokenizer)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
-
-    def _end_tokens(self) -> set[int]:
-        ends = self.model.generation_config.eos_token_id
-        return set(ends) if isinstance(ends, list) else {ends}

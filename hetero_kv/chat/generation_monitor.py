@@ -1,15 +1,13 @@
-"""Observers of a generation: times, stops, streamed text, and the statistics of the turn."""
+"""Watches an answer come: its times, the user's stop, and the statistics of the turn."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from transformers import StoppingCriteria, TextStreamer
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Statistics
@@ -19,16 +17,14 @@ from hetero_kv.engine.prefill_progress import Progress
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
-# Extra tokens to decode with an answer's last ones, which may contribute nothing to a stop text.
-_EXTRA_TOKENS = 8
 
 
 class StoppedInPrefill(Exception):
     """Raised between chunks of a prefill that the user stops."""
 
 
-class GenerationMonitor(StoppingCriteria):
-    """Times the tokens as they come, and stops generation when `should_stop` says so."""
+class GenerationMonitor:
+    """Times the tokens as they come, and asks `should_stop` whether the answer ends."""
 
     def __init__(
         self, should_stop: Callable[[], bool] | None = None, on_token: Callable[[int], None] | None = None
@@ -36,67 +32,29 @@ class GenerationMonitor(StoppingCriteria):
         self.start = time.perf_counter()
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self.stopped = False
         self._tokens = 0
         self._on_token = on_token
         self._should_stop = should_stop or (lambda: False)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def count(self) -> bool:
+        """Note a token. Returns whether the user stops the answer."""
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
         self._tokens += 1
         if self._on_token is not None:
             self._on_token(self._tokens)
-        self.stopped = self._should_stop()
-        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
+        return self._should_stop()
 
     def on_progress(self, report: Progress | None) -> Progress:
         """A callback that calls `report`, and raises StoppedInPrefill if the user stops the prefill."""
 
         def reported(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
-            # A decode step of one token is not reported.
-            if report is not None and tokens > 1:
+            if report is not None:
                 report(layers_done, layers, tokens_done, tokens)
-            if self.first_token is None and self._should_stop():
+            if self._should_stop():
                 raise StoppedInPrefill
 
         return reported
-
-
-class StopTexts(StoppingCriteria):
-    """Ends an answer that contains one of the texts.
-
-    Works like transformers' `stop_strings`, which take seconds to prepare for a large vocabulary.
-
-    Args:
-        prompt_tokens: the prompt's length, after which the answer begins.
-    """
-
-    def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_tokens: int) -> None:
-        self.found = False
-        self._tokenizer, self._texts, self._prompt_tokens = tokenizer, tuple(texts), prompt_tokens
-        # Each token has at least one byte, except the last one's unfinished character and skipped tokens.
-        self._tail = max((len(text.encode()) for text in texts), default=0) + _EXTRA_TOKENS
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        tail = input_ids[0, max(self._prompt_tokens, input_ids.shape[1] - self._tail) :]
-        text_so_far = self._tokenizer.decode(tail, skip_special_tokens=True)
-        self.found = any(text in text_so_far for text in self._texts)
-        return torch.full((input_ids.shape[0],), self.found, dtype=torch.bool, device=input_ids.device)
-
-
-class Streamer(TextStreamer):
-    """Passes decoded text on as soon as it is certain, after `opening`, an answer's beginning that the prompt has."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], opening: str = "") -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-        self._opening = opening
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._on_text(self._opening + text)
-            self._opening = ""
 
 
 def turn_statistics(

@@ -20,6 +20,8 @@ def json_report(session: ChatSession, answer: ChatAnswer) -> dict[str, Any]:
     has_prefilled = statistics.generated_tokens > 0
     return {
         "answer": answer.text,
+        "reasoning": answer.reasoning,
+        "content": answer.content,
         "finish_reason": answer.finish_reason,
         "model": session.loaded.name,
         "mode": session.options.mode,

@@ -38,8 +38,8 @@ class AnswerSettings(SamplingSettings):
     seed: int | Literal["random"] = setting("random", "makes sampling repeatable", minimum=0, maximum=2**63 - 1)
 
     @property
-    def torch_seed(self) -> int | None:
-        """The seed for torch; None leaves its state alone."""
+    def fixed_seed(self) -> int | None:
+        """The seed of every answer; None draws another one for each."""
         return None if self.seed == "random" else self.seed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rich.text import Text
 
 from hetero_kv.chat.answer import ChatAnswer
@@ -14,7 +16,6 @@ from hetero_kv.chat.keyboard import keep_typeahead
 from hetero_kv.chat.line_editor import LineEditor, Typed
 from hetero_kv.chat.question import ChatQuestion
 from hetero_kv.chat.session import ChatSession
-from hetero_kv.chat.thinking import Thoughts
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.printing import console
@@ -98,9 +99,9 @@ class Terminal:
         try:
             # Enter this again: the line editor has switched the marking of pastes off.
             with keep_typeahead(), answer_view(self.console, renders_markdown=True) as view:
-                thoughts = Thoughts(view.write)
-                self.last = answer_to(self.session, question, on_text=thoughts.add, on_token=view.count)
-                thoughts.end()
+                self.last = answer_to(
+                    self.session, question, view.write, partial(view.write, is_thinking=True), view.count
+                )
         except HeteroKVError as error:
             print_error(error)
             return

@@ -18,7 +18,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_for, settings_in_force
-from hetero_kv.evals.generation import cache_bytes, counted, end_tokens, greedy, last_logits
+from hetero_kv.evals.generation import cache_bytes, counted, greedy, prompt_logits
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.prompt import Prefilled, Prompt
 from hetero_kv.evals.sample import Sample
@@ -28,6 +28,7 @@ from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.injection import Injection
+from hetero_kv.serving.model_answers import ModelAnswers
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ConfiguredModel:
             raise ConfigError("there is nothing to run: give a config, or leave the baseline in")
         self.loaded = loaded
         self.turns = TurnTokens(loaded.tokenizer)
-        self.ends = end_tokens(loaded.model)
+        self.ends = ModelAnswers(loaded.model, loaded.tokenizer).ends
         self.share_baseline = share_baseline
         self.measure_recall = measure_recall
         self._has_baseline = baseline
@@ -184,7 +185,7 @@ class ConfiguredModel:
                 turn_tokens = self._following(sample, turn, answer.tokens[-1])
                 start = time.perf_counter()
                 # The cache does not have the last token of an answer yet.
-                logits = last_logits(ready.model, [answer.tokens[-1], *turn_tokens], ready.cache, len(turn_tokens))
+                logits = prompt_logits(ready.model, [answer.tokens[-1], *turn_tokens], ready.cache, len(turn_tokens))
                 prefill_s += time.perf_counter() - start
                 prompt_tokens += len(turn_tokens)
             answer = greedy(ready.model, ready.cache, logits, sample.max_new_tokens, self.ends)
@@ -231,7 +232,7 @@ class ConfiguredModel:
             else:
                 cache = HeteroCache(model, prompt.capacity, tokenizer=self.loaded.tokenizer)
                 start = time.perf_counter()
-                logits = last_logits(model, prompt.tokens, cache, prompt.question)
+                logits = prompt_logits(model, prompt.tokens, cache, prompt.question)
                 yield Prefilled(model, cache, logits, time.perf_counter() - start, False)
         finally:
             eject(model)
@@ -245,7 +246,7 @@ class ConfiguredModel:
             return Prefilled(model, cache, prompt.recording.logits, prompt.recording_s, True)
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         start = time.perf_counter()
-        logits = last_logits(model, prompt.tokens, cache)
+        logits = prompt_logits(model, prompt.tokens, cache)
         return Prefilled(model, cache, logits, time.perf_counter() - start, False)
 
     def _record(self, prompt: Prompt) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import layer_means
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.model_answers import suppressed_tokens
+from hetero_kv.serving.sampler import Choice, Sampler
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.single_sequence import decoded
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,12 @@ class Generated:
     seconds: float
 
 
-@torch.no_grad()
-def last_logits(model: Any, tokens: Iterable[int], cache: Cache, question: int | None = None) -> torch.Tensor:
-    """Feed `tokens` to the model; returns the logits after the last one, [1, vocab].
+def prompt_logits(model: Any, tokens: Sequence[int], cache: Cache, question: int | None = None) -> torch.Tensor:
+    """Feed a prompt to the model; returns the logits after its last token, [1, vocab].
 
     The last `question` tokens ask about the earlier ones; None if unknown (`HeteroCache.asking`).
     """
-    input_ids = torch.tensor([list(tokens)], device=model.device)
-    # The logits of a whole prompt would take a hundred times the memory of its keys and values.
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    with cache.asking(question) if isinstance(cache, HeteroCache) else nullcontext():
-        logits = model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache), **keep).logits[:, -1]
+    logits = ModelForward(model).prompt(cache, tokens, question)[None]
     if logits.is_cuda:
         # Callers measure the duration.
         torch.cuda.synchronize(logits.device)
@@ -54,7 +51,7 @@ def greedy(
     cache: Cache,
     logits: torch.Tensor,
     max_new_tokens: int,
-    ends: frozenset[int],
+    ends: Container[int],
     on_logits: Callable[[torch.Tensor], None] | None = None,
 ) -> Generated:
     """The most likely continuation after `cache`: the same as `generate(do_sample=False)` without penalties.
@@ -64,21 +61,20 @@ def greedy(
         ends: tokens that end an answer.
         on_logits: called with [1, vocab] before each token is chosen.
     """
-    tokens: list[int] = []
-    start = time.perf_counter()
-    while True:
+    sampler = Sampler(SamplingParams(), (), logits.shape[-1], suppressed_tokens(model))
+
+    def choose(row: torch.Tensor) -> Choice:
         if on_logits is not None:
-            on_logits(logits)
-        tokens.append(int(logits.argmax(dim=-1)))
-        if tokens[-1] in ends or len(tokens) == max_new_tokens:
-            return Generated(tokens, time.perf_counter() - start)
-        logits = last_logits(model, tokens[-1:], cache)
+            on_logits(row[None])
+        return sampler.choose(row)
 
-
-def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end an answer, from the model's generation config."""
-    ends = model.generation_config.eos_token_id
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    start = time.perf_counter()
+    tokens: list[int] = []
+    for choice in decoded(ModelForward(model), cache, logits[0], choose):
+        tokens.append(choice.token)
+        if choice.token in ends or len(tokens) == max_new_tokens:
+            break
+    return Generated(tokens, time.perf_counter() - start)
 
 
 def counted(cache: Cache) -> dict[str, float]:

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
-from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel
@@ -26,6 +24,7 @@ from hetero_kv.evals.prompt import Prompt
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 from hetero_kv.evals.text_windows import text_windows
+from hetero_kv.serving.forward import ModelForward
 
 # The chunk size without other settings, and the number of tokens whose logits are converted to float32 at once:
 # [tokens, vocab] is 160 MB for a vocabulary of 150,000.
@@ -112,18 +111,18 @@ def _prefilled(prefill_tokens: int | None, length: int) -> int:
     return prefill_tokens
 
 
-@torch.no_grad()
 def _read_in_strides(
     model: ConfiguredModel, method: str, beginning: Prompt, tokens: Sequence[int], stride: int
 ) -> tuple[list[float], Cost]:
     """The negative log-likelihood of every token after `beginning`, fed `stride` at a time."""
     with model.prefilled(method, beginning) as ready:
+        forward = ModelForward(ready.model)
         start, began = len(beginning.tokens), time.perf_counter()
         nll = _nll(ready.logits, tokens[start : start + 1])
         # The last token is not fed: only its likelihood counts.
         for first in range(start, len(tokens) - 1, stride):
             fed = list(tokens[first : min(first + stride, len(tokens) - 1)])
-            nll += _nll(_logits(ready.model, fed, ready.cache), tokens[first + 1 : first + len(fed) + 1])
+            nll += _nll(forward.every(ready.cache, fed), tokens[first + 1 : first + len(fed) + 1])
         seconds = time.perf_counter() - began
         steps = len(nll) - 1
         cost = Cost(
@@ -139,24 +138,17 @@ def _read_in_strides(
     return nll, cost
 
 
-@torch.no_grad()
 def _read_in_chunks(model: Any, tokens: Sequence[int], start: int) -> tuple[list[float], Cost]:
     """The same for the untouched model, in chunks."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    forward, cache = ModelForward(model), DynamicCache(config=model.config.get_text_config(decoder=True))
     nll: list[float] = []
     began = time.perf_counter()
     for first in range(0, len(tokens) - 1, _TILE):
         chunk = list(tokens[first : min(first + _TILE, len(tokens) - 1)])
-        logits = _logits(model, chunk, cache)
+        logits = forward.every(cache, chunk)
         skipped = min(max(0, start - 1 - first), len(chunk))
         nll += _nll(logits[skipped:], tokens[first + skipped + 1 : first + len(chunk) + 1])
     return nll, Cost(len(tokens), 0, time.perf_counter() - began, None, None, cache_bytes(cache), False)
-
-
-def _logits(model: Any, tokens: list[int], cache: Cache) -> torch.Tensor:
-    """Feed `tokens` to the model; returns the logits after each of them, [tokens, vocab] in the model's dtype."""
-    input_ids = torch.tensor([tokens], device=model.device)
-    return model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache)).logits[0]
 
 
 def _nll(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:

@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.evals.generation import last_logits
 from hetero_kv.evals.shared_prefill import RecordedPrefill
 from hetero_kv.rules.injecting import suspended
+from hetero_kv.serving.forward import ModelForward
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def full_attention_continuation(
         )
     tokens, logits = [int(prefill.logits.argmax())], []
     with suspended(model):
-        cache = prefill.untouched_cache(model)
+        cache, forward = prefill.untouched_cache(model), ModelForward(model)
         while len(tokens) < max_new_tokens and tokens[-1] not in end_tokens:
-            logits.append(last_logits(model, tokens[-1:], cache).float().cpu())
+            logits.append(forward.decode([cache], tokens[-1:]).float().cpu())
             tokens.append(int(logits[-1].argmax()))
     vocab = prefill.logits.shape[-1]
     return Continuation(tuple(tokens), torch.cat(logits) if logits else torch.empty(0, vocab))
@@ -106,9 +106,9 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
             "the continuation is a single token, which comes out of the prefill, so that there is no decoded step to "
             "compare; force a longer one"
         )
-    agrees, divergence = [], []
+    agrees, divergence, forward = [], [], ModelForward(model)
     for token, full in zip(continuation.tokens[:-1], continuation.logits, strict=True):
-        logits = last_logits(model, [token], cache)[0].float().cpu()
+        logits = forward.decode([cache], [token])[0].float().cpu()
         agrees.append(int(logits.argmax()) == int(full.argmax()))
         divergence.append(_divergence(full, logits))
     known = cache.statistics if isinstance(cache, HeteroCache) else {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.models.chat_template import rendered, thinking_variable, variables_of
-from hetero_kv.models.messages import NO_MESSAGES, THOUGHT, Messages, read_messages
+from hetero_kv.models.messages import NO_MESSAGES, Messages, read_messages
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
 from hetero_kv.models.tool_definitions import Tools
@@ -15,8 +15,6 @@ from hetero_kv.models.tool_definitions import Tools
 #: A longer turn without a known question does not count as a question as a whole, tokens.
 LONGEST_MESSAGE = 1024
 _LINE_END = PromptPiece("\n")
-# A tag that is no word of the vocabulary takes several tokens.
-_TOKENS_OF_SIGN = 16
 
 
 def about(document: str, question: str) -> str:
@@ -42,11 +40,6 @@ class TurnTokens:
         self._variables = {} if thinks is None else {thinking_variable(tokenizer): thinks}
         self.opening = [{"role": "system", "content": system}] if system else []
         self._encoder = TextEncoder(tokenizer)
-
-    def opened_thought(self, prompt: Sequence[int]) -> str:
-        """The opened thought at a prompt's end: "<think>" and a line end, or "" if there is none."""
-        end = self.tokenizer.decode(prompt[-_TOKENS_OF_SIGN:]) if self.tokenizer.chat_template else ""
-        return f"{THOUGHT}\n" if end.rstrip().endswith(THOUGHT) else ""
 
     def text(self, text: str) -> list[int]:
         """The tokens of a text alone, without a chat template and special tokens."""

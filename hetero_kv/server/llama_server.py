@@ -92,6 +92,8 @@ async def props(request: Request, model: str | None = None) -> Response:
         "top_p": defaults.top_p,
         "min_p": defaults.min_p,
         "repeat_penalty": defaults.repetition_penalty,
+        "presence_penalty": defaults.presence_penalty,
+        "frequency_penalty": defaults.frequency_penalty,
         "n_predict": -1,
     }
     template = served.loaded.tokenizer.chat_template

@@ -93,7 +93,7 @@ class Replay(Request):
     """
 
     def __init__(self, tokens: Sequence[int], *others: Any, prompt: int, edges: np.ndarray, **named: Any) -> None:
-        super().__init__(tokens, *others, ends=frozenset(), limit=1, stop_tokens={}, **named)
+        super().__init__(tokens, *others, **named)
         self._prompt, self._edges = prompt, edges
 
     @property

@@ -28,11 +28,11 @@ from hetero_kv.serving.attended import Attended, Replay, edges_of, require_recor
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.memory import Memory
+from hetero_kv.serving.model_answers import ModelAnswers
 from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation import Speculation
@@ -40,7 +40,6 @@ from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
-from hetero_kv.serving.text_stream import TextStream
 from hetero_kv.serving.turns import Turn
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +93,6 @@ class Engine:
 
     Attributes:
         tokenizer: the model's.
-        vocab_size: number of the model's logits.
 
     Raises HeteroKVError when the model has no rules, and OutOfMemoryError when `max_seq_len` does not fit.
     """
@@ -165,11 +163,7 @@ class Engine:
             forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, self._speculation,
             splits_prompts=splits,
         )  # fmt: skip
-        config = model.model.config.get_text_config(decoder=True)
-        self.vocab_size: int = config.vocab_size
-        self._generation = model.model.generation_config
-        added = model.tokenizer.added_tokens_decoder.items()
-        self._special = {token.content: number for number, token in added if token.special}
+        self._answers = ModelAnswers(model.model, model.tokenizer)
         self._new: deque[Request] = deque()
         self._cancelled: deque[ResultStream[Any]] = deque()
         self._changed = threading.Condition()
@@ -198,6 +192,11 @@ class Engine:
         return StoredPrefixes(folder, None if gigabytes is None else round(gigabytes * 1e9), empty, self._store)
 
     # -- requests
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the model's logits."""
+        return self._answers.vocab_size
 
     @property
     def max_seq_len(self) -> int:
@@ -291,16 +290,12 @@ class Engine:
         request = Request(
             tokens,
             params,
-            Sampler(params, tokens, self.vocab_size),
-            TextStream(self.tokenizer, params.stop, markers or ()),
-            self._new_stream(),
-            ends=frozenset(params.ends) | (frozenset() if params.ignore_eos else self.ends),
-            stop_tokens={self._special[text]: text for text in params.stop if text in self._special},
+            self._answers.sampler(params, tokens),
             # The last token of an answer is not stored.
-            limit=min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens)),
+            self._answers.begun(params, min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens)), markers or {}),
+            self._new_stream(),
             question=question,
             priority=priority,
-            markers=dict(markers or {}),
             reuses=reuses,
             drafter=self._speculation.drafter(tokens, speculation),
         )
@@ -352,7 +347,7 @@ class Engine:
         params = SamplingParams(max_new_tokens=1)
         return self._submitted(
             Replay(
-                before, params, Sampler(params, before, self.vocab_size), TextStream(self.tokenizer),
+                before, params, self._answers.sampler(params, before), self._answers.begun(params, 1),
                 self._new_stream(), prompt=prompt, edges=edges, priority=priority,
             )
         )  # fmt: skip
@@ -399,8 +394,7 @@ class Engine:
     @property
     def ends(self) -> frozenset[int]:
         """The model's own end-of-turn tokens at this moment."""
-        ends = self._generation.eos_token_id
-        return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        return self._answers.ends
 
     def _cancel(self, stream: ResultStream[Any]) -> None:
         with self._changed:

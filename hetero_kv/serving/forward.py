@@ -1,4 +1,4 @@
-"""The forwards of the engine: a part of one prompt, the tokens that follow in every row, and both together."""
+"""The forwards of answers: a part of a prompt, the tokens that follow in every row, and both together."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from hetero_kv.adapter.cache_argument import as_cache
+from hetero_kv.adapter.cache_argument import cache_name
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import has_global_hooks, has_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
@@ -55,22 +57,36 @@ class Part:
 
 
 class ModelForward:
-    """Calls an injected model for the engine.
+    """Calls a model for the engine, a conversation or an evaluation.
 
     Args:
-        model: a causal language model after `inject`.
-        tokenizer: the model's, for policies that run a text of their own.
+        model: a causal language model. What concerns several rows, and parts of prompts, takes one after `inject`; an
+            untouched one has transformers' caches.
+        tokenizer: the model's, for policies that run a text of their own; None where `new_cache` is not called.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.model, self._tokenizer = model, tokenizer
-        has_choice = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if has_choice else {}
-        #: Whether the RoPE frequencies of a forward's rows follow from the longest one.
-        self.longest_rotates_all = frequencies_change(model)
-        self._is_token_wise = not self.longest_rotates_all and _mixes(model)
-        one_by_one = (f"{each.path} ({type(each).__name__})" for each in _operators(model) if not each.decodes_drafts)
-        self._one_by_one = next(one_by_one, None)
+        arguments = inspect.signature(model.forward).parameters
+        # The logits of a whole prompt would take a hundred times the memory of its keys and values.
+        self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
+        self._takes_positions = "position_ids" in arguments
+        self._cache_name = cache_name(model.forward)
+
+    @cached_property
+    def longest_rotates_all(self) -> bool:
+        """Whether the RoPE frequencies of a forward's rows follow from the longest one."""
+        return frequencies_change(self.model)
+
+    @cached_property
+    def _is_token_wise(self) -> bool:
+        return not self.longest_rotates_all and _mixes(self.model)
+
+    @cached_property
+    def _one_by_one(self) -> str | None:
+        """An operator that decodes one token at a time; None if there is none."""
+        found = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not each.decodes_drafts)
+        return next(found, None)
 
     @property
     def mixes(self) -> bool:
@@ -80,6 +96,8 @@ class ModelForward:
     @property
     def why_no_drafts(self) -> str | None:
         """Why drafted tokens cannot be verified in one forward; None where they can."""
+        if not hasattr(self.model, "hetero_kv_injection"):
+            return "the model has no rules, and transformers' caches cannot take tokens back"
         if self._one_by_one is not None:
             return f"{self._one_by_one} decodes one token at a time under these rules, and cannot take one back"
         if not self.mixes:
@@ -97,6 +115,16 @@ class ModelForward:
     def new_cache(self, store: Store) -> HeteroCache:
         """An empty cache of one row in a store that the model's caches share."""
         return HeteroCache(self.model, store=store, tokenizer=self._tokenizer)
+
+    def prompt(self, cache: Cache, tokens: Sequence[int], question: int | None = None) -> torch.Tensor:
+        """Pass a whole prompt behind the tokens of a cache, which has one row. Returns the logits [vocab] of its end.
+
+        Args:
+            question: how many of its last tokens ask about the others (`HeteroCache.asking`); None if unknown.
+        """
+        if not isinstance(cache, HeteroCache):
+            return self._logits(cache, torch.tensor([list(tokens)]))[0]
+        return self.prefill(cache, Part(tokens, 0, len(tokens), 0, question))
 
     def prefill(self, cache: HeteroCache, part: Part) -> torch.Tensor:
         """Pass a part of a prompt. Returns the logits [vocab] of its last token.
@@ -122,7 +150,7 @@ class ModelForward:
         with joined(caches, passing) as cache:
             return self._logits(cache, torch.tensor([*tokens, *own])[:, None])
 
-    def decode(self, caches: Sequence[HeteroCache], tokens: Sequence[int]) -> torch.Tensor:
+    def decode(self, caches: Sequence[Cache], tokens: Sequence[int]) -> torch.Tensor:
         """Pass one token behind those of each cache, which has one row. Returns logits [rows, vocab].
 
         Each row is computed as if it were alone; row by row where the longest one would change the others' rotation.
@@ -157,14 +185,26 @@ class ModelForward:
         ]
         return list(logits.split(counts)), stored
 
-    def _logits(self, cache: HeteroCache, token_ids: torch.Tensor) -> torch.Tensor:
+    def every(self, cache: Cache, tokens: Sequence[int]) -> torch.Tensor:
+        """Pass tokens behind those of a cache, which has one row. Returns the logits after each, [tokens, vocab]."""
+        return self._every(cache, torch.tensor([list(tokens)]))[0]
+
+    def _logits(self, cache: Cache, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._every(cache, token_ids, **self._last_logits)[:, -1]
+
+    @torch.no_grad()
+    def _every(self, cache: Cache, token_ids: torch.Tensor, **last: Any) -> torch.Tensor:
+        """The logits [rows, tokens, vocab] of a forward; of the last token alone with `last`."""
+        device, positions = self.model.device, {}
+        if self._takes_positions and not isinstance(cache, HeteroCache):
+            # Some untouched models number the tokens of each forward from 0.
+            stored = cache.get_seq_length()
+            positions["position_ids"] = torch.arange(stored, stored + token_ids.shape[1], device=device)[None]
         output = self.model(
-            input_ids=token_ids.to(self.model.device),
-            **as_cache(self.model.forward, cache),
-            use_cache=True,
-            **self._last_logits,
+            input_ids=token_ids.to(device), use_cache=True, **{self._cache_name: cache}, **positions, **last
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits
+        return logits
 
 
 def _operators(model: Any) -> list[AttentionOperator]:

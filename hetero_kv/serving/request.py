@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.serving.growing_answer import GrowingAnswer
 from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.speculation import DraftCounts, Drafter
 from hetero_kv.serving.status import RequestStatus
-from hetero_kv.serving.stream import Completion, FinishReason, Piece, Progress, ResultStream
+from hetero_kv.serving.stream import Completion, FinishReason, Progress, ResultStream
 from hetero_kv.serving.swapped import Swapped
-from hetero_kv.serving.text_stream import TextStream
 
 if TYPE_CHECKING:
     from hetero_kv.serving.checkpoints import KeptCheckpoint
@@ -41,23 +40,21 @@ class Request:
     """
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, text: TextStream,
-        stream: ResultStream[Any], *, ends: frozenset[int], limit: int, stop_tokens: Mapping[int, str],
-        question: int | None = None, priority: int = 0, markers: Mapping[int, str] = MappingProxyType({}),
-        reuses: bool = True, drafter: Drafter | None = None,
+        self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, answer: GrowingAnswer,
+        stream: ResultStream[Any], *, question: int | None = None, priority: int = 0, reuses: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.params, self.sampler, self.stream = params, sampler, stream
-        self.limit, self.question, self.priority, self.reuses = limit, question, priority, reuses
+        self.limit, self.question, self.priority, self.reuses = answer.limit, question, priority, reuses
         self.cache: HeteroCache | None = None
         self.swapped: Swapped | None = None
         self.reuse = Reuse()
         self.checkpoints: list[KeptCheckpoint] = []
         self.drafter, self.counts = drafter, DraftCounts()
         self.is_cancelled = False
-        self._ends, self._stop_tokens, self._text, self._markers = ends, stop_tokens, text, markers
-        self._pieces: list[Piece] = []
+        self._answer = answer
         self.began = time.perf_counter()
 
     _admitted: float | None = None
@@ -112,7 +109,7 @@ class Request:
         """The request, which is in `state`."""
         progress = self.stream.progress
         processed = 0 if progress is None else progress.processed_tokens
-        return RequestStatus(state, self.prompt_tokens, processed, len(self._pieces))
+        return RequestStatus(state, self.prompt_tokens, processed, len(self._answer.pieces))
 
     def take(self, choice: Choice) -> FinishReason | None:
         """Append a token to the answer. Returns why the answer ends with it; None if it goes on."""
@@ -121,32 +118,19 @@ class Request:
         self.tokens.append(choice.token)
         if self.drafter is not None:
             self.drafter.add(choice.token)
-        is_end = choice.token in self._ends
-        reason: FinishReason | None = "end" if is_end else None
-        piece = self._text.add(choice.token)
-        if choice.token in self._stop_tokens and self._text.found is None:
-            piece += self._text.end()
-            self._text.found = self._stop_tokens[choice.token]
-        if self._text.found is not None:
-            reason = "stop_text"
-        elif reason is None and len(self.tokens) - self.prompt_tokens == self.limit:
-            reason = "max_new_tokens" if self.limit == self.params.max_new_tokens else "full"
-        marker = self._markers.get(choice.token, "") if self._text.found is None else ""
-        self._pieces.append(Piece(choice.token, piece, choice.logprob, choice.alternatives, marker))
-        self.stream.put(self._pieces[-1])
+        reason = self._answer.take(choice)
+        self.stream.put(self._answer.pieces[-1])
         return reason
 
     def complete(self, reason: FinishReason) -> None:
         """Give the whole answer to the readers."""
-        self._text.end()
-        if self._text.found is not None:
-            reason = "stop_text"
+        reason = self._answer.complete(reason)
         self.stream.complete(
             Completion(
-                text=self._text.text,
-                pieces=tuple(self._pieces),
+                text=self._answer.text,
+                pieces=tuple(self._answer.pieces),
                 finish_reason=reason,
-                stop_text=self._text.found,
+                stop_text=self._answer.stop_text,
                 prompt_tokens=self.prompt_tokens,
                 cached_tokens=self.cached_tokens,
                 first_token_s=self._first_token_s,

@@ -43,11 +43,14 @@ class Sampler:
         params: how tokens are chosen.
         prompt: the prompt's token ids, for `repetition_penalty`.
         vocab_size: number of logits; ids in `logit_bias` must be less.
+        suppressed: token ids that are never chosen; those that the model does not have are ignored.
 
     Raises HeteroKVError for a biased token that the model does not have.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: Iterable[int], vocab_size: int, suppressed: Iterable[int] = ()
+    ) -> None:
         for token in params.logit_bias:
             if not 0 <= token < vocab_size:
                 raise HeteroKVError(f"logit_bias names token {token}; the model has tokens 0 to {vocab_size - 1}")
@@ -58,18 +61,20 @@ class Sampler:
         biases = params.logit_bias
         self._biased = torch.tensor(list(biases), dtype=torch.int64), torch.tensor(list(biases.values())).float()
         self._penalizes = bool(params.presence_penalty or params.frequency_penalty)
+        self._suppressed = torch.tensor([token for token in suppressed if token < vocab_size], dtype=torch.int64)
 
     @property
     def _changes_logits(self) -> bool:
         params = self.params
-        return bool(params.mask is not None or self._seen or self._penalizes or params.logit_bias)
+        changes = self._seen or self._penalizes or params.logit_bias or len(self._suppressed)
+        return bool(params.mask is not None or changes)
 
     @property
     def takes_likeliest(self) -> bool:
         """Whether every token is the likeliest one by the model's own logits, which nothing else reads."""
         params = self.params
-        untouched = params.mask is None and params.logprobs is None and not params.logit_bias and not self._penalizes
-        return params.is_greedy and untouched and params.repetition_penalty == 1
+        untouched = params.repetition_penalty == 1 and not self._changes_logits
+        return params.is_greedy and params.logprobs is None and untouched
 
     def choose(self, logits: torch.Tensor) -> Choice:
         """The next token, by the model's logits [vocab] of any float type, which stay as they are.
@@ -103,7 +108,7 @@ class Sampler:
         return Choice(token, float(found[token]), alternatives)
 
     def _penalize(self, logits: torch.Tensor) -> None:
-        """Apply penalties and biases to the logits, in place."""
+        """Apply penalties and biases to the logits, and suppress tokens, in place."""
         params = self.params
         if self._seen:
             ids = torch.tensor(list(self._seen), dtype=torch.int64)
@@ -115,6 +120,7 @@ class Sampler:
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
         if len(self._biased[0]):
             logits[self._biased[0]] += self._biased[1]
+        logits[self._suppressed] = -math.inf
 
     def _drawn(self, logits: torch.Tensor) -> int:
         _likeliest(logits)

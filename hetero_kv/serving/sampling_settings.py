@@ -23,6 +23,12 @@ class SamplingSettings(Settings):
     repetition_penalty: float = setting(
         1.0, "more than 1: tokens of the context become less likely by this factor", minimum=0
     )
+    presence_penalty: float = setting(
+        0.0, "is subtracted from the logit of every token that is in the answer", minimum=-2, maximum=2
+    )
+    frequency_penalty: float = setting(
+        0.0, "is subtracted once for every time that a token is in the answer", minimum=-2, maximum=2
+    )
     thinking: Literal["default", "on", "off"] = setting(
         "default", "whether a reasoning model thinks before it answers, if its chat template has a switch"
     )

@@ -41,7 +41,7 @@ def test_without_flags_nothing_is_overridden_and_answers_are_greedy():
     assert flags.mode == "long_context"
     assert flags.rules == "adaptive"
     assert flags.long_context == {}
-    assert (flags.answer.temperature, flags.answer.max_new_tokens, flags.answer.torch_seed) == (0.0, 512, None)
+    assert (flags.answer.temperature, flags.answer.max_new_tokens, flags.answer.fixed_seed) == (0.0, 512, None)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,15 @@ BOOKKEEPING = {
     for name in (
         "chat/conversation.py",
         "chat/answer.py",
+        "chat/answer_text.py",
         "chat/fitting.py",
         "chat/generation_monitor.py",
         "models/turns.py",
         "models/text_encoding.py",
+        "serving/growing_answer.py",
+        "serving/sampler.py",
+        "serving/single_sequence.py",
+        "serving/text_stream.py",
     )
 }
 

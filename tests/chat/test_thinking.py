@@ -10,23 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_kv.chat.answer_text import AnswerText
 from hetero_kv.chat.conversation import Conversation
-from hetero_kv.chat.thinking import Thoughts
 from hetero_kv.cli import main
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
+from hetero_kv.serving.answers import AnswerForm
+from hetero_kv.serving.sampler import Choice, Sampler
+from hetero_kv.serving.stream import Piece
 from tests.chat.chat_in_a_terminal import CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
 from tests.chat.chat_server import ChatServer
-from tests.chat.tiny_conversations import FEW, conversation, new_model
+from tests.chat.tiny_conversations import FEW, TOKENIZER, conversation, new_model
+from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizers import TEMPLATE, byte_level
+from tests.support.tool_templates import HARMONY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+#: What a model writes -> its thoughts, and the rest.
 TEXTS = {
-    "<think>\nHm < 3, so\n</think>\n\nIt was cut.": ["Hm < 3, so\n", "It was cut."],
-    "It <thin was cut </think>.": ["", "It <thin was cut </think>."],
-    "<think>never ends </thin": ["never ends </thin", ""],
-    "one <think>two</think> three<think>four</think>": ["twofour", "one  three"],
+    "<think>\nHm < 3, so\n</think>\n\nIt was cut.": ("Hm < 3, so", "It was cut."),
+    "It <thin was cut </think>.": ("", "It <thin was cut </think>."),
+    "<think>never ends </thin": ("never ends </thin", ""),
+    "<think>two</think> three": ("two", " three"),
 }
 
 THINKING = TEMPLATE.replace(
@@ -38,17 +44,36 @@ THINKING = TEMPLATE.replace(
 
 @given(st.sampled_from(sorted(TEXTS)), st.sets(st.integers(1, 40)))
 def test_thoughts_are_the_text_between_the_markers(text: str, cuts: set[int]):
-    said = {True: "", False: ""}
+    thoughts: list[str] = []
+    rest: list[str] = []
+    parser, answer = AnswerForm(TOKENIZER).parser([]), AnswerText(rest.append, thoughts.append)
+    for start, end in pairwise([0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]):
+        answer.add(parser.add(Piece(0, text[start:end])))
+    answer.add(parser.end())
+    assert (answer.reasoning, answer.content) == ("".join(thoughts), "".join(rest)) == TEXTS[text]
 
-    def write(piece: str, is_thinking: bool) -> None:
-        said[is_thinking] += piece
 
-    thoughts = Thoughts(write)
-    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    for start, end in pairwise(places):
-        thoughts.add(text[start:end])
-    thoughts.end()
-    assert [said[True], said[False]] == TEXTS[text]
+def test_a_text_has_thoughts_between_markers_of_its_own():
+    pieces: list[str] = []
+    parser, answer = AnswerForm(TOKENIZER).parser([]), AnswerText(pieces.append)
+    answer.add(parser.add(Piece(0, "<think>\n\ntwo \n</think>three")))
+    answer.add(parser.end())
+    assert answer.text == "".join(pieces) == "<think>\ntwo\n</think>\n\nthree"
+
+
+def test_thoughts_in_control_tokens_are_no_part_of_the_answer(monkeypatch):
+    tokenizer = byte_level(add_prefix_space=False)
+    markers = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    tokenizer.chat_template = HARMONY
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>"
+    tokens = tokenizer(said, add_special_tokens=False)["input_ids"]
+    model = tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokens[-1])
+    script = iter(tokens)
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits: Choice(next(script)))
+    answer = Conversation(model, tokenizer).ask("hello")
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("hm", "yes", "end")
+    assert answer.text == "<think>\nhm\n</think>\n\nyes"
 
 
 class Tokenizer:

@@ -114,6 +114,8 @@ def test_greedy_takes_the_likeliest_token_of_what_penalties_leave():
     assert [repeated.choose(logits).token for _ in range(3)] == [11, 12, 10]
     biased = Sampler(SamplingParams(logit_bias={12: 5.0, 10: -100}), PROMPT, VOCAB)
     assert biased.choose(logits).token == 12
+    suppressed = Sampler(SamplingParams(logit_bias={10: 100}), PROMPT, VOCAB, suppressed=(10, VOCAB + 3))
+    assert suppressed.choose(logits).token == 11
     assert logits[10] == 3.0
 
 

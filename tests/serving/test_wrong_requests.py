@@ -10,7 +10,10 @@ import torch
 
 from hetero_kv import SamplingParams
 from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.serving.model_answers import ModelAnswers
+from tests.serving.number_tokenizer import Numbers
 from tests.serving.test_engine import GREEDY, PROMPTS, engine_of
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,10 +56,27 @@ def test_the_models_ends_are_those_of_the_moment():
         assert answer.tokens[-1] == second
 
 
+def test_tokens_that_the_model_suppresses_never_come():
+    with engine_of("dense") as engine:
+        first = engine.generate(PROMPTS[2], GREEDY).result().tokens[0]
+        engine._scheduler.forward.model.generation_config.suppress_tokens = [first]
+        assert first not in engine.generate(PROMPTS[2], GREEDY).result().tokens
+
+
+def test_settings_of_a_generation_config_that_nothing_applies_are_named(caplog):
+    model = tiny_model("llama")
+    ModelAnswers(model, Numbers())
+    assert not caplog.messages
+    model.generation_config.update(no_repeat_ngram_size=3, num_beams=1, min_new_tokens=2)
+    ModelAnswers(model, Numbers())
+    (message,) = caplog.messages
+    assert "sets min_new_tokens=2, no_repeat_ngram_size=3, which only model.generate applies" in message
+
+
 def test_a_stop_text_that_spells_a_control_token_stops_at_the_token(monkeypatch):
     with engine_of("dense") as engine:
         tokens = engine.generate(PROMPTS[2], GREEDY).result().tokens
-        monkeypatch.setitem(engine._special, "<|end|>", tokens[1])
+        monkeypatch.setitem(engine._answers._special, "<|end|>", tokens[1])
         answer = engine.generate(PROMPTS[2], replace(GREEDY, stop=("<|end|>",))).result()
         assert (answer.finish_reason, answer.stop_text, answer.tokens) == ("stop_text", "<|end|>", tokens[:2])
 
