@@ -100,7 +100,11 @@ class Terminal:
             # Enter this again: the line editor has switched the marking of pastes off.
             with keep_typeahead(), answer_view(self.console, renders_markdown=True) as view:
                 self.last = answer_to(
-                    self.session, question, view.write, partial(view.write, is_thinking=True), view.count
+                    self.session,
+                    question,
+                    on_text=view.write,
+                    on_thought=partial(view.write, is_thinking=True),
+                    on_token=view.count,
                 )
         except HeteroKVError as error:
             print_error(error)

@@ -264,7 +264,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
 
 def speaking(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """Let the model's answers be this text."""
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *_, **__: said)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda _, tokens, **__: said if len(tokens) else "")
 
 
 def test_an_answer_cannot_command_the_terminal(chat: Chat, monkeypatch: pytest.MonkeyPatch):
