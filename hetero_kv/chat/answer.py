@@ -24,6 +24,8 @@ class Statistics:
         kv_bytes: DRAM of the stored keys, values and representatives.
         kv_device_bytes: their additional memory on the model's device: ShadowKV's low-rank keys and exact chunks, and a
             GPU's copies of Initial and Local; 0 for the untouched model.
+        drafted_tokens: guesses at the answer's tokens that were verified (speculation).
+        accepted_tokens: how many of them were right.
         of_layers: the layers' statistics since the conversation began, name -> a value per layer
             (`HeteroCache.statistics`); only names for which some layer has a value.
     """
@@ -38,6 +40,8 @@ class Statistics:
     peak_vram_bytes: int | None
     kv_bytes: int
     kv_device_bytes: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     of_layers: LayerStatistics = field(default_factory=dict)
 
     @property

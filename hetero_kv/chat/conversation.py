@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import ChatAnswer, Turn
+from hetero_kv.chat.answer_generator import AnswerGenerator
 from hetero_kv.chat.answer_text import AnswerText
 from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
 from hetero_kv.chat.generation_monitor import GenerationMonitor, StoppedInPrefill, turn_statistics
@@ -20,15 +20,11 @@ from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.hf_cache_layers import forked
 from hetero_kv.engine.prefill_progress import Progress
-from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error, rollback_point
+from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
-from hetero_kv.serving.answers import AnswerForm
-from hetero_kv.serving.forward import ModelForward
-from hetero_kv.serving.model_answers import ModelAnswers
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.single_sequence import decoded
 
 #: Turns that can be undone. Each may keep data that the next turn replaces: bounded entries, low-rank factors.
 MOST_UNDONE = 4
@@ -46,8 +42,9 @@ class Conversation(SavedConversation):
         thinks: whether a reasoning model thinks before it answers; None leaves it to its chat template.
         forks: the number of forks that each need room for `max_seq_len` tokens too; see HeteroCache.
         prefix_cache: stores the contexts of answers, and may have the beginning of the first prompt.
+        speculation: how the next tokens are guessed, as for `Engine`. Answers are the same.
 
-    Raises HeteroKVError without a tokenizer.
+    Raises HeteroKVError without a tokenizer, or if there is no such `speculation`.
     """
 
     def __init__(
@@ -60,6 +57,7 @@ class Conversation(SavedConversation):
         thinks: bool | None = None,
         forks: int = 0,
         prefix_cache: PrefixCache | None = None,
+        speculation: str = "auto",
     ) -> None:
         if isinstance(model, LoadedModel):
             model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
@@ -74,8 +72,7 @@ class Conversation(SavedConversation):
         self._capacity: dict[str, Any] = {"max_seq_len": max_seq_len, "forks": forks}
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
-        self._form, self._answers = AnswerForm(tokenizer), ModelAnswers(model, tokenizer)
-        self._forward = ModelForward(model)
+        self._generator = AnswerGenerator(model, tokenizer, speculation)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._state = ConversationState([], self.cache.reset)
         self._is_answering = False
@@ -220,9 +217,8 @@ class Conversation(SavedConversation):
                 require_encodable(self.cache, message, self.model.hetero_kv_injection.context_length)
             prompt, question_tokens = self._prompt(message, None if document is None else question)
             self._begin_from_stored(prompt)
-            watch = GenerationMonitor(should_stop, on_token)
-            written = AnswerText(on_text, on_thought)
-            answer = self._answer(prompt, question_tokens, sampling, watch, on_progress, written)
+            watch = GenerationMonitor(should_stop, on_token, on_progress)
+            answer = self._answer(prompt, question_tokens, sampling, watch, AnswerText(on_text, on_thought))
             self._keep()
             return answer
         finally:
@@ -243,53 +239,27 @@ class Conversation(SavedConversation):
         question_tokens: int | None,
         sampling: SamplingParams,
         watch: GenerationMonitor,
-        on_progress: Progress | None,
         written: AnswerText,
     ) -> ChatAnswer:
-        cache, limit = self.cache, sampling.max_new_tokens
+        cache, device, limit = self.cache, self.model.device, sampling.max_new_tokens
         if isinstance(cache, HeteroCache):
             limit = new_tokens_that_fit(cache, len(prompt), limit, self.model.hetero_kv_injection.context_length)
         stored = cache.get_seq_length()
-        parser, sampler = self._form.parser(prompt), self._answers.sampler(sampling, prompt)
-        growing = self._answers.begun(sampling, limit, parser.markers)
         try:
-            with CacheTransaction(cache) if isinstance(cache, HeteroCache) else rollback_on_error(cache):
-                logits = self._prefilled(prompt[stored:], question_tokens, watch.on_progress(on_progress))
-                for choice in decoded(self._forward, cache, logits, sampler.choose):
-                    reason = growing.take(choice)
-                    written.add(parser.add(growing.pieces[-1]))
-                    is_stopped = watch.count()
-                    if reason is not None or is_stopped:
-                        break
-                reason = growing.complete(reason or "stopped")
-                written.add(parser.end(growing.text + (growing.written_stop or "")))
+            generated = self._generator.generate(cache, prompt, question_tokens, sampling, limit, watch, written)
         except StoppedInPrefill:
-            return ChatAnswer(
-                "", "stopped", turn_statistics(cache, self.model.device, watch, 0, 0, self.context_tokens)
-            )
-        tokens = [*prompt, *(piece.token for piece in growing.pieces)]
-        generated = len(growing.pieces)
-        statistics = turn_statistics(cache, self.model.device, watch, len(prompt) - stored, generated, len(tokens))
-        answer = ChatAnswer(written.text, reason, statistics, written.reasoning, written.content)
+            return ChatAnswer("", "stopped", turn_statistics(cache, device, watch, 0, self.context_tokens))
+        tokens = [*prompt, *generated.tokens]
+        statistics = turn_statistics(cache, device, watch, len(prompt) - stored, len(tokens), generated.drafts)
+        answer = ChatAnswer(written.text, generated.finish_reason, statistics, written.reasoning, written.content)
         state = self._state
-        turn = Turn(len(prompt) - len(state.tokens), generated)
+        turn = Turn(len(prompt) - len(state.tokens), len(generated.tokens))
         # An untouched model's cache is copied as it grows, so every earlier state would be a second copy.
         most = MOST_UNDONE if isinstance(cache, HeteroCache) else 1
         earlier = (*state.earlier, replace(state, earlier=()))[-most:]
         # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
         self._state = ConversationState(tokens, rollback_point(cache), (*state.turns, turn), earlier)
         return answer
-
-    def _prefilled(self, tokens: list[int], question_tokens: int | None, on_progress: Progress) -> torch.Tensor:
-        """The logits [vocab] after a turn's tokens."""
-        cache = self.cache
-        if not isinstance(cache, HeteroCache):
-            return self._forward.prompt(cache, tokens)
-        cache.on_progress = on_progress
-        try:
-            return self._forward.prompt(cache, tokens, question_tokens)
-        finally:
-            cache.on_progress = None
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:

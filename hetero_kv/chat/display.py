@@ -86,6 +86,10 @@ def statistics_table(session: ChatSession, answer: ChatAnswer | None) -> Rendera
             table.add_row("prefill", f"{statistics.prefill_s:.2f} s, {statistics.prefill_tokens_per_s:,.1f} tokens/s")
         if statistics.decode_tokens_per_s is not None:
             table.add_row("decode", f"{statistics.decode_s:.2f} s, {statistics.decode_tokens_per_s:,.1f} tokens/s")
+        if statistics.drafted_tokens:
+            table.add_row(
+                "guessed", f"{statistics.drafted_tokens:,} tokens, {statistics.accepted_tokens:,} of them right"
+            )
         table.add_row("peak DRAM", decimal(statistics.peak_dram_bytes))
         if statistics.peak_vram_bytes is not None:
             table.add_row("peak VRAM", decimal(statistics.peak_vram_bytes))

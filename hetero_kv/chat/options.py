@@ -36,6 +36,11 @@ class AnswerSettings(SamplingSettings):
 
     max_new_tokens: int = setting(512, "maximum length of an answer", unit="tokens", minimum=1)
     seed: int | Literal["random"] = setting("random", "makes sampling repeatable", minimum=0, maximum=2**63 - 1)
+    speculation: Literal["auto", "lookup", "off"] = setting(
+        "auto",
+        "lookup: guess what followed the same words before, and verify several tokens at once; auto: where the rules "
+        "can; answers are the same",
+    )
 
     @property
     def fixed_seed(self) -> int | None:

@@ -149,7 +149,12 @@ def open_session(options: ChatOptions) -> ChatSession:
     use = options.contexts.context_cache
     prefixes = None if use == "off" else PrefixCache(open_store(options.contexts), writes=use == "on")
     conversation = Conversation(
-        loaded.model, loaded.tokenizer, system=options.system, thinks=options.answer.thinks, prefix_cache=prefixes
+        loaded.model,
+        loaded.tokenizer,
+        system=options.system,
+        thinks=options.answer.thinks,
+        prefix_cache=prefixes,
+        speculation=options.answer.speculation,
     )
     if warning := beyond_training(conversation.max_seq_len or 0, loaded.context_length):
         _logger.warning("max_seq_len: %s", warning)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 import torch
+from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.burst import Burst
@@ -39,7 +40,7 @@ class AnswerTokens(Iterator[Choice]):
     """
 
     def __init__(
-        self, forward: ModelForward, cache: HeteroCache, sampler: Sampler, tokens: Sequence[int], logits: torch.Tensor,
+        self, forward: ModelForward, cache: Cache, sampler: Sampler, tokens: Sequence[int], logits: torch.Tensor,
         speculation: Speculation | None = None, *, limit: int, way: str | None = None,
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
@@ -62,11 +63,12 @@ class AnswerTokens(Iterator[Choice]):
 
     def _forwarded(self) -> Burst:
         draft: list[int] = []
-        if self._drafter is not None and self._speculation is not None:
-            (draft,) = self._speculation.drafts([self._drafter], [self._cache], [self._left])
+        cache = self._cache
+        if self._drafter is not None and self._speculation is not None and isinstance(cache, HeteroCache):
+            (draft,) = self._speculation.drafts([self._drafter], [cache], [self._left])
         began = time.perf_counter()
-        if draft:
-            logits, stored = self._forward.verify([self._cache], [[self._newest, *draft]])
+        if draft and isinstance(cache, HeteroCache):
+            logits, stored = self._forward.verify([cache], [[self._newest, *draft]])
             burst = Burst(logits[0], draft, stored[0])
         else:
             burst = Burst(self._forward.decode([self._cache], [self._newest]))

@@ -30,14 +30,16 @@ BOOKKEEPING = {
     for name in (
         "chat/conversation.py",
         "chat/answer.py",
+        "chat/answer_generator.py",
         "chat/answer_text.py",
         "chat/fitting.py",
         "chat/generation_monitor.py",
         "models/turns.py",
         "models/text_encoding.py",
+        "serving/answer_tokens.py",
+        "serving/burst.py",
         "serving/growing_answer.py",
         "serving/sampler.py",
-        "serving/single_sequence.py",
         "serving/text_stream.py",
     )
 }
@@ -157,7 +159,7 @@ class Interruption:
     def _enter(self, frame, event, _):
         if frame.f_code.co_filename not in BOOKKEEPING:
             return None
-        frame.f_trace_opcodes = frame.f_code.co_name in ("_answer", "ask", "_prompt")
+        frame.f_trace_opcodes = frame.f_code.co_name in ("_answer", "ask", "_prompt", "generate")
         return self._step
 
     def _step(self, frame, event, _):
