@@ -63,6 +63,12 @@ def add_flags(parser: FlagParser) -> None:
         action="store_true",
         help="unpack a GGUF file's weights for all methods, as transformers does (default: they stay as stored)",
     )
+    what.add_argument(
+        "--speculation",
+        choices=["off", "lookup", "auto"],
+        default="off",
+        help="guess tokens of methods' answers, and verify several at once; answers are the same (default off)",
+    )
     what.add_argument("--out", type=Path, metavar="DIR", help="folder for results, report and plots")
     what.add_argument(
         "--compare",
@@ -170,7 +176,7 @@ def run(flags: argparse.Namespace) -> int:
     task_files = requested_tasks(tasks)
     if not task_files and not options.data:
         raise ConfigError(f"task and data are missing; give one of them. Tasks: {', '.join(registry.names())}")
-    require_use(task_files, options)
+    require_use(task_files, options, flags.speculation)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
@@ -199,6 +205,7 @@ def run(flags: argparse.Namespace) -> int:
         baseline=not flags.no_baseline,
         share_baseline=flags.share_baseline,
         measure_recall=not flags.no_recall,
+        speculation=flags.speculation,
         settings=settings,
         settings_file=settings_file,
     )

@@ -28,7 +28,9 @@ from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.injection import Injection
+from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
+from hetero_kv.serving.speculation import DraftCounts, Speculation, require_speculation
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ConfiguredModel:
         share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
             its attention is the same up to rounding.
         measure_recall: let tasks measure the attention mass that a method covers, which makes its steps slower.
+        speculation: how methods guess the next tokens of answers, as for `Engine`. Answers are the same.
         settings: override the rules files of all configs whose operators take them, but not a config's own settings.
         settings_file: every config overrides these.
 
@@ -68,6 +71,7 @@ class ConfiguredModel:
         baseline: bool = True,
         share_baseline: bool = False,
         measure_recall: bool = True,
+        speculation: str = "off",
         settings: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> None:
@@ -78,6 +82,8 @@ class ConfiguredModel:
         self.ends = ModelAnswers(loaded.model, loaded.tokenizer).ends
         self.share_baseline = share_baseline
         self.measure_recall = measure_recall
+        self.speculation = require_speculation(speculation)
+        self._speculations: dict[str, Speculation] = {}
         self._has_baseline = baseline
         self._overrides = dict(settings or {})
         self._settings_file = dict(settings_file or {})
@@ -106,7 +112,8 @@ class ConfiguredModel:
         }
         baseline = {**model, "prefill": "shared" if self.share_baseline else "own"}
         found = {BASELINE: baseline} if self._has_baseline else {}
-        return found | {name: {**model, **method.described} for name, method in self._methods.items()}
+        guesses = {} if self.speculation == "off" else {"speculation": self.speculation}
+        return found | {name: {**model, **method.described, **guesses} for name, method in self._methods.items()}
 
     @property
     def max_seq_len(self) -> int:
@@ -180,6 +187,7 @@ class ConfiguredModel:
         predictions, logits = [], ready.logits
         prompt_tokens, generated_tokens = len(prompt.tokens), 0
         prefill_s, decode_s, answer = ready.seconds, 0.0, None
+        said, speculation, drafts = list(prompt.tokens), self._speculation(method, ready.model), DraftCounts()
         for turn in sample.turns:
             if answer is not None:
                 turn_tokens = self._following(sample, turn, answer.tokens[-1])
@@ -188,7 +196,18 @@ class ConfiguredModel:
                 logits = prompt_logits(ready.model, [answer.tokens[-1], *turn_tokens], ready.cache, len(turn_tokens))
                 prefill_s += time.perf_counter() - start
                 prompt_tokens += len(turn_tokens)
-            answer = greedy(ready.model, ready.cache, logits, sample.max_new_tokens, self.ends)
+                said += turn_tokens
+            answer = greedy(
+                ready.model,
+                ready.cache,
+                logits,
+                sample.max_new_tokens,
+                self.ends,
+                before=said,
+                speculation=speculation,
+            )
+            said += answer.tokens
+            drafts.add(answer.drafts.drafted, answer.drafts.accepted)
             predictions.append(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
             generated_tokens += len(answer.tokens)
             decode_s += answer.seconds
@@ -201,9 +220,19 @@ class ConfiguredModel:
             decoded / decode_s if decoded else None,
             cache_bytes(ready.cache),
             ready.shared,
+            drafts.drafted,
+            drafts.accepted,
             counted(ready.cache),
         )
         return Outcome(method, tuple(predictions), cost)
+
+    def _speculation(self, method: str, model: Any) -> Speculation | None:
+        """What guesses the method's tokens; None for the untouched model, and without speculation."""
+        if method == BASELINE or self.speculation == "off":
+            return None
+        if method not in self._speculations:
+            self._speculations[method] = Speculation(ModelForward(model), self.speculation)
+        return self._speculations[method]
 
     @contextmanager
     def prefilled(self, method: str, prompt: Prompt, *, measure_recall: bool = False) -> Iterator[Prefilled]:

@@ -84,7 +84,7 @@ class FidelityTask(LogitsTask):
                     tokens_per_s,
                     cache_bytes(ready.cache),
                     ready.shared,
-                    counted(ready.cache),
+                    counted=counted(ready.cache),
                 )
             parts = {"top_1_agreement": found.agreement, "kl_divergence": found.mean_divergence}
             recall = found.mean_recall()

@@ -14,11 +14,12 @@ from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import layer_means
+from hetero_kv.serving.answer_tokens import AnswerTokens
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import suppressed_tokens
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.single_sequence import decoded
+from hetero_kv.serving.speculation import DraftCounts, Speculation
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Generated:
     Attributes:
         tokens: the most likely tokens, including an end-of-turn token. The last one is not in the cache yet.
         seconds: the duration of the tokens after the first.
+        drafts: how many tokens were guessed and verified, and how many of them were right.
     """
 
     tokens: list[int]
     seconds: float
+    drafts: DraftCounts
 
 
 def prompt_logits(model: Any, tokens: Sequence[int], cache: Cache, question: int | None = None) -> torch.Tensor:
@@ -53,6 +56,9 @@ def greedy(
     max_new_tokens: int,
     ends: Container[int],
     on_logits: Callable[[torch.Tensor], None] | None = None,
+    *,
+    before: Sequence[int] = (),
+    speculation: Speculation | None = None,
 ) -> Generated:
     """The most likely continuation after `cache`: the same as `generate(do_sample=False)` without penalties.
 
@@ -60,21 +66,35 @@ def greedy(
         logits: [1, vocab] after the last token in the cache.
         ends: tokens that end an answer.
         on_logits: called with [1, vocab] before each token is chosen.
+        before: the tokens in the cache, which `speculation` needs.
+        speculation: guesses tokens; None decodes one at a time.
     """
-    sampler = Sampler(SamplingParams(), (), logits.shape[-1], suppressed_tokens(model))
-
-    def choose(row: torch.Tensor) -> Choice:
-        if on_logits is not None:
-            on_logits(row[None])
-        return sampler.choose(row)
-
+    sampler = _WatchedSampler(logits.shape[-1], suppressed_tokens(model), on_logits)
     start = time.perf_counter()
     tokens: list[int] = []
-    for choice in decoded(ModelForward(model), cache, logits[0], choose):
-        tokens.append(choice.token)
-        if choice.token in ends or len(tokens) == max_new_tokens:
-            break
-    return Generated(tokens, time.perf_counter() - start)
+    with AnswerTokens(
+        ModelForward(model), cache, sampler, before, logits[0], speculation, limit=max_new_tokens
+    ) as answer:
+        for choice in answer:
+            tokens.append(choice.token)
+            if choice.token in ends or len(tokens) == max_new_tokens:
+                break
+    return Generated(tokens, time.perf_counter() - start, answer.counts)
+
+
+class _WatchedSampler(Sampler):
+    """Takes the likeliest tokens, and passes on what it chooses them by."""
+
+    def __init__(
+        self, vocab_size: int, suppressed: Sequence[int], on_logits: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        super().__init__(SamplingParams(), (), vocab_size, suppressed)
+        self._on_logits = on_logits
+
+    def choose(self, logits: torch.Tensor) -> Choice:
+        if self._on_logits is not None:
+            self._on_logits(logits[None])
+        return super().choose(logits)
 
 
 def counted(cache: Cache) -> dict[str, float]:

@@ -27,6 +27,8 @@ class Cost:
         tokens_per_s: tokens decoded, or forced through, per second of `decode_s`.
         kv_bytes: memory of the stored keys, values and representatives at the end.
         shared_prefill: whether several methods shared the computation of the first turn's prefill.
+        drafted_tokens: guesses at the answers' tokens that were verified (speculation).
+        accepted_tokens: how many of them were right.
         counted: the statistics of the method's layers at the end, name -> the mean over the layers that have a value.
     """
 
@@ -37,6 +39,8 @@ class Cost:
     tokens_per_s: float | None = None
     kv_bytes: int | None = None
     shared_prefill: bool = False
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
     counted: Mapping[str, float] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _read_in_strides(
             steps / seconds if steps else None,
             cache_bytes(ready.cache),
             ready.shared,
-            counted(ready.cache),
+            counted=counted(ready.cache),
         )
     return nll, cost
 

@@ -64,8 +64,13 @@ def requested_tasks(words: Sequence[str]) -> dict[str, Path | None]:
     return tasks
 
 
-def require_use(tasks: Collection[str], options: RunOptions) -> None:
-    """Raise ConfigError if an option that only perplexity uses is set in a run without perplexity."""
+def require_use(tasks: Collection[str], options: RunOptions, speculation: str = "off") -> None:
+    """Raise ConfigError for an option that no task of a run uses: of perplexity, or of tasks that generate."""
+    if speculation != "off" and not options.data and all(isinstance(registry.get(name), LogitsTask) for name in tasks):
+        raise ConfigError(
+            f"speculation is {speculation}, but no task of {', '.join(tasks)} generates answers of a method; request "
+            "one that does, or omit it"
+        )
     for name, is_set in (("stride", options.stride > 1), ("prefill_tokens", options.prefill_tokens is not None)):
         if is_set and perplexity.Perplexity.name not in tasks:
             raise ConfigError(

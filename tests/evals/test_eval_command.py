@@ -154,3 +154,9 @@ def test_an_option_of_perplexity_without_perplexity_is_refused(evaluate, tmp_pat
     error = " ".join(evaluate(*words, status=2).split())
     assert f"{flag} is {value}, but only the task perplexity uses it" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_guessing_is_refused_where_no_task_generates(evaluate, tmp_path):
+    words = ("--task", "fidelity", "--config", "quest", "--speculation", "lookup", "--out", tmp_path / "out")
+    error = " ".join(evaluate(*words, status=2).split())
+    assert "speculation is lookup, but no task of fidelity generates answers of a method" in error

@@ -150,6 +150,19 @@ def test_a_baseline_that_shares_the_prefill_answers_the_same(loaded, tmp_path):
     assert by_method(own) == by_method(shared)
 
 
+def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monkeypatch):
+    # Guess whatever the speed of the machine says about it.
+    monkeypatch.setattr("hetero_kv.serving.speculation.draft_lengths", lambda costs, odds, _: list(map(len, odds)))
+    alone = run(["recite"], model_under(loaded, "quest"), tmp_path / "alone", OPTIONS)
+    guessed = run(["recite"], model_under(loaded, "quest", speculation="lookup"), tmp_path / "guessed", OPTIONS)
+    assert by_method(guessed) == by_method(alone)
+    drafted = {result.method: result.cost.drafted_tokens for result in guessed.results}
+    assert drafted["full"] == 0 < drafted["quest"]
+    settings = guessed.summary["settings"]["methods"]
+    assert (settings["quest"]["speculation"], settings["full"].get("speculation")) == ("lookup", None)
+    assert not any(result.cost.drafted_tokens for result in alone.results)
+
+
 def test_functions_are_measured_by_the_same_harness(loaded, tmp_path):
     def knows(sample):
         return [f"It is {answers[0]}." for answers in sample.answers]
