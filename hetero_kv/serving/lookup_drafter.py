@@ -28,7 +28,7 @@ _FACTOR, _ALL_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class LookupDrafter:
-    """Guesses the next tokens of one sequence. A token takes constant time.
+    """Guesses the next tokens of one sequence. A token takes some microseconds, whatever the sequence's length.
 
     Args:
         tokens: of the prompt, documents included.
@@ -39,7 +39,8 @@ class LookupDrafter:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
-        self._tables = [_Places(self._tokens, size) for size in GRAMS]
+        numbers = np.array(self._tokens, dtype=np.uint64)
+        self._tables = [_Places(self._tokens, numbers, size) for size in GRAMS]
         self._right = [odds * _FIRST_WEIGHT for odds in _FIRST_ODDS]
         self._seen = [_FIRST_WEIGHT] * len(_FIRST_ODDS)
         # The place of the next token in the earlier text (0: none), and the length of the common end before it.
@@ -91,49 +92,49 @@ class LookupDrafter:
 
 
 class _Places:
-    """The places behind each n-gram of a growing text, the last one first.
+    """The places behind each n-gram of a growing text.
 
-    n-grams count as equal where their hashes are, so that places must be compared.
+    n-grams count as equal where their hashes are, so that places must be compared. Those of the beginning are sorted
+    once, in arrays: a long prompt takes neither long nor much memory.
 
     Args:
         tokens: the text, which others append to.
+        numbers: the same, [tokens] uint64.
         size: n.
     """
 
-    def __init__(self, tokens: list[int], size: int) -> None:
+    def __init__(self, tokens: list[int], numbers: np.ndarray, size: int) -> None:
         self._tokens, self._size = tokens, size
-        count = max(0, len(tokens) - size + 1)
-        numbers, hashes = np.array(tokens, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
+        count = max(0, len(numbers) - size + 1)
+        hashes = np.zeros(count, dtype=np.uint64)
         for index in range(size if count else 0):
             hashes = hashes * np.uint64(_FACTOR) + numbers[index : index + count] + np.uint64(1)
         order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        equal = ordered[1:] == ordered[:-1]
-        before = np.zeros(len(tokens) + 1, dtype=np.int64)
-        before[order[1:][equal] + size] = order[:-1][equal] + size
-        #: Of each place, the one before with the same n-gram; 0: none.
-        self._before: list[int] = before.tolist()
-        self._last = dict(zip(hashes.tolist(), range(size, size + count), strict=True))
+        self._hashes, self._places = hashes[order], order + size
+        # Of what was appended.
+        self._appended: dict[int, list[int]] = {}
 
     def add(self, end: int) -> None:
         """The text has grown by one token to `end`."""
-        place = 0
         if end >= self._size:
-            number = 0
-            for token in self._tokens[end - self._size : end]:
-                number = (number * _FACTOR + token + 1) & _ALL_BITS
-            place = self._last.get(number, 0)
-            self._last[number] = end
-        self._before.append(place)
+            self._appended.setdefault(self._hash(end), []).append(end)
 
     def before(self, end: int) -> list[int]:
-        """The latest places before `end`, where the text ends, with the same n-gram."""
-        found: list[int] = []
-        place = self._before[end]
-        while place and len(found) < _PLACES:
-            found.append(place)
-            place = self._before[place]
-        return found
+        """The latest places before `end`, where the text ends, with the same n-gram; the last one first."""
+        if end < self._size:
+            return []
+        number = self._hash(end)
+        appended = self._appended.get(number, [])[-_PLACES - 1 :]
+        key = np.uint64(number)
+        first, stop = self._hashes.searchsorted(key, "left"), self._hashes.searchsorted(key, "right")
+        found = [*self._places[max(first, stop - _PLACES - 1) : stop].tolist(), *appended]
+        return [place for place in reversed(found) if place < end][:_PLACES]
+
+    def _hash(self, end: int) -> int:
+        number = 0
+        for token in self._tokens[end - self._size : end]:
+            number = (number * _FACTOR + token + 1) & _ALL_BITS
+        return number
 
 
 def _common_end(tokens: Sequence[int], place: int, end: int) -> int:

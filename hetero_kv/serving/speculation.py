@@ -66,16 +66,17 @@ class Speculation:
     def __init__(self, forward: ModelForward, way: str = "auto") -> None:
         self._forward, self.way = forward, require_way(way)
         self.costs, self.counts = StepCosts(), DraftCounts()
-        self._has_warned = False
+        self._told: set[str] = set()
+        self.in_effect()
 
     def in_effect(self, way: str | None = None) -> str:
-        """What a sequence gets that says `way`; None for one that says nothing. Logs once why that is `off` instead."""
+        """What a sequence gets that says `way`; None for one that says nothing. Logs once why it is `off`."""
         way = self.way if way is None else require_way(way)
         reason = None if way == "off" else self._forward.why_no_drafts
         if reason is None:
             return "lookup" if way == "auto" else way
-        if not self._has_warned:
-            self._has_warned = True
+        if way not in self._told:
+            self._told.add(way)
             level = logging.INFO if way == "auto" else logging.WARNING
             _logger.log(level, "speculation is off: %s", reason)
         return "off"
