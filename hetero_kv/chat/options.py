@@ -16,6 +16,7 @@ from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.serving.speculation_setting import Way
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.mapping import settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting
@@ -36,10 +37,10 @@ class AnswerSettings(SamplingSettings):
 
     max_new_tokens: int = setting(512, "maximum length of an answer", unit="tokens", minimum=1)
     seed: int | Literal["random"] = setting("random", "makes sampling repeatable", minimum=0, maximum=2**63 - 1)
-    speculation: Literal["auto", "lookup", "off"] = setting(
+    speculation: Way = setting(
         "auto",
-        "lookup: guess what followed the same words before, and verify several tokens at once; auto: where the rules "
-        "can; answers are the same",
+        "how the next tokens are guessed, several of which are then verified at a time: lookup: what followed the same "
+        "words earlier; auto: lookup where the rules allow it; off: one token at a time; the answers are the same",
     )
 
     @property

@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich import box
 from rich.markup import escape
@@ -23,6 +23,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSour
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
+from hetero_kv.serving.speculation_setting import Way
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 
@@ -65,7 +66,7 @@ def add_flags(parser: FlagParser) -> None:
     )
     what.add_argument(
         "--speculation",
-        choices=["off", "lookup", "auto"],
+        choices=get_args(Way),
         default="off",
         help="guess tokens of methods' answers, and verify several at once; answers are the same (default off)",
     )

@@ -30,7 +30,8 @@ from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.injection import Injection
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
-from hetero_kv.serving.speculation import DraftCounts, Speculation, require_speculation
+from hetero_kv.serving.speculation import DraftCounts, Speculation
+from hetero_kv.serving.speculation_setting import require_way
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ConfiguredModel:
         self.ends = ModelAnswers(loaded.model, loaded.tokenizer).ends
         self.share_baseline = share_baseline
         self.measure_recall = measure_recall
-        self.speculation = require_speculation(speculation)
+        self.speculation = require_way(speculation)
         self._speculations: dict[str, Speculation] = {}
         self._has_baseline = baseline
         self._overrides = dict(settings or {})
