@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CONFIG ?= injection_rules/adaptive.yaml
 # Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
 WORKERS ?= 2
-# Of the suite's tries, how often a campaign makes as many.
+# How many times the tries of `make test-slow` a campaign makes.
 TIMES  ?= 100
 
 # For the newest versions of everything, with PYTHON.
@@ -45,7 +45,7 @@ test-page: $(TESTED)  ## the server's page in a browser: Debian's chromium, or C
 	$(PIP) playwright
 	$(BIN)/python -m pytest -m slow tests/server/test_page_in_browser.py $(ARGS)
 
-campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the suite's tries; hours
+campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the slow tests' tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
 
 mutations: $(TESTED)  ## deliberate mistakes, each of which a test must see; some minutes

@@ -16,7 +16,7 @@ def main() -> int:
     known = campaigns()
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which campaigns: {', '.join(known)}; all where none is given")
-    parser.add_argument("--times", type=float, default=100, help="times the suite's number of tries (default: 100)")
+    parser.add_argument("--times", type=float, default=100, help="times the slow tests' number of tries (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="another seed makes other tries (default: 1)")
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.names} - known.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -19,11 +20,13 @@ from tests.campaigns.campaign import (
     campaigns,
 )
 from tests.campaigns.runner import run
+from tests.support.slow_variants import with_few
 
 
+@pytest.mark.parametrize("share", with_few([0.2, 1]))
 @pytest.mark.parametrize("name", campaigns())
-def test_every_try_is_refused_by_name_or_right(name):
-    tries = campaigns()[name].tries
+def test_every_try_is_refused_by_name_or_right(name, share):
+    tries = math.ceil(share * campaigns()[name].tries)
     tally = run(name, tries)
     assert tally.faults == []
     assert tally.counts[REFUSED] + tally.counts[ACCEPTED] == tries

@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contexts.conversations import goes_on, said
-from tests.support.slow_variants import with_slow
-from tests.support.small_families import FAMILIES, PARTLY_ALIKE, SELDOM, random_tokens
+from tests.support.slow_variants import with_few
+from tests.support.small_families import FAMILIES, TOGETHER, random_tokens
 from tests.support.small_recipes import injected, new_cache
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(
-    scope="module", params=with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "short turns", "entries in strides"))
-)
+@pytest.fixture(scope="module", params=with_few(FAMILIES, TOGETHER))
 def model(request):
     architecture, rules = FAMILIES[request.param]
     model = tiny_model(architecture)

@@ -13,8 +13,8 @@ import torch
 from hetero_kv.errors import HeteroKVError
 from tests.engine.faults import RAISED, Faults, require_no_leak, sampled
 from tests.engine.interrupted_forwards import Moments, unobserved
-from tests.support.slow_variants import with_slow
-from tests.support.small_families import FAMILIES, PARTLY_ALIKE, REORDERED, SELDOM, STORED_ALIKE, random_tokens
+from tests.support.slow_variants import with_few
+from tests.support.small_families import FAMILIES, REORDERED, TOGETHER, random_tokens
 from tests.support.small_recipes import injected, new_cache
 from tests.support.tiny_models import tiny_model
 
@@ -84,7 +84,7 @@ def require_nothing_left_of_failures(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "entries in strides")))
+@pytest.mark.parametrize("family", with_few(FAMILIES, (*TOGETHER, "short turns")))
 def test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer(family):
     chance = random.Random(family)
     tries = require_nothing_left_of_failures(family, lambda part, places: sampled(places, FAILING[part], chance))
@@ -173,7 +173,7 @@ def require_done_or_not_done(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*STORED_ALIKE, *PARTLY_ALIKE)))
+@pytest.mark.parametrize("family", with_few(FAMILIES, TOGETHER))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
     assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance, ends=1)) > 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.interrupted_forwards import Moments, unobserved
-from tests.support.slow_variants import with_slow
-from tests.support.small_families import FAMILIES, PARTLY_ALIKE, REORDERED, SELDOM, random_tokens
+from tests.support.slow_variants import with_few
+from tests.support.small_families import FAMILIES, REORDERED, TOGETHER, random_tokens
 from tests.support.small_recipes import injected, new_cache
 from tests.support.tiny_models import tiny_model
 
@@ -79,7 +79,7 @@ def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
 
 
 # The head of the model comes behind the layers: they have stored everything by then.
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=(*SELDOM, *PARTLY_ALIKE, "entries in strides")))
+@pytest.mark.parametrize("family", with_few(FAMILIES, TOGETHER))
 def test_an_interrupt_in_the_last_moment_of_a_forward_undoes_all_of_it(family):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)

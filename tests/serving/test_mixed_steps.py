@@ -29,7 +29,7 @@ def counted_forwards(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recipe", with_few(["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"], ("dense", "adaptive", "loki"))
+    "recipe", with_few(["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"], ("adaptive", "loki"))
 )
 def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatch):
     with engine_of(recipe, longest_gap_s=1e-6) as engine:
@@ -42,7 +42,7 @@ def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatc
     assert set(parts[1:-1]) >= {LEAST_BESIDE}
 
 
-@pytest.mark.parametrize("kind", ["mixed", "decode"])
+@pytest.mark.parametrize("kind", with_few(["mixed", "decode"]))
 def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(kind, monkeypatch):
     with engine_of("quest", longest_gap_s=1e-6) as engine:
         forward, failures = engine._scheduler.forward, []

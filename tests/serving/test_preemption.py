@@ -22,7 +22,7 @@ from hetero_kv.serving import memory
 from hetero_kv.serving.swapped import SwapFolder
 from tests.serving.test_engine import PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
-from tests.support.slow_variants import with_few, with_slow
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,20 +85,18 @@ def step_until(engine, reached):
 # -- the same tokens
 
 
-@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive", "snapkv", "shadowkv"], ("adaptive", "snapkv")))
-def test_a_preempted_request_gets_the_tokens_that_it_gets_alone(recipe, preempted):
-    with engine_of(recipe, kv_tokens=ROOM, kept_prefixes=0) as engine:
+@pytest.mark.parametrize(
+    ("recipe", "architecture"),
+    with_few(
+        [*((recipe, "llama") for recipe in ("adaptive", "dense", "snapkv", "shadowkv")), ("quest", "qwen3_5_text")]
+    ),
+)
+def test_a_preempted_request_gets_the_tokens_that_it_gets_alone(recipe, architecture, preempted):
+    with engine_of(recipe, architecture, kv_tokens=ROOM, kept_prefixes=0) as engine:
         answers = [stream.result().tokens for stream in [engine.generate(tokens, LONG) for tokens in LOAD]]
         assert preempted
         assert answers == [alone(engine, tokens, LONG.max_new_tokens) for tokens in LOAD]
         require_all_free(engine)
-
-
-def test_a_preempted_request_of_a_hybrid_gets_the_tokens_that_it_gets_alone(preempted):
-    with engine_of("quest", "qwen3_5_text", kv_tokens=ROOM, kept_prefixes=0) as engine:
-        answers = [stream.result().tokens for stream in [engine.generate(tokens, LONG) for tokens in LOAD]]
-        assert preempted
-        assert answers == [alone(engine, tokens, LONG.max_new_tokens) for tokens in LOAD]
 
 
 def test_draws_penalties_and_probabilities_go_on_where_they_were(preempted):
@@ -119,18 +117,12 @@ def test_draws_penalties_and_probabilities_go_on_where_they_were(preempted):
             assert one.alternatives.keys() == other.alternatives.keys()
 
 
-_OFTEN = ["dense", "adaptive", "snapkv", "shadowkv", "infinipot", "h2o"]
-
-
 @pytest.mark.parametrize(
     ("recipe", "architecture"),
-    [
-        *with_slow(
-            [(recipe, "llama") for recipe in RECIPES], slow=[(each, "llama") for each in RECIPES if each not in _OFTEN]
-        ),
-        ("quest", "qwen3_5_text"),
-        ("dense", "lfm2"),
-    ],
+    with_few(
+        [*((recipe, "llama") for recipe in RECIPES), ("quest", "qwen3_5_text"), ("dense", "lfm2")],
+        [("shadowkv", "llama"), ("infinipot", "llama"), ("quest", "qwen3_5_text")],
+    ),
 )
 def test_a_restored_request_computes_the_same_logits_bit_for_bit(recipe, architecture):
     with engine_of(recipe, architecture, kept_prefixes=0) as engine:
@@ -342,7 +334,7 @@ def test_a_sequence_that_is_damaged_on_the_disk_fails_its_request_alone():
         require_all_free(engine)
 
 
-@pytest.mark.parametrize("place", ["write_context", "restore"])
+@pytest.mark.parametrize("place", with_few(["write_context", "restore"]))
 def test_an_interrupt_on_the_way_to_or_from_the_disk_loses_no_request(place, monkeypatch):
     from hetero_kv.serving import swapped
 

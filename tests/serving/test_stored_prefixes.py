@@ -46,7 +46,7 @@ def require_only_kept(engine):
         assert allocator.free_blocks == allocator.num_blocks
 
 
-@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive", "quest", "snapkv"], ("adaptive", "snapkv")))
+@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive", "quest", "snapkv"], ("adaptive",)))
 def test_after_a_restart_a_prompt_begins_with_what_was_stored(recipe, tmp_path):
     saved_first(tmp_path, recipe)
     with engine_of(recipe, context_folder=tmp_path) as engine:

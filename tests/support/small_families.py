@@ -69,18 +69,8 @@ FAMILIES = {
         mixed(operator_in("self_attn$", "BoundedAttention", policy="snapkv", budget=24, recent_tokens=8)),
     ),
 }
-#: What one of the others has too, for tests that take each family apart: `make test-slow` has these.
-SELDOM = (
-    "blocks by bounds",
-    "tokens by preselection",
-    "factors of answers",
-    "entropy in strides",
-    "a layer left alone",
-)
-#: What operations on a cache do not tell from another's, where forwards of each are tested besides.
-STORED_ALIKE = (*SELDOM, "short turns", "selections that are reused")
-#: What "all kinds at once", "blocks by attention" and "entries" have too, each in a part: for tests that take seconds.
-PARTLY_ALIKE = "selections that are reused", "single tokens", "entries that are merged", "a catalyst", "windows"
+#: Of these every kind of layer is in one, for tests that take seconds: `make test-slow` has the others.
+TOGETHER = ("all kinds at once", "single tokens by what was learned")
 #: ShadowKV's chunks may lie in other slots afterwards, which changes the order of sums.
 REORDERED = "factors", "factors of answers", "all kinds at once"
 
