@@ -18,21 +18,31 @@ def _settings_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The configuration of InternLM2.5-7B's shape, without weights or tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "seven-billion"
-    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+def saved_config(folder, layers):
+    """A folder with the configuration of InternLM2.5-7B's shape, of so many layers, without weights or tokenizer."""
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8}
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 92544, "max_position_embeddings": 256 * K}
     AutoConfig.for_model("llama", **heads, **sizes).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture
-def plan(folder, capsys):
-    """Run the command on `folder`; returns what it printed, parsed with `--json`, or its error where that is due."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All of its 32 layers."""
+    return saved_config(tmp_path_factory.mktemp("seven billion"), layers=32)
 
-    def run(*words, status=0, model=folder):
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """Four layers, which are built in less time."""
+    return saved_config(tmp_path_factory.mktemp("shallow"), layers=4)
+
+
+@pytest.fixture
+def plan(shallow, capsys):
+    """Run the command on `shallow`; returns what it printed, parsed with `--json`, or its error where that is due."""
+
+    def run(*words, status=0, model=shallow):
         assert main(["plan", "--model", str(model), *map(str, words)]) == status
         captured = capsys.readouterr()
         if status:
@@ -42,8 +52,8 @@ def plan(folder, capsys):
     return run
 
 
-def test_the_articles_figures_stand_in_the_table(plan):
-    shown = plan("--dram", 200)
+def test_the_articles_figures_stand_in_the_table(plan, folder):
+    shown = plan("--dram", 200, model=folder)
     for tokens, gigabytes in (("4K", "0.54"), ("32K", "4.29"), ("128K", "17.18"), ("512K", "68.72"), ("1M", "137.44")):
         row = next(line for line in shown.splitlines() if f" {tokens} " in line)
         assert row.split("│")[2].strip() == gigabytes
@@ -55,9 +65,9 @@ def test_a_max_seq_len_beyond_the_models_context_is_reported(plan):
     assert "was trained for; beyond" not in plan("--dram", 200, "--max_seq_len", 200_000)
 
 
-def test_lengths_that_do_not_fit_are_marked(plan):
+def test_lengths_that_do_not_fit_are_marked(plan, folder):
     # On a CPU without bfloat16 weights would be unpacked to float32, and these not fit.
-    rows = plan("--dram", 40, "--gpu_memory", 18, "--dtype", "bfloat16").splitlines()
+    rows = plan("--dram", 40, "--gpu_memory", 18, "--dtype", "bfloat16", model=folder).splitlines()
     cells = {row.split("│")[1].strip(): row.split("│")[4:7] for row in rows if row.startswith("│ ") and "K" in row[:9]}
     assert [cell[-2:].strip() for cell in (c.strip() for c in cells["64K"])] == ["✓", "✓", "✓"]
     assert [c.strip()[-1] for c in cells["512K"]] == ["✗", "✗", "✗"]
@@ -69,9 +79,9 @@ def test_without_a_gpu_its_memory_is_shown_and_left_open(plan, monkeypatch):
     assert row.split("│")[6].strip().endswith("?")
 
 
-def test_the_object_adds_up(plan):
+def test_the_object_adds_up(plan, folder):
     mean = ("--config", "ktransformers", "--representative_type", "MEAN")
-    report = plan("--json", "--dram", 64, "--dtype", "bfloat16", "--device", "cpu", *mean)
+    report = plan("--json", "--dram", 64, "--dtype", "bfloat16", "--device", "cpu", *mean, model=folder)
     assert report["bytes_per_token"] == {"keys": 65536, "values": 65536, "representatives": 512, "total": 131584}
     assert report["free_dram"] == 64 * 10**9
     assert report["computes_on"] == "cpu"
@@ -87,15 +97,15 @@ def test_the_object_adds_up(plan):
 
 
 def test_the_largest_length_is_accepted_and_the_next_refused(plan):
-    machine = ("--dram", 40, "--dtype", "bfloat16", "--device", "cpu")
+    machine = ("--dram", 6, "--dtype", "bfloat16", "--device", "cpu")
     largest = plan("--json", *machine)["largest_max_seq_len"]
     assert largest > 10_000
     plan("--max_seq_len", largest, *machine)
     plan("--max-seq-len", largest + 1, *machine, status=2)
 
 
-def test_a_length_that_cannot_fit_is_an_error_with_the_number_that_would(capsys, folder):
-    words = ["plan", "--model", str(folder), "--dram", "40", "--max_seq_len", "9000000", "--json", "--device", "cpu"]
+def test_a_length_that_cannot_fit_is_an_error_with_the_number_that_would(capsys, shallow):
+    words = ["plan", "--model", str(shallow), "--dram", "8", "--max_seq_len", "9000000", "--json", "--device", "cpu"]
     assert main(words) == 2
     captured = capsys.readouterr()
     report = json.loads(captured.out)
@@ -106,8 +116,8 @@ def test_a_length_that_cannot_fit_is_an_error_with_the_number_that_would(capsys,
 def test_a_length_from_the_rules_file_is_checked_alike(plan, tmp_path):
     rules = tmp_path / "long.yaml"
     rules.write_text("extends: ktransformers.yaml\nlong_context: {max_seq_len: 8000000}\n")
-    plan("--config", rules, "--dram", 64, "--device", "cpu", status=2)
-    plan("--config", rules, "--dram", 64, "--device", "cpu", "--max_seq_len", 1000)
+    plan("--config", rules, "--dram", 16, "--device", "cpu", status=2)
+    plan("--config", rules, "--dram", 16, "--device", "cpu", "--max_seq_len", 1000)
 
 
 def test_auto_ends_at_the_models_context(plan):
@@ -125,14 +135,14 @@ def test_settings_change_the_plan(plan):
 
 
 def test_a_gpus_size_bounds_the_length(plan):
-    small, large = (plan("--json", "--dram", 900, "--gpu_memory", size)["largest_max_seq_len"] for size in (24, 80))
+    small, large = (plan("--json", "--dram", 900, "--gpu_memory", size)["largest_max_seq_len"] for size in (6, 20))
     assert small < large
-    assert "the GPU's memory" in plan("--dram", 900, "--gpu_memory", 24, "--max_seq_len", large, status=2)
+    assert "the GPU's memory" in plan("--dram", 900, "--gpu_memory", 6, "--max_seq_len", large, status=2)
 
 
-def test_a_config_file_is_a_model_too(plan, folder):
-    assert plan("--json", "--dram", 200, model=folder / "config.json")["bytes_per_token"]["keys"] == 65536
-    assert "there is no configuration" in plan(model=folder / "other.json", status=2)
+def test_a_config_file_is_a_model_too(plan, shallow):
+    assert plan("--json", "--dram", 200, model=shallow / "config.json")["bytes_per_token"]["keys"] == 8192
+    assert "there is no configuration" in plan(model=shallow / "other.json", status=2)
 
 
 @pytest.mark.parametrize("words", [("--dram", "much"), ("--gpu_memory", "-1"), ("--dram", "nan")])

@@ -68,7 +68,9 @@ shapes = pytest.mark.parametrize(
             "mla, q4_0",
             "qwen2 0.5b, q8_0",
             "blocks of 16, q8_0",
+            # Keys of one type and values of another are in tests/operators/test_storage_types.py.
             "q8_0 keys, q4_0 values",
+            "fp16 keys, q4_0 values",
             "odd sizes, bf16",
             "heads of half a cache line, q4_0",
             "blocks of one token, fp32",

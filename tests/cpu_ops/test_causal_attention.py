@@ -112,7 +112,7 @@ def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("isa", with_slow(available(), slow=available()[2:]))
+@pytest.mark.parametrize("isa", with_few(available()))
 @pytest.mark.parametrize("q_len", with_few([1, 6, 30], quick=[30]))
 def test_every_vector_width_computes_the_same(isa, q_len):
     arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, q_len, 16, True, 7)
@@ -121,7 +121,7 @@ def test_every_vector_width_computes_the_same(isa, q_len):
 
 
 def test_one_query_equals_attend_blocks():
-    arguments = problem(TINY, 2, 1, 7, False, 3)
+    arguments = problem(TINY, 2, 1, 8, False, 3)
     out, lse = attend_blocks(arguments[0][:, 0].copy(), *arguments[1:])
     causal_out, causal_lse = attend_blocks_causal(*arguments)
     np.testing.assert_allclose(causal_out[:, 0], out, atol=4e-6)

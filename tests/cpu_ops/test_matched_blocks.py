@@ -52,7 +52,7 @@ def reference(q, past_k, k, runs, starts, softcap):
     ("dtype", "dim", "softcap"),
     with_slow(
         [(torch.float32, 16, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
-        slow=[(torch.float32, 20, None)],
+        slow=[(torch.float32, 20, None), (torch.bfloat16, 64, None)],
     ),
 )
 @pytest.mark.parametrize(("past", "n"), [(0, 64), (333, 150), (700, 1), (64, 1200)])

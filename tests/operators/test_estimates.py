@@ -18,7 +18,7 @@ from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store.key_codes import encode
 from tests.operators.token_parts import answer, logits, tokens
-from tests.support.slow_variants import combined, with_slow
+from tests.support.slow_variants import combined, with_few, with_slow
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,11 +166,14 @@ def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, chec
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"target_mass": 0.9, "layer_step": 2, "token_step": 7, "head_select_mode": "SEPARATE"},
-        {"target_mass": 0.9, "preselect_block": True, "preselect_block_count": 6},
-        {"representative_type": "MEAN", "representative_num": 1},
-    ],
+    with_few(
+        [
+            {"target_mass": 0.9, "layer_step": 2, "token_step": 7, "head_select_mode": "SEPARATE"},
+            {"target_mass": 0.9, "preselect_block": True, "preselect_block_count": 6},
+            {"representative_type": "MEAN", "representative_num": 1},
+        ],
+        2,
+    ),
 )
 def test_reused_and_preselected_blocks_leave_the_rest_to_residual_attention(injected, checked, settings):
     model, cache = injected(**settings)
@@ -342,7 +345,8 @@ def test_a_covering_budget_is_exact(injected, architecture, settings):
 
 @pytest.mark.parametrize(("kv_type", "has_codes"), with_slow([("FP16", True), ("Q8_0", False)], slow=[("Q8_0", False)]))
 def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected, kv_type, has_codes):
-    model, cache = injected("llama", {"head_dim": 32}, kv_type=kv_type, rerank=2, block_size=32, top_k_blocks=1)
+    shape = {} if kv_type == "FP16" else {"head_dim": 32}
+    model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=16, sink_tokens=16, top_k_blocks=1)
     logits(model, cache, tokens(150), *answer(2))
     pool = cache.layers[0].pool
     assert (pool.key_codes is not None) == has_codes

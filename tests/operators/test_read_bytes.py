@@ -68,7 +68,11 @@ CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
         # All blocks' keys, and the representatives by which the rest counts.
         ({**MEANSTD, "residual_attention": "estimate", "rerank": "all"}, CHOSEN + 9 * VECTOR + CONTEXT * 4 * VECTOR),
         # Means of half precision, of 4 blocks around, 3 that are chosen, and 6 candidates.
-        ({**MEANSTD, "rerank": 2, "key_offset": "block_mean"}, CHOSEN + 6 * 4 * VECTOR + 13 * VECTOR // 2),
+        pytest.param(
+            {**MEANSTD, "rerank": 2, "key_offset": "block_mean"},
+            CHOSEN + 6 * 4 * VECTOR + 13 * VECTOR // 2,
+            marks=pytest.mark.slow,
+        ),
         # All blocks of the Context are attended to, and no representatives are read.
         ({**MEANSTD, "top_k_blocks": 12}, (PROMPT + 1) * TOKEN),
     ],
