@@ -30,7 +30,7 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ([], 2, "usage: hetero-kv COMMAND"),
+        pytest.param([], 2, "usage: hetero-kv COMMAND", marks=pytest.mark.slow),
         (["--help"], 0, "usage: hetero-kv COMMAND"),
         pytest.param(["help"], 0, "lists the flags of a command", marks=pytest.mark.slow),
         pytest.param(["--version"], 0, "hetero-kv ", marks=pytest.mark.slow),
@@ -51,9 +51,9 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         ),
         pytest.param(["contexts", "lst"], 2, "contexts has no action 'lst'", marks=pytest.mark.slow),
         (["methods"], 0, "streaming_llm"),
-        (["lm_eval", "--help"], 0, "usage: hetero-kv lm_eval ARG"),
+        pytest.param(["lm_eval", "--help"], 0, "usage: hetero-kv lm_eval ARG", marks=pytest.mark.slow),
         pytest.param(["rules", "layered"], 2, "there is no rules file 'layered'", marks=pytest.mark.slow),
-        (["rules", "quest:block_size=32"], 0, "block_size 32"),
+        pytest.param(["rules", "quest:block_size=32"], 0, "block_size 32", marks=pytest.mark.slow),
         (["rules", "tova", "--json"], 0, '"operator": "BoundedAttention"'),
     ],
 )

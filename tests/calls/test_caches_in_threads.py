@@ -73,7 +73,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "rules", with_slow(list(RULES), slow=("infinigen", "loki", "shadowkv", "self_extend", "streaming_llm"))
+    "rules", with_slow(list(RULES), slow=("h2o", "infinigen", "loki", "shadowkv", "self_extend", "streaming_llm"))
 )
 def test_caches_of_one_model_in_several_threads_answer_as_one_after_the_other(rules, often_switched):
     model = injected(rules, RULES[rules])

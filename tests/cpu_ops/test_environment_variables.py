@@ -109,7 +109,7 @@ PAGES = {
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent large pages"
 )
-@pytest.mark.parametrize("case", with_slow(PAGES, slow=["no large ones"]))
+@pytest.mark.parametrize("case", with_slow(PAGES, slow=["no settings", "no large ones"]))
 def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise(case):
     code, settings, expected = case
     assert has_large_pages(code, **settings) == expected

@@ -57,7 +57,7 @@ _SELDOM = [
     (name, isa)
     for number, name in enumerate(FORMATS)
     for rank, isa in enumerate(available())
-    if name in RARE or (rank and (number + rank) % 4)
+    if name in RARE or (rank and (number + rank) % 8)
 ]
 
 _CODED_BY_ISA, _SELDOM_CODED = ([each for each in pairs if each[0] in CODED] for pairs in (_BY_ISA, _SELDOM))

@@ -15,7 +15,7 @@ from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.rules.rule_file import parse_rules
-from tests.support.slow_variants import combined, with_few, with_slow
+from tests.support.slow_variants import with_few, with_slow
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
@@ -101,7 +101,11 @@ def model(request):
 
 @pytest.mark.parametrize(
     ("model", "recipe"),
-    combined(["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"], RECIPES),
+    # Heads of other dims have kernels of their own: every architecture is below.
+    with_few(
+        itertools.product(["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"], RECIPES),
+        list(zip(["llama", "qwen2", "llama", "gemma3_text", "gpt_oss", "llama", "qwen2"], RECIPES, strict=True)),
+    ),
     indirect=["model"],
 )
 def test_decoding_after_a_shared_prefill_is_bit_for_bit_that_after_a_real_one(model, recipe):
@@ -179,8 +183,7 @@ def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model, 
 
 @pytest.mark.parametrize(
     ("model", "question"),
-    combined(["llama", "deepseek_v3"], [9, 30])
-    + [pytest.param("gemma3_text", question, marks=pytest.mark.slow) for question in (9, 30)],
+    with_few(itertools.product(["llama", "deepseek_v3", "gemma3_text"], [9, 30])),
     indirect=["model"],
 )
 def test_a_recording_that_goes_on_from_another_is_that_of_the_whole_prompt(model, question):

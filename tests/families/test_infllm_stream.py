@@ -151,6 +151,8 @@ def test_cropped_tokens_are_not_retrieved(model, streamed):
     assert off(logits(model, cut, PARTS[1:2]), logits(model, cache, PARTS[1:2])) < 1e-5
 
 
+# In pieces: tests/operators/test_grouped_prompts_on_cuda.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 def test_a_device_has_the_whole_sequence_in_a_second_turn(expected, device):
     model = model_on(device, tiny_model("llama"))

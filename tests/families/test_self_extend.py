@@ -78,6 +78,8 @@ def test_chunks_tokens_and_a_second_turn_are_the_papers_attention(model, extende
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
+# In pieces: tests/operators/test_grouped_prompts_on_cuda.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 def test_a_device_has_the_whole_sequence_in_a_second_turn(expected, device):
     model = model_on(device, tiny_model("llama"))

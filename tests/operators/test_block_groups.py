@@ -77,7 +77,10 @@ def checked(monkeypatch):
         pytest.param({"target_mass": 0.9, "rerank": 2, "head_select_mode": "SHARED"}, marks=pytest.mark.slow),
         pytest.param({"layer_step": 2, "token_step": 5}, marks=pytest.mark.slow),
         {"preselect_block": True, "preselect_block_count": 3, "top_k_blocks": 2},
-        {"representative_type": "QUEST", "group_reduce": "mean", "residual_attention": "drop"},
+        pytest.param(
+            {"representative_type": "QUEST", "group_reduce": "mean", "residual_attention": "drop"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_groups_are_kept_as_blocks_fill_and_turns_and_forks_part(llama, checked, monkeypatch, settings):

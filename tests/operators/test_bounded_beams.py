@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache
-from tests.operators.bounded_models import ANY_STORED, MERGED_OR_ASKED, Letters, bounded, logits, positions, tokens
+from hetero_kv.families.bounded import eviction
+from tests.operators.bounded_models import ANY_STORED, Letters, bounded, logits, positions, tokens
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 PROMPT, NEW, BEAMS, BATCH, BUDGET = 50, 9, 3, 2, 24
 LAYERS = 2
 
 
-@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("infinipot",)))
 def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped(policy):
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     cache = bounded(model, policy=policy, budget=BUDGET)

@@ -68,10 +68,9 @@ def test_a_layer_waits_and_copies_no_more_where_kernels_are_torchs(without_joint
         assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    with_slow(["self_extend", "self_extend_quest", "infllm_stream"], slow=["self_extend_quest", "infllm_stream"]),
-)
+# tests/operators/test_grouped_prompts_on_cuda.py has their later turns.
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["self_extend", "self_extend_quest", "infllm_stream"])
 def test_grouped_positions_are_turned_by_few_launches(recipe):
     counts = counts_of((recipe,), as_shipped=False, tokens=8, num_hidden_layers=LAYERS)[recipe]
     assert counts.launches <= 25

@@ -10,7 +10,6 @@ import torch
 from hetero_kv import eject
 from hetero_kv.families.bounded import eviction
 from tests.operators.bounded_models import (
-    ANY_STORED,
     MERGED_OR_ASKED,
     bounded,
     conversation,
@@ -60,7 +59,7 @@ def said_once(policy):
     return conversed(policy)
 
 
-@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("infinipot",)))
 def test_the_same_conversation_again_is_the_same_to_the_bit(policy):
     first = said_once(policy)
     torch.manual_seed(1234)
@@ -75,7 +74,7 @@ def test_how_a_prompt_is_chunked_changes_nothing(policy):
         assert_same(conversed(policy, chunk_size=chunk_size), whole, exactly=False)
 
 
-@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("infinipot",)))
 def test_rows_of_a_batch_equal_each_row_alone(policy):
     found, layers = conversed(policy, batch=3)
     together = found[1:2], [layer.selected(torch.tensor([1])) for layer in layers]
@@ -102,7 +101,7 @@ def test_the_dropped_entries_make_the_difference(policy):
     assert not torch.allclose(found[:, -5:], everything[:, -5:], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", ANY_STORED)
+@pytest.mark.parametrize("policy", with_few(eviction.names(), ("cascade",)))
 def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     logits(_MODEL, cache, tokens(30))

@@ -85,7 +85,7 @@ def alone(model, *seeds):
 
 @pytest.mark.parametrize(
     ("case", "device"),
-    on_both(CASES, slow=CASES.keys() - {"dynamic", "windows"}),
+    on_both(CASES, slow=CASES.keys() - {"windows"}),
     indirect=["device"],
 )
 def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, device):
