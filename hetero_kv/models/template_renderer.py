@@ -15,6 +15,7 @@ It imports nothing of this package, so that it starts quickly and exposes little
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import resource
 import sys
@@ -67,7 +68,7 @@ def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> di
             parsed = made.parse(request["template"])
             names = meta.find_undeclared_variables(parsed) & _read_first(parsed) - made.globals.keys()
             return {"text": json.dumps(sorted(names))}
-        for piece in made.from_string(request["template"]).generate(**request["variables"]):
+        for piece in _compiled(made, request["template"]).generate(**request["variables"]):
             text.append(piece)
             length += len(piece)
             if length > request["longest"]:
@@ -77,6 +78,12 @@ def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> di
         return {"limit": f"it takes more than {request['memory'] / 1e6:,.0f} MB"}
     except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(made: ImmutableSandboxedEnvironment, template: str) -> jinja2.Template:
+    """Compiling takes many times as long as rendering, and a process has few templates."""
+    return made.from_string(template)
 
 
 def _read_first(template: nodes.Template) -> set[str]:
