@@ -66,7 +66,7 @@ def test_no_more_lives_on_a_gpu_than_was_planned(architecture, recipe, dtype, to
 @pytest.mark.cuda
 @pytest.mark.parametrize("refactor_above", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_no_turn_of_shadowkv_takes_more_than_was_planned(refactor_above):
-    tokens = 900
+    tokens = 480
     with simulated_cuda() as gpu:
         model = model_on(torch.device("cuda"), tiny_model("llama").to(HALF))
         settings = {"rank": 32, "landmark_chunk_size": 4, "sparse_budget": 16, "outlier_chunks": 3, "local_chunks": 2}
@@ -75,7 +75,7 @@ def test_no_turn_of_shadowkv_takes_more_than_was_planned(refactor_above):
         inject(model, "shadowkv", command_line=settings)
         cache = HeteroCache(model, forks=1)
         ids = torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(0)).to("cuda")
-        turns = ids.split([600, *[1] * 4, tokens - 604], dim=1)
+        turns = ids.split([320, *[1] * 4, tokens - 324], dim=1)
         weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         footprint = Footprint.of(model.hetero_kv_injection)
 

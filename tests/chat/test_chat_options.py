@@ -44,15 +44,12 @@ def test_without_flags_nothing_is_overridden_and_answers_are_greedy():
     assert (flags.answer.temperature, flags.answer.max_new_tokens, flags.answer.fixed_seed) == (0.0, 512, None)
 
 
-@pytest.mark.parametrize(
-    "row",
+@pytest.mark.parametrize("cls", every_settings_class())
+def test_every_long_context_setting_is_a_flag_under_its_name_and_its_aliases(cls):
     # `--seed` is the answer's.
-    [row for cls in every_settings_class() for row in describe(cls) if row.name != "seed"],
-    ids=lambda row: row.name,
-)
-def test_every_long_context_setting_is_a_flag_under_its_name_and_its_aliases(row):
-    for name in (row.name, *row.aliases):
-        assert options(f"--{name}", str(row.default)).long_context == {row.name: row.default}
+    for row in (row for row in describe(cls) if row.name != "seed"):
+        for name in (row.name, *row.aliases):
+            assert options(f"--{name}", str(row.default)).long_context == {row.name: row.default}
 
 
 @pytest.mark.parametrize("flag", ["--max-seq-len", "--max_seq_len", "--max-seq_len"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 
-import anthropic
 import httpx2 as httpx
 import openai
 import pytest
@@ -26,7 +25,9 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def claude(address):
-    """Anthropic's own client."""
+    """Anthropic's own client, whose import takes seconds."""
+    import anthropic
+
     with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as found:
         yield found
 

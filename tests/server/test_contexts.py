@@ -8,6 +8,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.server.running import host_of, running, tiny_served
+from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +23,7 @@ def answered(address, question):
     return found["usage"], found["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("recipe", ["dense", "adaptive"])
+@pytest.mark.parametrize("recipe", with_few(["adaptive", "dense"]))
 def test_a_second_question_computes_its_own_tokens_alone_also_after_a_restart(tmp_path, recipe):
     contexts = tmp_path / "contexts"
     for number, question in enumerate(("What was decided?", "Who was there?", "When was it?")):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import anthropic
 import httpx2 as httpx
 import openai
 import pytest
@@ -80,6 +79,8 @@ def test_a_streamed_call_is_the_same(client):
 
 
 def test_responses_and_anthropics_messages_have_calls_too(client, address):
+    import anthropic
+
     tool = {"type": "function", **WEATHER}
     fields = {"model": "tiny", "input": "weather?", "tools": [tool], "tool_choice": "required", "temperature": 1.0}
     found = client.responses.create(**fields, max_output_tokens=300, parallel_tool_calls=False)

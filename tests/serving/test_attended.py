@@ -353,7 +353,7 @@ def test_a_thread_answers_threads_and_event_loops():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", with_few(["adaptive", "retroinfer", "dense", "quest", "shadowkv", "self_extend"], 2))
+@pytest.mark.parametrize("recipe", with_few(["adaptive", "retroinfer", "dense", "quest", "shadowkv", "self_extend"]))
 def test_a_device_gives_the_masses_of_the_cpu(recipe, device):
     found = []
     for place in ("cpu", device):

@@ -12,6 +12,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
 from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,7 +61,7 @@ def test_some_places():
     failed_at_random_places("quest", 8)
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "snapkv"])
+@pytest.mark.parametrize("recipe", with_few(["ktransformers", "snapkv"]))
 def test_a_part_that_is_passed_again_is_observed_once(recipe, monkeypatch):
     with engine_of(recipe, longest_gap_s=1e-6) as engine:
         forward, calls = engine._scheduler.forward, []
