@@ -172,8 +172,8 @@ class Interruption:
         return self._step
 
 
-# Of the last moments every third, or all of them.
-@pytest.mark.parametrize("step", with_slow([3, 1], slow=[1]))
+# Of the last moments every fifth, or all of them.
+@pytest.mark.parametrize("step", with_slow([5, 1], slow=[1]))
 def test_an_interrupt_at_any_moment_of_the_bookkeeping_leaves_a_conversation_that_goes_on(model, step):
     """The state is the one before the question or, behind the last line, the one after its answer."""
     begun = conversation(model, forks=1)

@@ -10,13 +10,14 @@ import torch
 from hetero_kv import HeteroCache
 from hetero_kv.engine.errors import CacheFullError, DamagedContextError
 from tests.support.ragged_rows import prompt
+from tests.support.slow_variants import with_few
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=["dense", "adaptive", "retroinfer", "shadowkv"])
+@pytest.fixture(scope="module", params=with_few(["adaptive", "retroinfer", "shadowkv", "dense"], 3))
 def model(request):
     model = tiny_model("llama")
     injected(model, small_recipe(request.param))

@@ -43,6 +43,7 @@ WIDTH_SHAPES = {
     "group of 16, fp16": Shape(2, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
 }
 SHAPES = {
+    "tiny": TINY,
     "llama, fp16": Shape(kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=128, dtype=np.float16),
     "mla, fp32": Shape(kv_heads=3, group=1, k_dim=192, v_dim=128, block_size=32, dtype=np.float32),
     "odd sizes, soft-capped, fp32": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=np.float32, softcap=1.5),
@@ -76,7 +77,8 @@ shapes = pytest.mark.parametrize(
             "blocks of one token, fp32",
             # Its keys less an offset are attended to below.
             "group of 7, q4_0",
-            # Groups of 9 and of 7 have several tiles too, and tests/operators/test_storage_types.py has the types.
+            # A group of 7 has several tiles too, and tests/operators/test_storage_types.py has the types.
+            "group of 9, q8_0",
             "group of 12, soft-capped, bf16",
             "group of 16, fp16",
         ),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.scores import block_scores
 from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from tests.support.slow_variants import with_few
 from tests.support.storage_formats import decoded, encoded
 
 SHAPES = [
@@ -43,7 +44,7 @@ def test_block_scores_equal_their_definition(mode, number, group, dim, dtype, ro
     np.testing.assert_allclose(scores, reference(q, representatives, ids, counts, mode), rtol=3e-6, atol=3e-5)
 
 
-@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize("isa", with_few(available()))
 @pytest.mark.parametrize(("mode", "number", "group", "dim", "dtype"), [SHAPES[3], SHAPES[6]])
 def test_every_vector_width_scores_alike(isa, mode, number, group, dim, dtype):
     rng = np.random.default_rng(1)

@@ -15,7 +15,7 @@ from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
-from tests.support.slow_variants import combined, with_slow
+from tests.support.slow_variants import combined, with_few
 
 
 def randoms(*shape, seed=0):
@@ -64,7 +64,7 @@ def test_an_outlier_that_is_no_chunk_and_too_many_chunks_are_refused():
 # The first is the kernel of a tiny llama too.
 @pytest.mark.parametrize(
     ("dtype", "group", "dim"),
-    with_slow([(torch.float32, 2, 16), (torch.float16, 3, 18), (torch.bfloat16, 3, 18)], slow=[(torch.float16, 3, 18)]),
+    with_few([(torch.float32, 2, 16), (torch.float16, 3, 18), (torch.bfloat16, 3, 18)]),
 )
 @pytest.mark.parametrize("counts", [(128, 70), (0, 3), (133, 0)])
 def test_attention_to_two_ranges_is_that_to_their_union(counts, dtype, group, dim, softcap, threads):

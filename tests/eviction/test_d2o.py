@@ -191,6 +191,8 @@ def test_entries_are_merged_from_the_threshold_on():
     assert changed[-1.0].sum() > changed[0.5].sum() > changed[1.0].sum() == 0
 
 
+# Every policy in tests/operators/test_every_policy.py.
+@pytest.mark.slow
 def test_the_same_again_is_the_same():
     model = tiny_model("llama")
     cache = d2o(model)

@@ -225,6 +225,8 @@ def test_the_catalyst_decides_where_novelty_does_not():
     assert not all(one.equal(other) for one, other in zip(*kept, strict=True))
 
 
+# Every policy in tests/operators/test_every_policy.py.
+@pytest.mark.slow
 def test_the_same_again_is_the_same():
     model = tiny_model("llama")
     cache = pot(model)
@@ -236,6 +238,8 @@ def test_the_same_again_is_the_same():
         assert all(one.equal(other) for one, other in zip(kept[-1], positions[-1], strict=True))
 
 
+# Every policy in tests/operators/test_every_policy.py.
+@pytest.mark.slow
 def test_rows_of_a_batch_equal_each_row_alone():
     model = tiny_model("llama")
     cache = pot(model)

@@ -101,6 +101,8 @@ def test_a_covering_budget_is_full_attention():
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+# Every policy in tests/operators/test_every_policy.py.
+@pytest.mark.slow
 def test_the_same_tokens_are_kept_again():
     model = tiny_model("llama", num_hidden_layers=2)
     first, second = streamed(model, **SMALL), streamed(model, **SMALL)

@@ -84,7 +84,7 @@ def test_evicted_entries_are_found_on_a_gpu_without_a_wait(dropped):
     "policy",
     with_slow(
         ["bigbird", "cam", "cascade", "d2o", "random", "roco", "streaming_llm"],
-        slow=("bigbird", "cascade", "d2o", "roco", "streaming_llm"),
+        slow=("bigbird", "cascade", "d2o", "random", "roco", "streaming_llm"),
     ),
 )
 @torch.no_grad()

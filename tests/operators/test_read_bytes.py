@@ -91,6 +91,7 @@ def test_of_groups_that_are_not_opened_no_blocks_are_scored(llama, settings, est
     assert after(llama, cache) == [read] * 3
 
 
+@pytest.mark.slow
 def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
     model = tiny_model("llama", head_dim=32)
     read = after(model, retrieving(model, representative_storage="Q8_0", residual_attention="estimate", **MEANSTD))

@@ -16,6 +16,7 @@ from tests.operators.shadowkv_models import injected, logits, random_tokens
 from tests.support.devices import model_on
 from tests.support.launch_counts import counts_of
 from tests.support.simulated_cuda import SimulatedCudaError
+from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -127,7 +128,7 @@ def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
     eject(model)
 
 
-@pytest.mark.parametrize("by_host", [False, True])
+@pytest.mark.parametrize("by_host", with_few([False, True]))
 def test_memory_in_use_is_freed_after_its_last_read(gpu, monkeypatch, by_host):
     model = model_on(torch.device("cuda", 0), llama())
     if by_host:

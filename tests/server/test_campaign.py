@@ -67,8 +67,8 @@ def campaign(folder, clients, requests, seed):
 
 
 def test_clients_that_leave_at_random_change_no_others_answer(tmp_path):
-    found = campaign(tmp_path, clients=6, requests=4, seed=1)
-    assert len(found) == 24, "a client had no answer"
+    found = campaign(tmp_path, clients=5, requests=3, seed=1)
+    assert len(found) == 15, "a client had no answer"
     assert None in found.values()
     assert any(found.values())
 

@@ -26,6 +26,8 @@ def beside(engine, recipe, **settings):
     return Engine(view, **{"max_seq_len": 400, "longest_gap_s": 1e6, "speculation": "off", **settings})
 
 
+# Of one model's weights, below, the engines are under load as well.
+@pytest.mark.slow
 def test_engines_of_two_models_under_load_answer_as_alone():
     settings = {"starts_thread": True, "max_batch": 3, "longest_gap_s": 1e-6}
     with engine_of("quest", **settings) as first, engine_of("dense", "gemma2", **settings) as second:
