@@ -43,7 +43,7 @@ test-slow: $(TESTED)  ## the checks that take minutes, on the default model, and
 
 test-page: $(TESTED)  ## the server's page in a browser: Debian's chromium, or Chrome
 	$(PIP) playwright
-	$(BIN)/python -m pytest -m slow tests/server/test_page_in_browser.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/server/page $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the slow tests' tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
