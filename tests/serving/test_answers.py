@@ -4,39 +4,18 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.models.templates import rendered_chat
-from hetero_kv.serving.answers import Answer, AnswerForm, CallArguments, CallBegun, CallEnded, chosen_tool, format_names
+from hetero_kv.serving.answers import Answer, AnswerForm, CallArguments, CallBegun, CallEnded
 from hetero_kv.serving.stream import Piece
 from hetero_kv.serving.text_stream import TextStream
-from tests.support import tool_templates as templates
+from tests.serving.answer_forms import FAMILIES, MARKERS, tokenizer_of, tool, written
 from tests.support.slow_variants import with_slow
-from tests.support.tiny_tokenizers import byte_level
 
-FAMILIES = {
-    "hermes": templates.HERMES,
-    "qwen_coder": templates.QWEN_CODER,
-    "llama": templates.LLAMA,
-    "mistral": templates.MISTRAL,
-    "mistral_args": templates.NEW_MISTRAL,
-    "glm": templates.GLM,
-    "deepseek": templates.DEEPSEEK,
-    "deepseek_v31": templates.NEW_DEEPSEEK,
-    "harmony": templates.HARMONY,
-}
-MARKERS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|channel|>", "<|message|>"),
-    *("<|constrain|>", "<|end|>", "<|call|>", "<|return|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
-]
 TYPED = ("qwen_coder", "glm")
 KEYS = st.text("abcé\"' _", min_size=1, max_size=4).filter(lambda key: key == key.strip())
 STRINGS = st.text(max_size=6) | st.text('\n </>ap{}[]"\\é,:', max_size=6) | st.sampled_from(["5", "true", "<tool_cal"])
@@ -48,19 +27,6 @@ VALUES = st.recursive(
 CALLS = st.lists(
     st.tuples(st.sampled_from(["f", "look_up"]), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=2
 )
-
-
-@cache
-def tokenizer_of(family, has_markers):
-    tokenizer = byte_level(add_prefix_space=False)
-    if has_markers:
-        # Some are special, as in published tokenizers, and some are not.
-        tokenizer.add_tokens(MARKERS[:7])
-        tokenizer.add_tokens(MARKERS[7:], special_tokens=True)
-    else:
-        tokenizer.get_added_vocab = dict
-    tokenizer.chat_template = FAMILIES[family]
-    return tokenizer
 
 
 def kind_of(value):
@@ -78,31 +44,6 @@ def tools_for(calls):
         {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": each}}}
         for name, each in properties.items()
     ]
-
-
-def written(family, content, calls):
-    """The answer as the family's template writes it."""
-    tokenizer = tokenizer_of(family, False)
-    question = {"role": "user", "content": "?"}
-    functions = [
-        {
-            "id": "123456789",
-            "type": "function",
-            "function": {
-                "name": name,
-                "arguments": json.dumps(arguments, ensure_ascii=False) if family == "deepseek" else arguments,
-            },
-        }
-        for name, arguments in calls
-    ]
-    answer = {"role": "assistant", "content": content, "tool_calls": functions}
-    before = rendered_chat(tokenizer, [question], add_generation_prompt=True).removesuffix("<think>\n")
-    text = rendered_chat(tokenizer, [question, answer])
-    assert text.startswith(before)
-    text = text[len(before) :].removesuffix("\n")
-    for end in ("<|im_end|>", "</s>", "<|eot_id|>", "<｜end▁of▁sentence｜>"):
-        text = text.removesuffix(end)
-    return text
 
 
 def pieces_of(tokenizer, parser, text, cuts=()):
@@ -129,11 +70,6 @@ def answer_of(family, text, tools, **settings):
     answer = Answer()
     answer.add(events_of(family, text, tools, **settings))
     return answer
-
-
-def tool(name="f", **properties):
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 TOOL = [tool(a={"type": "string"})]
@@ -342,65 +278,3 @@ def test_any_answer_ends_in_events_whose_calls_are_json(family, text):
         assert sum(isinstance(event, CallBegun) for event in events) == sum(
             isinstance(event, CallEnded) for event in events
         )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_grammar_allows_is_a_call(family):
-    llguidance = pytest.importorskip("llguidance")
-    from llguidance.hf import from_tokenizer
-
-    tokenizer = tokenizer_of(family, True)
-    form = AnswerForm(tokenizer)
-    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
-    tools = [tool(**properties), tool("g")]
-    matched = from_tokenizer(tokenizer)
-    grammar = form.call_grammar((), tools, {"type": "function", "function": {"name": "f"}})
-    assert not llguidance.LLMatcher.validate_grammar(grammar, matched)
-    # Ids of calls are ours.
-    text = written(family, "", [("f", {"a": "x", "n": 5})]).replace(', "id": "123456789"', "")
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    matcher = llguidance.LLMatcher(matched, grammar)
-    assert matcher.validate_tokens(tokens) == len(tokens), (grammar, text)
-    matcher.consume_tokens(tokens)
-    assert matcher.is_accepting()
-    other = tokenizer("Hello", add_special_tokens=False)["input_ids"]
-    assert llguidance.LLMatcher(matched, grammar).validate_tokens(other) == 0
-    opened = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
-    assert not llguidance.LLMatcher.validate_grammar(form.call_grammar(opened, tools), matched)
-    assert form.call_grammar((), tools, "auto") is form.call_grammar((), tools, "none") is None
-
-
-def test_a_value_of_a_schema_comes_behind_an_open_thought():
-    llguidance = pytest.importorskip("llguidance")
-    from llguidance.hf import from_tokenizer
-
-    tokenizer = tokenizer_of("hermes", True)
-    matched = from_tokenizer(tokenizer)
-    opened = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
-    for prompt, text in ((opened, 'Hm.\n</think>\n\n{"a":1}'), ((), '{"a":1}')):
-        grammar = AnswerForm(tokenizer).value_grammar(prompt, {"type": "object", "required": ["a"]})
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        matcher = llguidance.LLMatcher(matched, grammar)
-        assert matcher.validate_tokens(tokens) == len(tokens)
-        matcher.consume_tokens(tokens)
-        assert matcher.is_accepting()
-
-
-@pytest.mark.parametrize(
-    ("choice", "names", "named"),
-    [
-        ("required", [], "there are no tools"),
-        ("any", ["f"], "tool_choice is 'any'; give"),
-        ({"type": "function"}, ["f"], "tool_choice is .* give"),
-        ({"type": "function", "function": {"name": "g"}}, ["f"], "names the tool 'g'; there are f"),
-    ],
-)
-def test_a_choice_that_cannot_be_is_refused_by_name(choice, names, named):
-    with pytest.raises(HeteroKVError, match=named):
-        chosen_tool(choice, names)
-
-
-def test_an_unknown_form_is_refused_by_name():
-    with pytest.raises(HeteroKVError, match=r"no form 'x'; give one of .*hermes"):
-        AnswerForm(tokenizer_of("hermes", True), "x")
-    assert set(format_names()) == set(FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +9,11 @@ import pytest
 import torch
 
 from hetero_kv import Engine
-from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.operators import BoundedAttention, RetrievalAttention, ShadowKVAttention, TokenRetrievalAttention
 from hetero_kv.rules.injecting import inject
-from hetero_kv.rules.rule_file import parse_rules
 from tests.serving.number_tokenizer import Numbers
-from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, answered, engine_of
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few, with_slow
 from tests.support.small_recipes import RECIPES, small_recipe
@@ -31,11 +27,6 @@ PAGED = ["quest", "adaptive", "adaptive_lean", "ktransformers", "kvretrieval", "
 #: Of recipes that attend to every token.
 FULL = ["dense", "minference", "flexprefill", "self_extend"]
 OF_TOKENS = ["retroinfer", "magicpig", "sparq", "loki"]
-
-
-def answered(engine, tokens=PROMPT):
-    """A prompt and its answer."""
-    return [*tokens, *engine.generate(tokens, GREEDY).result().tokens]
 
 
 def shares(attended):
@@ -56,7 +47,7 @@ def own_masses(tokens, architecture):
 @pytest.mark.parametrize("place", [0, 5])
 def test_under_full_attention_the_masses_are_the_models_own(architecture, place):
     with engine_of("dense", architecture) as engine:
-        tokens, position = answered(engine), len(PROMPT) + place
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + place
         attended = engine.attended(tokens, position, prompt_tokens=len(PROMPT), bins=position).result()
     expected = own_masses(tokens[:position], architecture)
     np.testing.assert_allclose(attended.masses, expected, atol=2e-6)
@@ -69,7 +60,7 @@ def test_under_full_attention_the_masses_are_the_models_own(architecture, place)
 @pytest.mark.parametrize("bins", [1, 7, 500, [0], [0, 3, 150]])
 def test_a_bin_has_the_masses_of_its_tokens(bins):
     with engine_of("quest") as engine:
-        tokens, position = answered(engine), len(PROMPT) + 4
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + 4
         each = engine.attended(tokens, position, bins=position).result()
         binned = engine.attended(tokens, position, bins=bins).result()
     assert (binned.edges[0], binned.edges[-1]) == (0, position)
@@ -115,7 +106,7 @@ def attended_by_values(monkeypatch, operator):
 def test_masses_are_what_attention_returns_for_values_of_one_bin(recipe, monkeypatch):
     found = attended_by_values(monkeypatch, RetrievalAttention if recipe in PAGED else TokenRetrievalAttention)
     with engine_of(recipe) as engine:
-        tokens = answered(engine)
+        tokens = answered(engine, PROMPT)
         # No block is finalized here, so that none gets a mean of the values of one bin.
         position = len(PROMPT) + 7
         attended = engine.attended(tokens, position, prompt_tokens=len(PROMPT), bins=16).result()
@@ -128,7 +119,7 @@ def test_masses_are_what_attention_returns_for_values_of_one_bin(recipe, monkeyp
 @pytest.mark.parametrize("recipe", with_few(RECIPES, ("shadowkv", "streaming_llm", "infinigen", "self_extend", "d2o")))
 def test_all_shares_of_a_layer_are_one_and_all_but_few_tokens_are_left_out(recipe):
     with engine_of(recipe) as engine:
-        tokens, position = answered(engine), len(PROMPT) + 7
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + 7
         attended = engine.attended(tokens, position, prompt_tokens=len(PROMPT)).result()
     np.testing.assert_allclose(shares(attended), 1, atol=2e-6)
     assert attended.chosen.max() == 1
@@ -152,7 +143,7 @@ def test_a_budget_that_covers_the_sequence_gives_the_models_own_masses(recipe, o
     model = tiny_model("llama")
     inject(model, replace(rules, rules=tuple(changed)))
     with Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine:
-        tokens, position = answered(engine), len(PROMPT) + 7
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + 7
         attended = engine.attended(tokens, position, prompt_tokens=len(PROMPT), bins=position).result()
     np.testing.assert_allclose(attended.masses, own_masses(tokens[:position], "llama"), atol=2e-5)
 
@@ -178,7 +169,7 @@ def test_the_forward_is_that_of_the_answer_bit_for_bit(recipe, weights, monkeypa
     inject(model, small_recipe(recipe, max_seq_len=400, weights=weights))
     with Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine:
         found = computed(engine, monkeypatch)
-        tokens, position = answered(engine), len(PROMPT) + 7
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + 7
         attended = engine.attended(tokens, position).result()
         assert attended.cached_tokens == position - 1
         first, again = found[position]
@@ -200,7 +191,7 @@ def test_keys_are_read_as_they_are_stored(recipe, kv_type):
     settings = {"max_seq_len": 400, "weights": "q8_0", "kv_type": kv_type, **shared, **own.get(recipe, {})}
     inject(model, recipe, command_line=settings)
     with Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine:
-        tokens = answered(engine)
+        tokens = answered(engine, PROMPT)
         for place, most in ((0, 1), (7, 1 if recipe == "dense" else 0.6)):
             attended = engine.attended(tokens, len(PROMPT) + place, prompt_tokens=len(PROMPT)).result()
             np.testing.assert_allclose(shares(attended), 1, atol=3e-5)
@@ -211,123 +202,11 @@ def test_keys_are_read_as_they_are_stored(recipe, kv_type):
 def test_what_has_left_memory_passes_again_as_it_did(recipe, monkeypatch):
     with engine_of(recipe, kept_prefixes=0, part=40) as engine:
         found = computed(engine, monkeypatch)
-        tokens, position = answered(engine), len(PROMPT) + 7
+        tokens, position = answered(engine, PROMPT), len(PROMPT) + 7
         attended = engine.attended(tokens, position, prompt_tokens=len(PROMPT)).result()
         assert attended.cached_tokens == 0
         assert all(int(each.argmax()) == tokens[position] for each in found[position])
         torch.testing.assert_close(*found[position], rtol=1e-4, atol=1e-4)
-
-
-def test_a_second_question_finds_what_the_first_one_had_to_compute():
-    with engine_of("quest") as engine:
-        tokens = [*PROMPT, *alone(engine, PROMPT)]
-        first, second = (engine.attended(tokens, len(PROMPT) + place).result() for place in (8, 3))
-        assert (first.cached_tokens, second.cached_tokens) == (0, len(PROMPT) + 2)
-
-
-def test_an_answer_that_goes_on_can_be_asked_about():
-    with engine_of("quest", kept_prefixes=0) as engine:
-        stream = engine.generate(PROMPT, GREEDY)
-        while len(stream._pieces) < 6:
-            engine.step()
-        tokens = [*PROMPT, *(piece.token for piece in stream._pieces)]
-        attended = engine.attended(tokens, len(PROMPT) + 4).result()
-        assert attended.cached_tokens == len(PROMPT) + 3
-        assert stream.result().tokens == alone(engine, PROMPT)
-
-
-def test_nothing_is_left_behind_and_no_answer_changes():
-    with engine_of("adaptive", kept_prefixes=1, part=40) as engine:
-        tokens = answered(engine)
-        (allocator,) = engine._store.allocators.values()
-        free = allocator.free_blocks
-        quiet = engine.attended(tokens, len(PROMPT) + 5).result()
-        assert allocator.free_blocks == free
-        streams = [engine.generate(each, GREEDY) for each in PROMPTS[:3]]
-        questions = []
-        while not all(stream.is_done for stream in streams):
-            questions.append(engine.attended(tokens, len(PROMPT) + 5, prompt_tokens=len(PROMPT)))
-            engine.step()
-        assert [stream.result().tokens for stream in streams] == [alone(engine, each) for each in PROMPTS[:3]]
-        for question in questions:
-            np.testing.assert_allclose(question.result().masses, quiet.masses, atol=1e-5)
-        while engine._prefixes.drop_oldest():
-            pass
-        assert allocator.free_blocks == allocator.num_blocks
-
-
-def test_one_that_is_cancelled_or_fails_leaves_alone(monkeypatch):
-    with engine_of("dense", kept_prefixes=0, part=40) as engine:
-        tokens = answered(engine)
-        answer = engine.generate(PROMPTS[1], GREEDY)
-        cancelled = engine.attended(tokens, len(PROMPT) + 5)
-        for _ in range(3):
-            engine.step()
-        cancelled.cancel()
-        with pytest.raises(HeteroKVError, match="what token 205 attended to was cancelled"):
-            cancelled.result()
-        monkeypatch.setattr(RetrievalAttention, "_record_token", lambda *_: None)
-        with pytest.raises(HeteroKVError, match=r"layers \[0, 1, 2\] have not recorded their attention"):
-            engine.attended(tokens, len(PROMPT) + 5).result()
-        assert answer.result().tokens == alone(engine, PROMPTS[1])
-        (allocator,) = engine._store.allocators.values()
-        assert allocator.free_blocks == allocator.num_blocks
-
-
-def test_a_record_without_a_key_that_matters_is_refused(monkeypatch):
-    from hetero_kv.engine.attention_record import AttentionRecord
-
-    add_keys = AttentionRecord.add_keys
-
-    def fewer(self, q, keys, positions, scale, softcap, attended=None):
-        add_keys(self, q, keys[:, :-40], positions[:-40], scale, softcap, attended[:, :-40])
-
-    with engine_of("dense") as engine:
-        tokens = answered(engine)
-        monkeypatch.setattr(AttentionRecord, "add_keys", fewer)
-        with pytest.raises(HeteroKVError, match="log-sum-exp of the recorded keys differs from that of the attention"):
-            engine.attended(tokens, len(PROMPT) + 5).result()
-
-
-def test_layers_that_cannot_say_are_refused_by_name(monkeypatch):
-    with engine_of("streaming_llm") as engine:
-        tokens = answered(engine)
-        with pytest.raises(
-            HeteroKVError, match=r"layers\.0\.self_attn \(BoundedAttention\) does not attend to all of a"
-        ):
-            engine.attended(tokens, len(PROMPT), prompt_tokens=len(PROMPT))
-        monkeypatch.setattr(BoundedAttention, "records_attention", False)
-        with pytest.raises(HeteroKVError, match=r"layers\.0\.self_attn \(BoundedAttention\) cannot say which tokens"):
-            engine.attended(tokens, len(PROMPT) + 1)
-    own = [{"match": {"name": r"layers\.1\.self_attn$"}, "replace": {"class": "default"}}]
-    model = tiny_model("llama")
-    inject(model, parse_rules({"extends": "dense.yaml", "long_context": {"max_seq_len": 400}, "rules": own}))
-    with (
-        Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine,
-        pytest.raises(HeteroKVError, match="layer 1 of the model has attention of its own"),
-    ):
-        engine.attended(tokens, len(PROMPT))
-
-
-def test_arguments_outside_their_range_are_refused_by_name():
-    with engine_of("dense") as engine:
-        for position, settings, message in (
-            (0, {}, "position is 0; it must be from 1 to 8"),
-            (9, {}, "position is 9; it must be from 1 to 8"),
-            (3, {"prompt_tokens": 4}, "prompt_tokens is 4; it must be from 1 to position, 3"),
-            (3, {"prompt_tokens": 0}, "prompt_tokens is 0"),
-            (3, {"bins": 0}, "bins is 0; it must be at least 1"),
-            (3, {"bins": [0, 2, 2]}, r"bins is \[0, 2, 2\]; the bins' first tokens rise from 0 and are below 3"),
-            (3, {"bins": [1]}, "first tokens rise from 0"),
-            (3, {"bins": [0, 3]}, "are below 3"),
-            (3, {"bins": "all"}, "bins is 'all'; give a number, or the first token of each bin"),
-        ):
-            with pytest.raises(HeteroKVError, match=message):
-                engine.attended([5] * 9, position, **settings)
-        with pytest.raises(CacheFullError, match="the prompt has 401 tokens"):
-            engine.attended([5] * 402, 401)
-    with pytest.raises(HeteroKVError, match="the engine is closed"):
-        engine.attended([5] * 9, 3)
 
 
 def test_the_first_token_of_all_attends_to_the_one_before():
@@ -335,21 +214,6 @@ def test_the_first_token_of_all_attends_to_the_one_before():
         attended = engine.attended([5, 6], 1).result()
         assert attended.masses.shape == (3, 1)
         np.testing.assert_allclose(attended.masses, 1, atol=1e-6)
-
-
-def test_a_thread_answers_threads_and_event_loops():
-    with engine_of("quest", starts_thread=True) as engine:
-        tokens = answered(engine)
-
-        async def ask(place):
-            return await engine.attended(tokens, len(PROMPT) + place)
-
-        async def ask_all():
-            return await asyncio.gather(*map(ask, range(1, 4)))
-
-        found = asyncio.run(ask_all())
-        assert [each.position for each in found] == [len(PROMPT) + place for place in range(1, 4)]
-        assert (engine.attended(tokens, len(PROMPT) + 2).result(60).masses == found[1].masses).all()
 
 
 @pytest.mark.cuda

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hetero_kv import SamplingParams
-from tests.serving.test_engine import GREEDY, PROMPTS, computed_alone, engine_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, computed_alone, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

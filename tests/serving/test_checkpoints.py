@@ -14,7 +14,7 @@ from hetero_kv.models.loading import LoadedModel
 from hetero_kv.serving import checkpoints
 from hetero_kv.serving.checkpoints import TAIL
 from tests.serving.number_tokenizer import Numbers
-from tests.serving.test_engine import GREEDY, alone, engine_of
+from tests.serving.tiny_engine import GREEDY, alone, engine_of
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few, with_slow
 from tests.support.small_families import mixed, operator_in

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.slow_variants import combined
 
 

@@ -13,7 +13,7 @@ from hetero_kv.models.loading import LoadedModel
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.turns import Others, Turn, _Queue
 from tests.serving.number_tokenizer import Numbers
-from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.small_recipes import small_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_kv import SamplingParams
-from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.small_recipes import RECIPES
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
 

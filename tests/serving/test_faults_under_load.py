@@ -11,7 +11,7 @@ from hetero_kv import SamplingParams
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
-from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv import SamplingParams
 from hetero_kv.serving.part_size import LEAST_BESIDE
-from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")

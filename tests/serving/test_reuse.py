@@ -7,7 +7,7 @@ import torch
 
 from hetero_kv import SamplingParams
 from hetero_kv.serving.reuse import Reuse
-from tests.serving.test_engine import PROMPTS, engine_of
+from tests.serving.tiny_engine import PROMPTS, engine_of
 from tests.support.ragged_rows import prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

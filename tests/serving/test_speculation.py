@@ -17,7 +17,7 @@ from hetero_kv.serving.burst import Burst
 from hetero_kv.serving.forward import Part
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.speculation import Speculation
-from tests.serving.test_engine import PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_kv import SamplingParams
-from tests.serving.test_engine import PROMPTS, engine_of
+from tests.serving.tiny_engine import PROMPTS, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

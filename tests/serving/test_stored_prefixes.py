@@ -13,7 +13,7 @@ from hetero_kv.contexts import writing
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.errors import HeteroKVError
-from tests.serving.test_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few
 

@@ -12,7 +12,7 @@ from hetero_kv import SamplingParams
 from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.serving.model_answers import ModelAnswers
 from tests.serving.number_tokenizer import Numbers
-from tests.serving.test_engine import GREEDY, PROMPTS, engine_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, engine_of
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
