@@ -1,4 +1,4 @@
-"""Settings: checks, messages, and the precedence of sources."""
+"""Settings: checks, messages and descriptions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.window.settings import SlidingWindowSettings
 from hetero_kv.rules.owners import every_settings_class
-from hetero_kv.rules.precedence import COMMAND_LINE, DEFAULT, SETTINGS_FILE, SettingsSource, in_force
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.mapping import canonical, settings_from_mapping
+from hetero_kv.settings.mapping import settings_from_mapping
 from hetero_kv.settings.setting import SettingError, Settings, setting
 from hetero_kv.store import storage
 
@@ -260,15 +259,6 @@ def test_every_registered_storage_and_representative_type_is_accepted() -> None:
         assert retrieval(representative_type=name.lower(), representative_num=num).representative_type == name
 
 
-def test_of_the_flat_block_each_class_has_its_own() -> None:
-    flat = {"chunk_size": 512, "cpu_infer": 10, "second_select_num": 8}
-    by_precedence = [SettingsSource("here", canonical(every_settings_class(), flat, where="here"))]
-    assert in_force(EngineSettings, by_precedence, where="here").settings == EngineSettings(
-        chunk_size=512, threads_num=10
-    )
-    assert in_force(RetrievalSettings, by_precedence, where="here").settings == RetrievalSettings(top_k_blocks=8)
-
-
 def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operator_has_one_of_the_engines() -> None:
     meant: dict[str, set[str]] = {}
     for cls in every_settings_class():
@@ -278,55 +268,6 @@ def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operat
     assert all(len(names) == 1 for names in meant.values())
     engine, *operators = every_settings_class()
     assert not {row.name for row in describe(engine)} & {row.name for cls in operators for row in describe(cls)}
-
-
-def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_file() -> None:
-    by_precedence = [
-        SettingsSource(COMMAND_LINE, {"block_size": 1}),
-        SettingsSource("a.yaml: rule 1", {"block_size": 2, "token_step": 2}),
-        SettingsSource(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "sink_tokens": 3}),
-    ]
-    found = in_force(RetrievalSettings, by_precedence, where="here")
-    assert found.settings == RetrievalSettings(block_size=1, token_step=2, sink_tokens=3)
-    sources = {name: source for name, source in found.sources.items() if source != DEFAULT}
-    assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "sink_tokens": SETTINGS_FILE}
-
-
-def test_mistakes_of_the_command_line_are_named_as_such() -> None:
-    file = SettingsSource("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "min_blocks": 4})
-    flags = SettingsSource(COMMAND_LINE, {"top_k_blocks": 3, "chunk_size": 512})
-    with pytest.raises(ConfigError, match=r"^here, with top_k_blocks 3 from the command line: min_blocks"):
-        in_force(RetrievalSettings, [flags, file], where="here")
-    with pytest.raises(ConfigError, match=r"^here: min_blocks"):
-        in_force(RetrievalSettings, [SettingsSource("mine.yaml", flags.settings), file], where="here")
-
-
-def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
-    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: None)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert EngineSettings().resolved_threads() == 4
-    assert EngineSettings(threads_num=5).resolved_threads() == 5
-    assert EngineSettings(threads_num=64).resolved_threads() == 6
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3}, raising=False)
-    assert EngineSettings().resolved_threads() == 1
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: None)
-    assert EngineSettings().resolved_threads() == 6
-
-
-def test_threads_are_no_more_than_a_containers_quota_unless_the_environment_says_how_many(monkeypatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
-    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: 2.5)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert EngineSettings().resolved_threads() == 2
-    assert EngineSettings(threads_num=5).resolved_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
-    assert EngineSettings().resolved_threads() == 5
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert EngineSettings().resolved_threads() == 2
 
 
 @pytest.mark.parametrize("cls", every_settings_class())

@@ -1,4 +1,4 @@
-"""The number of usable CPUs: affinity within the CPU quotas of cgroups v1 and v2."""
+"""The number of usable CPUs, affinity within the CPU quotas of cgroups v1 and v2, and of threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_kv import cpus
+from hetero_kv.settings.engine_settings import EngineSettings
 from tests.support.cgroup_trees import ControlGroups
 
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -123,3 +124,31 @@ def test_a_process_in_a_group_starts_no_more_threads_than_its_quota(half_a_cpu, 
         env=environment | threads, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == found
+
+
+def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert EngineSettings().resolved_threads() == 4
+    assert EngineSettings(threads_num=5).resolved_threads() == 5
+    assert EngineSettings(threads_num=64).resolved_threads() == 6
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3}, raising=False)
+    assert EngineSettings().resolved_threads() == 1
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None)
+    assert EngineSettings().resolved_threads() == 6
+
+
+def test_threads_are_no_more_than_a_containers_quota_unless_the_environment_says_how_many(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: 2.5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert EngineSettings().resolved_threads() == 2
+    assert EngineSettings(threads_num=5).resolved_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    assert EngineSettings().resolved_threads() == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert EngineSettings().resolved_threads() == 2

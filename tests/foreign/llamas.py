@@ -9,6 +9,8 @@ from tests.support.tiny_models import tiny_model
 
 EVERYTHING = {"block_size": 4, "max_seq_len": 128, "kv_type": "FP32", "top_k_blocks": "all", "chunk_size": 16}
 PROMPT = (torch.arange(40) % 90 + 2)[None]
+# Of weights of eight bits.
+ROUNDING = 5e-2
 TOKENS = torch.tensor([[3, 7, 11]])
 
 
