@@ -82,10 +82,10 @@ ALIKE = (
 NOT_COVERING = "cascade", "infinigen", "infllm_stream", "minference", "quest", "self_extend", "shadowkv"
 #: Of the recipes in one such model: what others are between them too.
 SELDOM_BETWEEN = (
-    "adaptive_lean", "bigbird", "cam", "cascade", "flexprefill", "infinigen", "infllm", "infllm_stream", "kvretrieval",
-    "loki", "minference", "pyramidkv", "quest", "random", "retroinfer", "roco", "self_extend", "self_extend_quest",
-    "shadowkv_minference", "shadowkv_plus", "sirllm", "snapkv", "snapkv_evict", "sparq", "streaming", "streaming_llm",
-    "tova",
+    "adaptive_lean", "bigbird", "cam", "cascade", "d2o", "flexprefill", "infinigen", "infllm", "infllm_stream",
+    "kvretrieval", "loki", "minference", "pyramidkv", "quest", "random", "retroinfer", "roco", "self_extend",
+    "self_extend_quest", "shadowkv_minference", "shadowkv_plus", "sirllm", "snapkv", "snapkv_evict", "sparq",
+    "streaming", "streaming_llm", "tova",
 )  # fmt: skip
 #: Models with layers that are no attention, every recipe in one and some in each.
 BETWEEN_OTHERS = [

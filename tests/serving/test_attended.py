@@ -15,7 +15,7 @@ from hetero_kv.rules.injecting import inject
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.tiny_engine import PROMPTS, answered, engine_of
 from tests.support.ragged_rows import prompt
-from tests.support.slow_variants import with_few, with_slow
+from tests.support.slow_variants import combined, with_few, with_slow
 from tests.support.small_recipes import RECIPES, small_recipe
 from tests.support.tiny_models import tiny_model
 
@@ -44,7 +44,7 @@ def own_masses(tokens, architecture):
 @pytest.mark.parametrize(
     "architecture", with_slow(["llama", "gemma2", "gpt_oss", "bamba", "deepseek_v3"], ["deepseek_v3"])
 )
-@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("place", with_few([5, 0]))
 def test_under_full_attention_the_masses_are_the_models_own(architecture, place):
     with engine_of("dense", architecture) as engine:
         tokens, position = answered(engine, PROMPT), len(PROMPT) + place
@@ -102,7 +102,7 @@ def attended_by_values(monkeypatch, operator):
     return found
 
 
-@pytest.mark.parametrize("recipe", with_slow([*PAGED, *OF_TOKENS], ["ktransformers", "kvretrieval", "loki"]))
+@pytest.mark.parametrize("recipe", with_few([*PAGED, *OF_TOKENS], ("adaptive", "infllm", "retroinfer", "magicpig")))
 def test_masses_are_what_attention_returns_for_values_of_one_bin(recipe, monkeypatch):
     found = attended_by_values(monkeypatch, RetrievalAttention if recipe in PAGED else TokenRetrievalAttention)
     with engine_of(recipe) as engine:
@@ -162,8 +162,7 @@ def computed(engine, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("weights", ["auto", "q8_0"])
-@pytest.mark.parametrize("recipe", ["dense", "adaptive"])
+@pytest.mark.parametrize(("recipe", "weights"), combined(["dense", "adaptive"], ["auto", "q8_0"]))
 def test_the_forward_is_that_of_the_answer_bit_for_bit(recipe, weights, monkeypatch):
     model = tiny_model("qwen3")
     inject(model, small_recipe(recipe, max_seq_len=400, weights=weights))
@@ -198,7 +197,7 @@ def test_keys_are_read_as_they_are_stored(recipe, kv_type):
             assert attended.chosen.mean() <= most
 
 
-@pytest.mark.parametrize("recipe", ["adaptive", "streaming_llm", "retroinfer"])
+@pytest.mark.parametrize("recipe", with_few(["adaptive", "streaming_llm", "retroinfer"], 2))
 def test_what_has_left_memory_passes_again_as_it_did(recipe, monkeypatch):
     with engine_of(recipe, kept_prefixes=0, part=40) as engine:
         found = computed(engine, monkeypatch)
