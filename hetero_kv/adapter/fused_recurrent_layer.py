@@ -21,7 +21,7 @@ from hetero_kv.adapter.decode_buffers import hidden_array, new_hidden
 from hetero_kv.adapter.decoder_form import DecoderForm
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
-from hetero_kv.adapter.fused_decode_layer import TOLERANCE
+from hetero_kv.adapter.fused_decode_layer import TOLERANCE, output_difference
 from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
 from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
 from hetero_kv.engine.recurrent_state import fork, is_state, named_states
@@ -71,6 +71,7 @@ class FusedRecurrentLayer:
         return (
             hidden_states.dim() == 3
             and hidden_states.device.type == "cpu"
+            and hidden_states.dtype is self._norm.weight.dtype
             and hidden_states.shape[1] == 1
             and len(hidden_states) <= self._most_rows
             and kwargs.get("attention_mask") is None
@@ -96,9 +97,13 @@ class FusedRecurrentLayer:
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from the layer's output and state after random tokens."""
-        return min(self._difference_from(layer, seed) for seed in range(self._feed_forward.trials))
+        trials = (self._differences_from(layer, seed) for seed in range(self._feed_forward.trials))
+        states, outputs = zip(*trials, strict=True)
+        # Two experts may be nearly tied for a row of some trial.
+        return max(*states, min(outputs))
 
-    def _difference_from(self, layer: Any, seed: int) -> float:
+    def _differences_from(self, layer: Any, seed: int) -> tuple[float, float]:
+        """Of the states, and of the output."""
         weight = self._norm.weight
         generator = torch.Generator().manual_seed(self.layer_idx + (seed << 16))
         hidden = torch.randn(_TRIED_ROWS, _BEFORE + 1, len(weight), generator=generator).to(weight.dtype)
@@ -109,10 +114,10 @@ class FusedRecurrentLayer:
         expected = _called(layer, token, theirs, self.layer_idx)
         cache = Cache(layers=[mine] * (self.layer_idx + 1))
         if not self.fits(token, cache, {}):
-            return float("inf")
+            return float("inf"), float("inf")
         output = self(token, cache)
-        pairs = zip([output, *named_states(mine).values()], [expected, *named_states(theirs).values()], strict=True)
-        return max(largest_difference([a], [b]) for a, b in pairs)
+        states = largest_difference(list(named_states(mine).values()), list(named_states(theirs).values()))
+        return states, output_difference(output, expected, token)
 
 
 def _called(layer: Any, hidden_states: torch.Tensor, state: LinearAttentionLayer, layer_idx: int) -> torch.Tensor:

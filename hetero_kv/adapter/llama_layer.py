@@ -32,7 +32,10 @@ HEAD_NORMS = ("q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 #: Attributes with numbers that a fast path reads from the modules of such a layer.
-READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized")
+READ_NUMBERS = (
+    "variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized", "residual_multiplier", "top_k",
+    "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "route_scale", "n_group", "topk_group",
+)  # fmt: skip
 NONE = np.empty(0, np.float32)
 # Names of the norm of a layer's input.
 _FIRST_NORMS = "input_layernorm", "operator_norm"
@@ -231,6 +234,19 @@ def _say_once(level: int, operator: AttentionOperator | FastPathOwner, what: str
 def largest_difference(mine: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
     """The largest relative difference, of norms; infinite where shapes differ or a number is not finite."""
     return max(_difference(*pair) for pair in zip(mine, reference, strict=True))
+
+
+def update_difference(mine: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor) -> float:
+    """The relative difference, of norms, of what a layer adds to its input `hidden`, beyond the outputs' rounding.
+
+    A layer of small weights adds little, so that its output alone would hide what it computes.
+    """
+    if mine.shape != reference.shape or not (torch.isfinite(mine).all() and torch.isfinite(reference).all()):
+        return float("inf")
+    rounding = torch.finfo(reference.dtype).eps * float(reference.float().norm())
+    mine, reference, hidden = mine.float(), reference.float(), hidden.float()
+    difference = max(0.0, float((mine - reference).norm()) - rounding)
+    return difference / max(float((reference - hidden).norm()), 1e-30)
 
 
 def _difference(mine: torch.Tensor, reference: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ _SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _SHARED_GATE = "shared_expert_gate"
 # Names of settings: groups of experts, and those of them that are kept.
 _GROUPS, _KEPT = ("num_group", "n_group"), "topk_group"
-_TRIED_ROWS = 32
+_TRIED_ROWS = 256
 # Rows that may be routed otherwise, because two experts are nearly tied; and a relative difference of shares.
 _TIES, _TOLERANCE = 1, 1e-4
 
@@ -63,11 +63,16 @@ class MixtureForm:
     shared_gate: np.ndarray
     copied: tuple[torch.Tensor, ...]
     _weights: torch.Tensor
+    _buffers: tuple[tuple[dict[str, Any], str, torch.Tensor], ...]
 
     @property
     def is_current(self) -> bool:
-        """Whether the experts, and the router's weights, are where they were."""
-        return self._weights.data_ptr() == self.router.ctypes.data and self.experts.products() is self.products
+        """Whether the experts, the router's weights and all buffers are what they were."""
+        return (
+            self._weights.data_ptr() == self.router.ctypes.data
+            and self.experts.products() is self.products
+            and all(owner.get(name) is buffer for owner, name, buffer in self._buffers)
+        )
 
     @classmethod
     def of(cls, block: Any) -> MixtureForm | None:
@@ -106,20 +111,21 @@ class MixtureForm:
         router = routers[0].detach()
         if router.dtype not in ARRAY_DTYPES or not router.is_contiguous():
             return None
-        for bias, correction in _assignments(vectors):
-            for choice in _choices(block):
-                scale = routed.scale_of(router, bias, correction, choice)
-                if scale is not None:
-                    gates = None if gate is None else gate.weight
-                    # Packed weights are no parameter, and never change.
-                    kept = *vectors, *([gates] if isinstance(gates, nn.Parameter) else [])
-                    return cls(
-                        experts, products, bits(router), floats_of(bias), floats_of(correction),
-                        np.array(choice, np.int64), np.float32(scale), routed.chosen.shape[1], shared_matrices,
-                        floats_of(gates), kept, routers[0],
-                    )  # fmt: skip
-        _logger.info("%s: the routing is of no known kind; its layer is not fused", experts.path)
-        return None
+        kinds = list(itertools.product(_assignments(vectors), _choices(block)))
+        tried = [routed.compared(router, *vectors_of, choice) for vectors_of, choice in kinds]
+        wrong, scale = min(tried, key=lambda each: each[0])
+        if wrong > _TIES:
+            _logger.info("%s: the routing is of no known kind; its layer is not fused", experts.path)
+            return None
+        (bias, correction), choice = kinds[tried.index((wrong, scale))]
+        gates = None if gate is None else gate.weight
+        # Packed weights are no parameter, and never change.
+        kept = *vectors, *([gates] if isinstance(gates, nn.Parameter) else [])
+        return cls(
+            experts, products, bits(router), floats_of(bias), floats_of(correction), np.array(choice, np.int64),
+            np.float32(scale), routed.chosen.shape[1], shared_matrices, floats_of(gates), kept, routers[0],
+            _named_buffers(block, apart),
+        )  # fmt: skip
 
 
 class _Recorder(nn.Module):
@@ -168,10 +174,13 @@ class _Routed:
             raise ValueError("the experts get something else than the rows")
         return cls(x[0], chosen.long(), shares.float())
 
-    def scale_of(
+    def compared(
         self, router: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None, choice: tuple[int, ...]
-    ) -> float | None:
-        """What the shares of this kind of routing are multiplied with; None if it chooses other experts or shares."""
+    ) -> tuple[int, float]:
+        """In how many rows this kind of routing chooses other experts, and what its shares are multiplied with.
+
+        All rows count where the shares differ.
+        """
         kind, groups, kept, counted, normalised = choice
         logits = self.x @ router.float().T + (0 if bias is None else bias.float().flatten())
         scores = logits.sigmoid() if kind == SIGMOID else logits.softmax(dim=1)
@@ -182,20 +191,23 @@ class _Routed:
             left = torch.zeros(len(values), groups, dtype=torch.bool).scatter(1, best, True)
             values = grouped.masked_fill(~left[..., None], float("-inf")).flatten(1)
         mine = values.topk(self.chosen.shape[1], dim=1).indices.sort(dim=1).values
-        if int((mine != self.chosen.sort(dim=1).values).any(dim=1).sum()) > _TIES:
-            return None
+        wrong = int((mine != self.chosen.sort(dim=1).values).any(dim=1).sum())
         shares = scores.gather(1, self.chosen)
         if normalised:
             shares = shares / shares.sum(dim=1, keepdim=True)
         scales = self.shares / shares
         scale = float(scales.median())
-        return scale if float((scales - scale).abs().max()) <= _TOLERANCE * abs(scale) else None
+        if not float((scales - scale).abs().max()) <= _TOLERANCE * abs(scale):
+            wrong = len(self.x)
+        return wrong, scale
 
 
 def _assignments(vectors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
     """Which of the vectors may be the router's bias, and which the correction of scores."""
     padded = [*vectors, None, None][:2]
-    yield from ((padded[0], padded[1]), (padded[1], padded[0]))
+    yield padded[0], padded[1]
+    if vectors:
+        yield padded[1], padded[0]
 
 
 def _choices(block: Any) -> Iterator[tuple[int, ...]]:
@@ -209,6 +221,12 @@ def _choices(block: Any) -> Iterator[tuple[int, ...]]:
             break
     for kind, group, normalised in itertools.product((SOFTMAX, SIGMOID), reversed(declared), (1, 0)):
         yield kind, *group, normalised
+
+
+def _named_buffers(block: Any, apart: list[nn.Module]) -> tuple[tuple[dict[str, Any], str, torch.Tensor], ...]:
+    """The buffers of `_tensors`, each with the dictionary that has it and its name there."""
+    modules = [block, *(part for child in block.children() if child not in apart for part in child.modules())]
+    return tuple((each._buffers, *item) for each in modules for item in each._buffers.items() if item[1] is not None)
 
 
 def _tensors(block: Any, apart: list[nn.Module]) -> list[torch.Tensor]:

@@ -74,7 +74,7 @@ class QuantizedMatrix(QuantizedModule):
     def install(self) -> None:
         super().install()
         if self.quantized is not None:
-            self.keep(self.quantized)
+            self.keep(self.quantized, self.inputs)
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
             parameter_dtype = self.kept_as(None, parameter.shape[1])
@@ -126,8 +126,8 @@ class QuantizedMatrix(QuantizedModule):
 
         parameter_dtype = self.kept_as(kind.name, shape[1])
         if parameter_dtype is not None and parameter_dtype == kind.name:
-            self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]))
-            self.inputs = None if columns is None else torch.from_numpy(columns.argsort())
+            inputs = None if columns is None else torch.from_numpy(columns.argsort())
+            self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]), inputs)
             return None
         # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
@@ -177,8 +177,7 @@ class QuantizedMatrix(QuantizedModule):
         """Share the packed weights of `other`, which are tied to these; False if it has none."""
         if other.quantized is None:
             return False
-        self.keep(other.quantized)
-        self.inputs = other.inputs
+        self.keep(other.quantized, other.inputs)
         return True
 
     def _take_numbers(self, numbers: torch.Tensor, parameter_dtype: str | None) -> None:
@@ -190,9 +189,9 @@ class QuantizedMatrix(QuantizedModule):
         quantized = QuantizedWeight.of_numbers(numbers, parameter_dtype)
         self.keep(weight_moved(quantized, lambda packed: packed.to(numbers.device)))
 
-    def keep(self, quantized: PackedWeight) -> None:
-        """Replace the weights by a packed matrix."""
-        self._quantized, self.packed = quantized, quantized.data
+    def keep(self, quantized: PackedWeight, inputs: torch.Tensor | None = None) -> None:
+        """Replace the weights by a packed matrix; inputs: see the class."""
+        self._quantized, self.packed, self.inputs = quantized, quantized.data, inputs
         # A model reads device and dtype from its parameters: an empty one has both.
         self._give(torch.empty(0, dtype=self.dtype, device=quantized.data.device))
 

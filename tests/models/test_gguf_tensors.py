@@ -133,7 +133,7 @@ def test_the_converters_row_order_is_reversed(groups, per_group, dim):
         assert change.keeps_blocks
         np.testing.assert_array_equal(change.apply(written, config), np.arange(len(written)))
     columns = by_place(values, groups)[None]
-    assert not inverse_transforms.VALUE_HEAD_COLUMNS.keeps_blocks
+    assert inverse_transforms.VALUE_HEAD_COLUMNS.keeps_blocks
     np.testing.assert_array_equal(inverse_transforms.VALUE_HEAD_COLUMNS.apply(columns, config)[0], values)
 
 

@@ -10,6 +10,7 @@ import torch
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.adapter.llama_layer import largest_difference, update_difference
 from hetero_kv.cpu_ops.fused_decode_layer import gate_region
 from hetero_kv.cpu_ops.gates import GELU_TANH
 from tests.support.slow_variants import with_slow
@@ -126,3 +127,13 @@ def test_a_layer_whose_weights_are_numbers_takes_the_general_way():
     inject(model, "quest", command_line={name: value for name, value in SETTINGS.items() if name != "weights"})
     decoded(model, tokens=1)
     assert [layer._native for layer in layers(model)] == [None] * 3
+
+
+def test_a_layer_that_adds_little_cannot_hide_a_difference():
+    generator = torch.Generator().manual_seed(0)
+    hidden, added = (torch.randn(2, 1, 64, generator=generator) for _ in range(2))
+    theirs, mine = hidden + 1e-3 * added, hidden + 2e-3 * added
+    assert largest_difference([mine], [theirs]) < 5e-3
+    assert update_difference(mine, theirs, hidden) == pytest.approx(1, rel=0.01)
+    # Rounding to bfloat16 is no difference.
+    assert update_difference(theirs.bfloat16(), theirs.bfloat16() * (1 + 2**-8), hidden.bfloat16()) == 0
