@@ -3,10 +3,10 @@
     python -m benchmarks.speculation [--model NAME] [--recipe adaptive] [--lengths 4096,16384] [--questions 20]
         [--tokens 128] [--ways lookup] [--rows 8] [--json FILE]
 
-A document is source code of Python's standard library. A question that quotes asks for a function of it, word for word,
-with another name, or as a list of its calls; an open one is asked without a look at the document. Every question is
-answered once in each way, in turns, behind the same document, which passes once; the tokens must be the same. A figure
-is the median over the questions of the ratio of tokens per second to those without speculation, and the mean of both
+A document is source code of Python's standard library. A question that quotes is about a function of it, word for word,
+with another name, or its first lines; an open one has nothing to do with the document. Every question is answered once
+in each way, in turns, behind the same document, which passes once; answers whose tokens differ are counted. A figure is
+the median over the questions of the ratio of tokens per second to those without speculation, and the mean of both
 speeds. `--rows` answers so many questions at a time.
 """
 
@@ -67,6 +67,8 @@ def documents(length: int, count: int, engine: Engine) -> list[tuple[str, list[s
             found.append((text, names))
         if len(found) == count:
             break
+    if not found:
+        raise SystemExit(f"no module of Python's standard library has {length} tokens and four short functions there")
     return found
 
 
@@ -76,10 +78,10 @@ def questions(length: int, count: int, is_quoting: bool, engine: Engine) -> list
     texts = documents(length, -(-count // 4), engine)
     for number in range(count):
         text, names = texts[number // 4 % len(texts)]
-        asked = _QUOTING[number % len(_QUOTING)].format(name=names[number % 4])
+        question = _QUOTING[number % len(_QUOTING)].format(name=names[number % 4])
         if not is_quoting:
-            asked = _OPEN[number % len(_OPEN)] + f" Begin with the letter {chr(65 + number)}."
-        message = {"role": "user", "content": f"```python\n{text}\n```\n\n{asked}"}
+            question = _OPEN[number % len(_OPEN)] + f" Begin with the letter {chr(65 + number)}."
+        message = {"role": "user", "content": f"```python\n{text}\n```\n\n{question}"}
         prompts.append(engine.encode([message]))
     return prompts
 
@@ -93,6 +95,7 @@ def speeds(
     while len(engine._scheduler.queues.running) < len(streams) and not any(each.is_done for each in streams):
         engine.step()
     before = sum(len(each.tokens) - each.prompt_tokens for each in engine._scheduler.queues.running)
+    before += sum(len(each.result().pieces) for each in streams if each.is_done)
     began = time.perf_counter()
     while not all(each.is_done for each in streams):
         engine.step()

@@ -181,6 +181,10 @@ def run(flags: argparse.Namespace) -> int:
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
+    if not configs and flags.speculation != "off":
+        raise ConfigError(
+            f"speculation is {flags.speculation}, and the untouched model has none; give a config, or omit it"
+        )
     settings = settings_of(flags)
     require_effect_somewhere(settings, configs)
     settings_file = read_settings_file()

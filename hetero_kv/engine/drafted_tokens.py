@@ -21,11 +21,14 @@ class DraftedTokens:
         self._cache, self._steps = cache, steps
 
     def keep(self, tokens: int) -> None:
-        """Drop all but the first `tokens`, at least 1; every layer is then as if the others had not passed."""
-        dropped = len(self._steps) - tokens
-        if not dropped:
+        """Drop all but the first `tokens`, at least 1. Layers compute then as if the others had not passed.
+
+        Layers' statistics count what all of them read. Repeatable after an interrupt.
+        """
+        if tokens == len(self._steps):
             return
         last = self._steps[tokens - 1]
+        dropped = self._cache.get_seq_length() - last.length
         self._cache.crop(-dropped, Checkpoint(last.length, last.states) if last.states else None)
         group = last.group
         for layout in group.layouts:

@@ -13,7 +13,7 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.burst import Burst
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.sampler import Choice, Sampler
-from hetero_kv.serving.speculation import DraftCounts, Speculation
+from hetero_kv.serving.speculation import DraftCounts, Speculation, without_guesses
 
 
 class AnswerTokens(Iterator[Choice]):
@@ -46,6 +46,8 @@ class AnswerTokens(Iterator[Choice]):
         self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
         self._drafter = None if speculation is None else speculation.drafter(tokens, way)
         self._left, self._newest = limit, 0
+        # When the last forward began; None before the first one.
+        self._began: float | None = None
         self._burst = Burst(logits[None])
         self.counts = DraftCounts()
 
@@ -66,20 +68,23 @@ class AnswerTokens(Iterator[Choice]):
         cache = self._cache
         if self._drafter is not None and self._speculation is not None and isinstance(cache, HeteroCache):
             (draft,) = self._speculation.drafts([self._drafter], [cache], [self._left])
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         if draft and isinstance(cache, HeteroCache):
-            logits, stored = self._forward.verify([cache], [[self._newest, *draft]])
-            burst = Burst(logits[0], draft, stored[0])
-        else:
-            burst = Burst(self._forward.decode([self._cache], [self._newest]))
-        if self._speculation is not None:
-            self._speculation.costs.took(1 + len(draft), time.perf_counter() - began)
-        return burst
+            try:
+                logits, stored = self._forward.verify([cache], [[self._newest, *draft]])
+                return Burst(logits[0], draft, stored[0])
+            except Exception as error:
+                # The forward has changed nothing.
+                self._drafter = without_guesses(error, self._drafter)
+                self._began = time.perf_counter()
+        return Burst(self._forward.decode([self._cache], [self._newest]))
 
     def _count(self) -> None:
-        self.counts.add(self._burst.drafted, self._burst.accepted)
-        if self._speculation is not None:
-            self._speculation.counts.add(self._burst.drafted, self._burst.accepted)
+        burst = self._burst
+        self.counts.add(burst.drafted, burst.accepted)
+        if self._speculation is not None and self._began is not None:
+            # What it takes to drop wrong guesses is part of their cost.
+            self._speculation.costs.took(1 + burst.drafted, time.perf_counter() - self._began)
 
     def close(self) -> None:
         """Drop what the cache has behind the tokens that were given; no token follows. Further calls do nothing."""

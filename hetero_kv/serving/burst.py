@@ -26,6 +26,8 @@ class Burst:
     def __init__(self, logits: torch.Tensor, draft: Sequence[int] = (), stored: DraftedTokens | None = None) -> None:
         self._logits, self._draft, self._stored = logits, draft, stored
         self._chosen = 0
+        # A choice that is not returned yet, because something interrupted what follows from it.
+        self._pending: Choice | None = None
         #: Whether no further token follows from this forward.
         self.is_over = False
 
@@ -44,15 +46,21 @@ class Burst:
 
         Raises LogitsError as the sampler; the burst is unchanged then.
         """
-        choice = sampler.choose(self._logits[self._chosen])
-        self._chosen += 1
+        if self._pending is None:
+            self._pending = sampler.choose(self._logits[self._chosen])
+            self._chosen += 1
+        choice = self._pending
         if self._chosen > len(self._draft) or choice.token != self._draft[self._chosen - 1]:
             self.end()
+        self._pending = None
         return choice
 
     def end(self) -> None:
-        """Drop from the cache what is behind the tokens chosen so far, of which the newest one is not stored."""
+        """Drop from the cache what is behind the tokens chosen so far, of which the newest one is not stored.
+
+        Repeatable after an interrupt.
+        """
+        if self._stored is not None:
+            self._stored.keep(max(1, self._chosen))
+            self._stored = None
         self.is_over = True
-        stored, self._stored = self._stored, None
-        if stored is not None:
-            stored.keep(max(1, self._chosen))

@@ -13,6 +13,8 @@ MOST_GUESSES = 12
 _FIRST_SHARE = 0.12
 # The latest steps of a number of rows whose median counts, and how many there must be: the first one may be an outlier.
 _LATEST, _LEAST = 7, 3
+# After so many steps without this number of rows its median is forgotten: the machine, or the contexts, may be others.
+_FORGOTTEN = 2000
 # A draft must promise this much more than none, because measurements and odds are not exact.
 _LEAST_GAIN = 1.03
 
@@ -23,6 +25,9 @@ class StepCosts:
     def __init__(self) -> None:
         self._latest: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
+        # How many steps were measured, and which of them was the last one of a number of rows.
+        self._steps = 0
+        self._last: dict[int, int] = {}
 
     @property
     def is_known(self) -> bool:
@@ -35,13 +40,19 @@ class StepCosts:
         latest.append(seconds)
         if len(latest) >= _LEAST:
             self._medians[rows] = median(latest)
+        self._steps += 1
+        self._last[rows] = self._steps
+        for each in [each for each, step in self._last.items() if self._steps - step > _FORGOTTEN]:
+            del self._last[each], self._latest[each]
+            self._medians.pop(each, None)
 
     def of(self, rows: int) -> float:
         """The seconds of a step of so many rows; between and behind measured numbers, by the nearest ones.
 
         At least one number of rows must be measured (`is_known`).
         """
-        known = self._medians
+        # Forks of a conversation measure in threads of their own.
+        known = self._medians.copy()
         if rows in known:
             return known[rows]
         below = max((each for each in known if each < rows), default=None)

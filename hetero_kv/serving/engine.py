@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +37,7 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation import Speculation
+from hetero_kv.serving.speculation_setting import require_way
 from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
@@ -287,6 +289,8 @@ class Engine:
             self._require_token(token, "ends has")
         tokens = self._tokens(prompt)
         self._require_room(tokens)
+        if speculation is not None:
+            require_way(speculation)
         request = Request(
             tokens,
             params,
@@ -297,7 +301,7 @@ class Engine:
             question=question,
             priority=priority,
             reuses=reuses,
-            drafter=self._speculation.drafter(tokens, speculation),
+            new_drafter=partial(self._speculation.drafter, tokens, speculation),
         )
         return self._submitted(request)
 

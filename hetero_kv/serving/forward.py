@@ -88,6 +88,12 @@ class ModelForward:
         found = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not each.decodes_drafts)
         return next(found, None)
 
+    @cached_property
+    def _by_prompt(self) -> str | None:
+        """An operator for which it matters in which forward a token passes; None if there is none."""
+        found = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not _is_exact(each))
+        return next(found, None)
+
     @property
     def mixes(self) -> bool:
         """Whether parts of prompts can pass beside decoded tokens."""
@@ -100,6 +106,8 @@ class ModelForward:
             return "the model has no rules, and transformers' caches cannot take tokens back"
         if self._one_by_one is not None:
             return f"{self._one_by_one} decodes one token at a time under these rules, and cannot take one back"
+        if self._by_prompt is not None:
+            return f"{self._by_prompt} computes tokens of a prompt otherwise than decoded ones under these rules"
         if not self.mixes:
             return (
                 "outside of attention the model does not compute each token alone on a CPU: it is on a GPU, has hooks "
@@ -211,13 +219,17 @@ def _operators(model: Any) -> list[AttentionOperator]:
     return [module for module in model.modules() if isinstance(module, AttentionOperator)]
 
 
+def _is_exact(operator: AttentionOperator) -> bool:
+    return operator.prefills_exactly and operator.continues_exactly and not operator.changes_arguments
+
+
 def _mixes(model: Any) -> bool:
     """Whether all that a model computes outside of attention is computed token by token, on a CPU."""
     layers, operators = model.hetero_kv_injection.cache_layers(), _operators(model)
     return (
         model.device.type == "cpu"
         and len(operators) == len(layers)
-        and all(each.prefills_exactly and each.continues_exactly and not each.changes_arguments for each in operators)
+        and all(map(_is_exact, operators))
         and all(isinstance(each, FamilyLayer) and not each.is_strided and not each.waits_for_others for each in layers)
         and sum(isinstance(module, ChunkedDecoderLayer) for module in model.modules()) == len(layers)
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hetero_kv.engine.cache import HeteroCache
@@ -33,7 +34,7 @@ class Request:
         reuses: whether it may take over what was computed before.
         reuse: what of the prompt was computed before.
         checkpoints: where its layers can go back to, if they do not keep every token.
-        drafter: guesses its tokens; None without speculation.
+        drafter: guesses its tokens; None without speculation. Made with the first token.
         counts: its drafted tokens, and those of them that were right.
         is_cancelled: whether it ends before its next token.
         began: when it came, seconds of `time.perf_counter`.
@@ -42,7 +43,7 @@ class Request:
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, answer: GrowingAnswer,
         stream: ResultStream[Any], *, question: int | None = None, priority: int = 0, reuses: bool = True,
-        drafter: Drafter | None = None,
+        new_drafter: Callable[[], Drafter | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
@@ -52,13 +53,18 @@ class Request:
         self.swapped: Swapped | None = None
         self.reuse = Reuse()
         self.checkpoints: list[KeptCheckpoint] = []
-        self.drafter, self.counts = drafter, DraftCounts()
+        self._new_drafter, self.counts = new_drafter, DraftCounts()
         self.is_cancelled = False
         self._answer = answer
         self.began = time.perf_counter()
 
     _admitted: float | None = None
     _first_token_s: float | None = None
+
+    @cached_property
+    def drafter(self) -> Drafter | None:
+        """See the class. It reads the whole prompt, for which the caller of `generate` does not wait."""
+        return self._new_drafter()
 
     @property
     def cached_tokens(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay
@@ -22,7 +21,7 @@ from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.speculation import Speculation
+from hetero_kv.serving.speculation import Speculation, without_guesses
 from hetero_kv.serving.stream import FinishReason
 from hetero_kv.serving.turns import Turn
 
@@ -219,8 +218,9 @@ class Scheduler:
             _logger.warning("a step of %d requests failed (%s); each is computed alone", len(rows), error)
             self._decode_alone(rows)
             return
-        self._measured(len(rows), began)
+        self._part_size.decoded(time.perf_counter() - began)
         self._take(rows, _bursts(logits))
+        self._speculation.costs.took(len(rows), time.perf_counter() - began)
 
     def _verified(self, rows: Sequence[Request], drafts: Sequence[Sequence[int]]) -> bool:
         """Verify the rows' guesses; returns whether that was done. After an error they are decoded without."""
@@ -230,17 +230,15 @@ class Scheduler:
             passing = [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
             logits, stored = self.forward.verify(caches, passing)
         except Exception as error:
-            if not isinstance(error, CacheFullError):
-                _logger.warning("guesses were not verified (%s); the tokens are computed without", brief_error(error))
+            for request, draft in zip(rows, drafts, strict=True):
+                if draft:
+                    request.drafter = without_guesses(error, request.drafter)
             return False
-        self._measured(sum(map(len, passing)), began)
+        self._part_size.decoded(time.perf_counter() - began)
         self._take(rows, [Burst(*each) for each in zip(logits, drafts, stored, strict=True)])
+        # What it takes to drop wrong guesses is part of their cost.
+        self._speculation.costs.took(sum(map(len, passing)), time.perf_counter() - began)
         return True
-
-    def _measured(self, rows: int, began: float) -> None:
-        seconds = time.perf_counter() - began
-        self._part_size.decoded(seconds)
-        self._speculation.costs.took(rows, seconds)
 
     def _decode_alone(self, rows: Sequence[Request]) -> None:
         """Decode row by row, so that the one that cannot be computed fails alone."""
@@ -287,10 +285,9 @@ class Scheduler:
 
     def _end(self, request: Request, burst: Burst) -> None:
         """Count a burst that is over, which drops its wrong guesses."""
-        self._unchosen.remove((request, burst))
         burst.end()
+        self._unchosen.remove((request, burst))
         request.counts.add(burst.drafted, burst.accepted)
-        self._speculation.counts.add(burst.drafted, burst.accepted)
 
     # -- ends
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.errors import brief_error
 from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.lookup_drafter import LookupDrafter
@@ -58,14 +59,14 @@ class Speculation:
 
     Attributes:
         way: as passed.
-        counts: of all sequences.
+        costs: what steps take.
 
     Raises ConfigError for another way.
     """
 
     def __init__(self, forward: ModelForward, way: str = "auto") -> None:
         self._forward, self.way = forward, require_way(way)
-        self.costs, self.counts = StepCosts(), DraftCounts()
+        self.costs = StepCosts()
         self._told: set[str] = set()
         self.in_effect()
 
@@ -106,6 +107,17 @@ class Speculation:
             _guesses(drafter, cache, length) if drafter is not None and length else []
             for drafter, cache, length in zip(drafters, caches, lengths, strict=True)
         ]
+
+
+def without_guesses(error: Exception, drafter: Drafter | None) -> Drafter | None:
+    """The drafter of a sequence from now on, whose guesses could not be verified; its tokens are computed without.
+
+    It guesses on where only the room for guesses was missing.
+    """
+    if isinstance(error, CacheFullError):
+        return drafter
+    _logger.warning("guesses were not verified (%s); this answer is computed without", brief_error(error))
+    return None
 
 
 def _guesses(drafter: Drafter, cache: HeteroCache, count: int) -> list[int]:

@@ -160,3 +160,10 @@ def test_guessing_is_refused_where_no_task_generates(evaluate, tmp_path):
     words = ("--task", "fidelity", "--config", "quest", "--speculation", "lookup", "--out", tmp_path / "out")
     error = " ".join(evaluate(*words, status=2).split())
     assert "speculation is lookup, but no task of fidelity generates answers of a method" in error
+
+
+def test_guessing_is_refused_for_the_untouched_model_alone(evaluate, tmp_path):
+    error = " ".join(
+        evaluate("--task", "recite", "--speculation", "lookup", "--out", tmp_path / "out", status=2).split()
+    )
+    assert "speculation is lookup, and the untouched model has none; give a config" in error

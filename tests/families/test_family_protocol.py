@@ -209,7 +209,7 @@ def test_statistics_have_a_value_per_layer_and_none_where_a_layer_is_silent(llam
 
 def test_statistics_stand_in_the_json_of_an_answer_and_in_the_line_of_a_sample():
     of_layers = {"pairs_kept": [None, 9, 12]}
-    taken = Statistics(1, 2, 3, 0.1, 0.1, 0.2, 1, None, 1, 0, of_layers)
+    taken = Statistics(1, 2, 3, 0.1, 0.1, 0.2, 1, None, 1, 0, of_layers=of_layers)
     answer = ChatAnswer("pairs", "end", taken)
     session = SimpleNamespace(
         loaded=SimpleNamespace(name="tiny"),

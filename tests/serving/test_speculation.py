@@ -14,6 +14,7 @@ from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import ConfigError
 from hetero_kv.serving.answer_tokens import AnswerTokens
 from hetero_kv.serving.burst import Burst
+from hetero_kv.serving.draft_length import StepCosts
 from hetero_kv.serving.forward import Part
 from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.speculation import Speculation
@@ -248,8 +249,8 @@ def test_a_cancelled_request_leaves_no_guess_behind():
         assert found.tokens[:8] == answer[len(given) + 1 :][:8]
 
 
-@pytest.mark.parametrize("error", [MemoryError, CacheFullError])
-def test_a_forward_that_fails_with_guesses_is_computed_without(error, monkeypatch, quest):
+@pytest.mark.parametrize(("error", "tried"), [(MemoryError, 1), (CacheFullError, 4)])
+def test_a_forward_that_fails_with_guesses_is_computed_without(error, tried, monkeypatch, quest):
     _, answer = quest
     with engine_of("quest") as engine:
         guessing(engine, {tuple(PROMPT[:4]): answer})
@@ -265,7 +266,8 @@ def test_a_forward_that_fails_with_guesses_is_computed_without(error, monkeypatc
 
         monkeypatch.setattr(forward, "_logits", failing)
         assert engine.generate(PROMPT, LONG).result().tokens == answer
-        assert len(failures) == 4
+        # Only room comes back.
+        assert len(failures) == tried
 
 
 def test_guesses_take_no_more_room_than_there_is(quest):
@@ -311,3 +313,48 @@ def test_what_is_drawn_with_guesses_has_the_models_distribution():
         statistic = float(((found - expected)[allowed] ** 2 / expected[allowed]).sum())
         # One in a thousand samples of the distribution is further away, with 4 degrees of freedom at most.
         assert statistic < 18.5
+
+
+def test_an_answer_goes_on_without_guesses_that_cannot_be_verified(monkeypatch):
+    with engine_of("quest") as engine:
+        tokens, forward, calls = PROMPTS[2], engine._scheduler.forward, []
+        expected, _, _ = answered(engine, tokens, 12, PARAMS[0])
+
+        def failing(*arguments):
+            calls.append(arguments)
+            raise MemoryError
+
+        monkeypatch.setattr(forward, "verify", failing)
+        found, counts, _ = answered(engine, tokens, 12, PARAMS[0], Scripted(forward, len(tokens), expected))
+    assert (found, counts.drafted, len(calls)) == (expected, 0, 1)
+
+
+def test_an_interrupted_end_of_a_burst_loses_no_token():
+    class Stored:
+        calls = 0
+
+        def keep(self, tokens):
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+
+    logits, stored = torch.eye(3), Stored()
+    burst, sampler = Burst(logits, [1, 1], stored), Sampler(SamplingParams(temperature=1.0, seed=1), [], 3)
+    with pytest.raises(KeyboardInterrupt):
+        [burst.choose(sampler) for _ in range(3)]
+    again, other = Burst(logits, [1, 1]), Sampler(SamplingParams(temperature=1.0, seed=1), [], 3)
+    expected = []
+    while not again.is_over:
+        expected.append(again.choose(other).token)
+    assert burst.choose(sampler).token == expected[-1]
+    assert (burst.is_over, stored.calls) == (True, 2)
+
+
+def test_costs_that_are_not_measured_for_long_are_forgotten():
+    costs = StepCosts()
+    for rows in (1, 1, 1, 4, 4, 4):
+        costs.took(rows, 0.1 * rows**2)
+    assert costs.of(4) == pytest.approx(1.6)
+    for _ in range(2001):
+        costs.took(1, 0.1)
+    assert costs.of(4) < 0.2
