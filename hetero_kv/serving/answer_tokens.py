@@ -36,7 +36,7 @@ class AnswerTokens(Iterator[Choice]):
         counts: drafted tokens, and those of them that were right.
 
     Raises, for a token: CacheFullError where it does not fit, LogitsError as the sampler, and whatever the model does.
-    The cache then holds what it held before that token.
+    The cache then has what it had before that token.
     """
 
     def __init__(
@@ -46,19 +46,22 @@ class AnswerTokens(Iterator[Choice]):
         self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
         self._drafter = None if speculation is None else speculation.drafter(tokens, way)
         self._left, self._newest = limit, 0
-        # When the last forward began; None before the first one.
-        self._began: float | None = None
+        # Seconds that the last forward and its tokens took, without what the caller does; None before the first one.
+        self._seconds: float | None = None
         self._burst = Burst(logits[None])
         self.counts = DraftCounts()
 
     def __next__(self) -> Choice:
+        began = time.perf_counter()
         if self._burst.is_over:
-            self._burst = self._forwarded()
+            self._burst, self._seconds = self._forwarded(), 0.0
         choice = self._burst.choose(self._sampler)
         self._newest = choice.token
         self._left -= 1
         if self._drafter is not None:
             self._drafter.add(choice.token)
+        if self._seconds is not None:
+            self._seconds += time.perf_counter() - began
         if self._burst.is_over:
             self._count()
         return choice
@@ -68,7 +71,6 @@ class AnswerTokens(Iterator[Choice]):
         cache = self._cache
         if self._drafter is not None and self._speculation is not None and isinstance(cache, HeteroCache):
             (draft,) = self._speculation.drafts([self._drafter], [cache], [self._left])
-        self._began = time.perf_counter()
         if draft and isinstance(cache, HeteroCache):
             try:
                 logits, stored = self._forward.verify([cache], [[self._newest, *draft]])
@@ -76,15 +78,14 @@ class AnswerTokens(Iterator[Choice]):
             except Exception as error:
                 # The forward has changed nothing.
                 self._drafter = without_guesses(error, self._drafter)
-                self._began = time.perf_counter()
         return Burst(self._forward.decode([self._cache], [self._newest]))
 
     def _count(self) -> None:
         burst = self._burst
         self.counts.add(burst.drafted, burst.accepted)
-        if self._speculation is not None and self._began is not None:
+        if self._speculation is not None and self._seconds is not None:
             # What it takes to drop wrong guesses is part of their cost.
-            self._speculation.costs.took(1 + burst.drafted, time.perf_counter() - self._began)
+            self._speculation.costs.took(1 + burst.drafted, self._seconds)
 
     def close(self) -> None:
         """Drop what the cache has behind the tokens that were given; no token follows. Further calls do nothing."""

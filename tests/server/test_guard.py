@@ -188,6 +188,10 @@ def test_a_fault_of_the_server_is_an_answer_with_an_id_and_a_line_in_the_log(ser
     monkeypatch.setattr("hetero_kv.server.llama_server._model", fail)
     with running(host_of(served, folder=tmp_path)) as address, caplog.at_level("INFO", "hetero_kv.server"):
         found = httpx.get(f"{address}/v1/models")
+        # The line follows the answer.
+        deadline = time.monotonic() + 10
+        while not any("status=500" in each.getMessage() for each in caplog.records) and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert found.status_code == 500
     assert "secret" not in found.text
     assert found.headers["x-request-id"].startswith("req_")
