@@ -162,8 +162,12 @@ class QuantizedMatrix(QuantizedModule):
             if self.kept_as(stored.get(f"{self.path}.weight"), columns) is not None:
                 yield rows, columns
 
+    @property
+    def keeps_numbers(self) -> bool:
+        return self.quantized is None and self.wrapped.weight.dtype is self.dtype
+
     def expect_weights_in(self, module: Any) -> None:
-        if self.quantized is not None or self.wrapped.weight.dtype is not self.dtype:
+        if not self.keeps_numbers:
             shape = self.wrapped.weight.shape if self.quantized is None else self.quantized.shape
             module._parameters["weight"] = nn.Parameter(
                 torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False

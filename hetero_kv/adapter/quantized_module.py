@@ -116,6 +116,11 @@ class QuantizedModule(Operator):
     def packed_weights(self) -> Iterator[PackedWeight | ExpertWeights]:
         """The weights that are packed now."""
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether its weights are the wrapped module's own numbers, as without it."""
+        return False
+
     @abstractmethod
     def expect_weights_in(self, module: Any) -> None:
         """Make a copy of the wrapped module one without weights: parameters on the meta device, as before loading."""

@@ -108,6 +108,9 @@ class SharedWeights:
         """
         for path, source in self._packed.items():
             target = operators.get(path)
+            if target is None and source.keeps_numbers:
+                # The copy has the same parameter, and needs no operator.
+                continue
             if type(target) is not type(source):
                 raise InjectionError(
                     f"the weights of {path} are packed, and these rules do not match it (an adapter around it?); share "

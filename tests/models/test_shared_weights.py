@@ -72,6 +72,15 @@ def test_a_view_takes_no_memory_for_weights(quantized_file, weights):
     assert not any(parameter.is_meta for parameter in view.model.parameters())
 
 
+def test_weights_that_a_file_has_as_numbers_are_shared(write_tiny_gguf, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", kind=GGMLQuantizationType.F32)
+    loaded = load_model(path, dtype="float32", config="dense", **given("auto"))
+    view = with_rules(loaded, RECIPES[0], **given("auto"))
+    alone = load_model(path, dtype="float32", config=RECIPES[0], **given("auto"))
+    assert torch.equal(outputs(view.model), outputs(alone.model))
+    assert memory(view.model) == memory(loaded.model)
+
+
 def test_a_view_has_modules_and_configs_of_its_own(quantized_file):
     loaded = load_model(quantized_file, dtype="float32", config="dense", **SETTINGS)
     view = with_rules(loaded, "quest", **SETTINGS)
