@@ -22,6 +22,8 @@ from hetero_kv.cpu_ops.weight_formats import GROUP
 from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 _UNUSED = "rotary_emb"
+# Parts of names of attributes that bound what a module computes.
+_LIMITS = "limit", "clamp", "clip"
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,11 @@ class DecoderForm:
         of_layer = norms[: len(norms) - 2 * (head_norms[0] is not None)]
         if not all(weight.size for weight, _ in norms) or len({epsilon for _, epsilon in of_layer}) != 1:
             return None
-        sizes = [weight.size for weight, _ in norms[len(of_layer) :]]
+        of_heads = norms[len(of_layer) :]
+        # The kernel has one epsilon for both, and a trial would hardly show another.
+        if len({epsilon for _, epsilon in of_heads}) > 1:
+            return None
+        sizes = [weight.size for weight, _ in of_heads]
         widths = o.in_features, k.out_features
         if any(size % dim or width % size for size, width in zip(sizes, widths, strict=False)):
             return None
@@ -150,8 +156,14 @@ def are_packed(matrices: Sequence[Any], *, in_any_order: bool = False) -> bool:
 
 
 def has_own_numbers(module: Any) -> bool:
-    """Whether a module has a number as an attribute, such as a limit that a trial might not reach."""
-    return any(isinstance(value, float) for value in vars(module).values())
+    """Whether a module has a number as an attribute, such as a limit that a trial might not reach.
+
+    Whole numbers are mostly sizes, and count if their names say otherwise.
+    """
+    return any(
+        isinstance(value, float) or (isinstance(value, int) and any(word in name for word in _LIMITS))
+        for name, value in vars(module).items()
+    )
 
 
 def applied_norm(norm: Any) -> tuple[np.ndarray, np.float32]:

@@ -1,8 +1,8 @@
 """The declared form of a mixture of experts: how its router chooses experts, and its shared expert.
 
 The parts of a block are found by their shapes, and how the router's products become a choice is found out: the block
-routes random rows, and the first known kind of routing that chooses as it does, with the same shares, is taken. The
-whole layer is tried before use (`llama_layer.agrees`).
+routes random rows, and the known kind of routing is taken that chooses as it does in most rows, with the same shares.
+The whole layer is tried before use (`llama_layer.agrees`).
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ class AnswerGenerator:
         answer = self._answers.begun(sampling, limit, parser.markers)
         with CacheTransaction(cache) if isinstance(cache, HeteroCache) else rollback_on_error(cache):
             logits = self._prefilled(cache, prompt[cache.get_seq_length() :], question_tokens, watch)
-            with AnswerTokens(
-                self._forward, cache, sampler, prompt, logits, self._speculation, limit=limit
-            ) as tokens:  # fmt: skip
+            source = AnswerTokens(self._forward, cache, sampler, prompt, logits, self._speculation, limit=limit)
+            with source as tokens:
                 for choice in tokens:
                     reason = answer.take(choice)
                     written.add(parser.add(answer.pieces[-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter import mixture_form
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.decoder_form import has_own_numbers
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
@@ -155,3 +157,11 @@ def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkey
     assert torch.equal(mine, experts(x, chosen, shares))
     monkeypatch.setattr(QuantizedExperts, "products", lambda self: None)
     assert relative(mine, experts(x, chosen, shares)) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("attributes", "found"),
+    [({"limit": 7}, True), ({"scale": 0.5}, True), ({"hidden_size": 8, "is_gated": True}, False)],
+)
+def test_a_limit_that_is_a_whole_number_counts_as_a_number_of_the_module(attributes, found):
+    assert has_own_numbers(SimpleNamespace(**attributes)) is found
