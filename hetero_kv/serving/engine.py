@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -27,6 +23,7 @@ from hetero_kv.models.turns import TurnTokens
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay, edges_of, require_recordable
 from hetero_kv.serving.checkpoints import Checkpoints
+from hetero_kv.serving.engine_loop import EngineLoop
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.memory import Memory
 from hetero_kv.serving.model_answers import ModelAnswers
@@ -45,8 +42,6 @@ from hetero_kv.serving.swapped import SwapFolder
 from hetero_kv.serving.turns import Turn
 
 _logger = logging.getLogger(__name__)
-# How long an engine's thread is idle before it writes a kept sequence to the disk, seconds.
-_IDLE_S = 1.0
 
 
 class Engine:
@@ -160,25 +155,15 @@ class Engine:
             max_batch,
         )  # fmt: skip
         size = PartSize(longest_gap_s, part)
-        self._turn = Turn(longest_gap_s)
+        turn = Turn(longest_gap_s)
         self._scheduler = Scheduler(
-            forward, self._queues, admission, self._prefixes, checkpoints, size, self._turn, self._speculation,
+            forward, self._queues, admission, self._prefixes, checkpoints, size, turn, self._speculation,
             splits_prompts=splits,
         )  # fmt: skip
         self._answers = ModelAnswers(model.model, model.tokenizer)
-        self._new: deque[Request] = deque()
-        self._cancelled: deque[ResultStream[Any]] = deque()
-        self._changed = threading.Condition()
-        self._stepping = threading.Lock()
-        # For the steps of `step`: the interpreter raises KeyboardInterrupt in the main thread alone.
-        self._steps = ThreadPoolExecutor(1, "hetero-kv step")
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        if starts_thread:
-            self._thread = threading.Thread(target=self._run, name="hetero-kv engine", daemon=True)
-            self._thread.start()
-            # A thread that computes while the interpreter ends would find half of it gone.
-            atexit.register(self.close)
+        self._loop = EngineLoop(
+            self._scheduler, self._queues, self._prefixes, self._swaps, turn, starts_thread=starts_thread
+        )
 
     def _stored_prefixes(
         self, forward: ModelForward, folder: str | Path, gigabytes: float | None
@@ -215,7 +200,7 @@ class Engine:
         queues, store = self._queues, self._store
         states = (("answering", queues.running), ("prefilling", [queues.prefilling]), ("waiting", queues.waiting))
         known = [(state, request) for state, requests in states for request in list(requests) if request is not None]
-        known += [("waiting", request) for request in list(self._new)]
+        known += [("waiting", request) for request in self._loop.new]
         free = min((each.free_blocks * each.block_size for each in list(store.allocators.values())), default=None)
         capacity = store.tokens or store.capacity
         return EngineStatus(
@@ -225,7 +210,7 @@ class Engine:
             free=capacity if free is None else min(free, capacity),
             dram_bytes=store.dram_bytes,
             idle_s=time.monotonic() - self._scheduler.active_at,
-            is_open=not self._is_closed and (self._thread is None or self._thread.is_alive()),
+            is_open=self._loop.is_open,
         )
 
     def encode(
@@ -297,13 +282,13 @@ class Engine:
             self._answers.sampler(params, tokens),
             # The last token of an answer is not stored.
             self._answers.begun(params, min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens)), markers or {}),
-            self._new_stream(),
+            self._loop.new_stream(),
             question=question,
             priority=priority,
             reuses=reuses,
             new_drafter=partial(self._speculation.drafter, tokens, speculation),
         )
-        return self._submitted(request)
+        return self._loop.submit(request)
 
     def attended(
         self,
@@ -349,23 +334,12 @@ class Engine:
         self._require_room(before)
         require_recordable(self._injection, in_prompt=prompt == position)
         params = SamplingParams(max_new_tokens=1)
-        return self._submitted(
+        return self._loop.submit(
             Replay(
                 before, params, self._answers.sampler(params, before), self._answers.begun(params, 1),
-                self._new_stream(), prompt=prompt, edges=edges, priority=priority,
+                self._loop.new_stream(), prompt=prompt, edges=edges, priority=priority,
             )
         )  # fmt: skip
-
-    def _new_stream(self) -> ResultStream[Any]:
-        return ResultStream(self._cancel, None if self._thread is not None else self.step)
-
-    def _submitted(self, request: Request) -> ResultStream[Any]:
-        with self._changed:
-            if self._is_closed:
-                raise HeteroKVError("the engine is closed; make another one")
-            self._new.append(request)
-            self._changed.notify_all()
-        return request.stream
 
     def _require_room(self, tokens: Sequence[int]) -> None:
         capacity = self.max_seq_len
@@ -400,15 +374,6 @@ class Engine:
         """The model's own end-of-turn tokens at this moment."""
         return self._answers.ends
 
-    def _cancel(self, stream: ResultStream[Any]) -> None:
-        with self._changed:
-            self._cancelled.append(stream)
-            self._changed.notify_all()
-        # While a prompt passes, its chunks look at the request itself.
-        for request in self._queues.all:
-            if request.stream is stream:
-                request.is_cancelled = True
-
     # -- computing
 
     def step(self) -> bool:
@@ -417,67 +382,11 @@ class Engine:
         Without requests, a kept sequence is written to `context_folder`. Ctrl-C ends the wait for a step, and not the
         step. Returns whether there was anything to compute.
         """
-        return not self._is_closed and self._steps.submit(self._step).result()
-
-    def _step(self) -> bool:
-        with self._stepping:
-            self._receive()
-            if not self._queues.all:
-                self._prefixes.write_one()
-                return False
-            with self._turn:
-                self._scheduler.step()
-            return True
-
-    def _receive(self) -> None:
-        with self._changed:
-            while self._new:
-                self._queues.add(self._new.popleft())
-            cancelled = {id(stream) for stream in self._cancelled}
-            self._cancelled.clear()
-        for request in self._queues.all:
-            request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
-
-    def _has_requests(self) -> bool:
-        return bool(self._is_closed or self._new or self._queues.all)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                # Who asks right behind an answer does not wait for the disk.
-                self._changed.wait_for(self._has_requests, _IDLE_S if self._prefixes.is_writing else None)
-                if self._is_closed:
-                    return
-            try:
-                self._step()
-            except Exception as error:
-                # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
-                _logger.exception("a step of the engine failed")
-                self._scheduler.fail_all(error)
-                self._scheduler.tell()
-
-    # -- ends
+        return self._loop.step()
 
     def close(self) -> None:
         """End all requests as cancelled, and the engine's thread; free all blocks. Further calls do nothing."""
-        atexit.unregister(self.close)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for request in self._queues.all:
-            request.is_cancelled = True
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._steps.shutdown()
-        with self._stepping:
-            self._receive()
-            self._scheduler.retire_all()
-            self._scheduler.tell()
-            while self._prefixes.drop_oldest():
-                pass
-            if self._prefixes.stored is not None:
-                self._prefixes.stored.close()
-            self._swaps.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -228,7 +228,7 @@ def test_a_device_gives_the_masses_of_the_cpu(recipe, device):
             streams = [engine.attended(tokens, position, prompt_tokens=len(PROMPTS[2])) for position in places]
             # In this thread, to which a simulated device belongs.
             while not all(stream.is_done for stream in streams):
-                engine._step()
+                engine._loop._step()
             found.append([stream.result() for stream in streams])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(ours.masses, theirs.masses, atol=1e-4)

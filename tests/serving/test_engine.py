@@ -302,7 +302,7 @@ def test_an_engine_that_nobody_closes_ends_before_the_interpreter(monkeypatch):
     stream = engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=150, ignore_eos=True))
     (close,) = at_exit
     close()
-    assert not engine._thread.is_alive()
+    assert not engine._loop._thread.is_alive()
     assert stream.result().finish_reason == "stopped"
 
 

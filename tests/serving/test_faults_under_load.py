@@ -25,7 +25,7 @@ def places_of_a_step(engine, faults):
     """Run a step, which may fail as `faults` says; an interrupt leaves it unfinished."""
     try:
         # In this thread, whose calls are traced.
-        faults.run(engine._step)
+        faults.run(engine._loop._step)
     except KeyboardInterrupt:
         assert faults.where is not None
     return faults

@@ -1,0 +1,162 @@
+"""The loop of an engine: requests come in from any thread, and one thread computes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.queues import Queues
+from hetero_kv.serving.request import Request
+from hetero_kv.serving.scheduler import Scheduler
+from hetero_kv.serving.stream import ResultStream
+from hetero_kv.serving.swapped import SwapFolder
+from hetero_kv.serving.turns import Turn
+
+_logger = logging.getLogger(__name__)
+# How long an engine's thread is idle before it writes a kept sequence to the disk, seconds.
+_IDLE_S = 1.0
+
+
+class EngineLoop:
+    """Takes requests and cancellations from any thread, and computes the scheduler's steps, one at a time.
+
+    Args:
+        scheduler: computes a step.
+        queues: where requests go that have come in.
+        prefixes: the kept sequences, which are written to the disk while there is no request.
+        swaps: the folder of preempted sequences, which `close` removes.
+        turn: this engine's turn among those of the process.
+        starts_thread: whether a thread of the loop computes. Otherwise `step` does.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        queues: Queues,
+        prefixes: ResidentPrefixes,
+        swaps: SwapFolder,
+        turn: Turn,
+        *,
+        starts_thread: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._queues = queues
+        self._prefixes = prefixes
+        self._swaps = swaps
+        self._turn = turn
+        self._new: deque[Request] = deque()
+        self._cancelled: deque[ResultStream[Any]] = deque()
+        self._changed = threading.Condition()
+        self._stepping = threading.Lock()
+        # For the steps of `step`: the interpreter raises KeyboardInterrupt in the main thread alone.
+        self._steps = ThreadPoolExecutor(1, "hetero-kv step")
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if starts_thread:
+            self._thread = threading.Thread(target=self._run, name="hetero-kv engine", daemon=True)
+            self._thread.start()
+            # A thread that computes while the interpreter ends would find half of it gone.
+            atexit.register(self.close)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are answered: not closed, and the thread lives if there is one."""
+        return not self._is_closed and (self._thread is None or self._thread.is_alive())
+
+    @property
+    def new(self) -> list[Request]:
+        """Requests that no step has received yet."""
+        return list(self._new)
+
+    def new_stream(self) -> ResultStream[Any]:
+        """A stream for a request, which cancels it, and computes when it is read if no thread does."""
+        return ResultStream(self._cancel, None if self._thread is not None else self.step)
+
+    def submit(self, request: Request) -> ResultStream[Any]:
+        """Take a request. Returns its stream. Raises HeteroKVError when the loop is closed."""
+        with self._changed:
+            if self._is_closed:
+                raise HeteroKVError("the engine is closed; make another one")
+            self._new.append(request)
+            self._changed.notify_all()
+        return request.stream
+
+    def _cancel(self, stream: ResultStream[Any]) -> None:
+        with self._changed:
+            self._cancelled.append(stream)
+            self._changed.notify_all()
+        # While a prompt passes, its chunks look at the request itself.
+        for request in self._queues.all:
+            if request.stream is stream:
+                request.is_cancelled = True
+
+    def step(self) -> bool:
+        """Compute one step on a thread of its own, so that Ctrl-C ends the wait for it, and not the step.
+
+        Returns whether there was anything to compute.
+        """
+        return not self._is_closed and self._steps.submit(self._step).result()
+
+    def _step(self) -> bool:
+        with self._stepping:
+            self._receive()
+            if not self._queues.all:
+                self._prefixes.write_one()
+                return False
+            with self._turn:
+                self._scheduler.step()
+            return True
+
+    def _receive(self) -> None:
+        with self._changed:
+            while self._new:
+                self._queues.add(self._new.popleft())
+            cancelled = {id(stream) for stream in self._cancelled}
+            self._cancelled.clear()
+        for request in self._queues.all:
+            request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
+
+    def _has_requests(self) -> bool:
+        return bool(self._is_closed or self._new or self._queues.all)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                # A request right behind an answer does not wait for the disk.
+                self._changed.wait_for(self._has_requests, _IDLE_S if self._prefixes.is_writing else None)
+                if self._is_closed:
+                    return
+            try:
+                self._step()
+            except Exception as error:
+                # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
+                _logger.exception("a step of the engine failed")
+                self._scheduler.fail_all(error)
+                self._scheduler.tell()
+
+    def close(self) -> None:
+        """End all requests as cancelled, and the thread; free all blocks. Further calls do nothing."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for request in self._queues.all:
+            request.is_cancelled = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._steps.shutdown()
+        with self._stepping:
+            self._receive()
+            self._scheduler.retire_all()
+            self._scheduler.tell()
+            while self._prefixes.drop_oldest():
+                pass
+            if self._prefixes.stored is not None:
+                self._prefixes.stored.close()
+            self._swaps.close()
