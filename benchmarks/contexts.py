@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.goals import verdicts_table
-from benchmarks.peers import LLAMA, LlamaCpp, source_tokens
+from benchmarks.peer_engines import LLAMA, LlamaCpp
+from benchmarks.peers import source_tokens
 from benchmarks.timing import interleaved_samples, seconds
 from hetero_kv import HeteroCache, inject, open_model
 from hetero_kv.models import DEFAULT_MODEL

@@ -22,7 +22,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.peers import DECODED, HeteroKVEngine, source_tokens
+from benchmarks.peer_engines import DECODED, HeteroKVEngine
+from benchmarks.peers import source_tokens
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
