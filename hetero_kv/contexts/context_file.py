@@ -66,6 +66,14 @@ class OpenContext:
             raise
 
     @property
+    def salt(self) -> str:
+        """The salt of its addresses; "" for none. Raises DamagedContextError if it is no text."""
+        salt = self.metadata.get("salt", "")
+        if not isinstance(salt, str):
+            raise DamagedContextError(f"{self.file.where} has the salt {shown(salt, 80)}, which is no text")
+        return salt
+
+    @property
     def stored_tokens(self) -> list[list[int]]:
         """The token ids of every row up to its stored length. Raises DamagedContextError for invalid lengths."""
         groups = self.metadata.get("cohorts")

@@ -46,7 +46,7 @@ class StoredContext:
         tokens: its length. A conversation includes one token without KV: the last of an answer.
         bytes: the size of its own file; blocks that existed before are in other files.
         created, used: seconds since 1970.
-        identity: the digest of its Identity.
+        identity: the digest of its Identity, under its tenant's salt.
     """
 
     file: str
@@ -163,6 +163,10 @@ class Index:
         """The listed contexts that have a prefix with this address, most recently used first."""
         where = "listed AND file IN (SELECT file FROM beginnings WHERE address = ?) ORDER BY used DESC, tokens DESC"
         return self._stored(where, address)
+
+    def of_identity(self, identity: str) -> list[StoredContext]:
+        """The listed contexts of an identity, most recently used first."""
+        return self._stored("listed AND identity = ? ORDER BY used DESC, created DESC", identity)
 
     # -- within `changing`
 

@@ -107,7 +107,7 @@ class ContextStore:
 
     def save(
         self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None,
-        identity: Identity | None = None,
+        identity: Identity | None = None, *, salt: str = "", most: int | None = None,
     ) -> StoredContext:  # fmt: skip
         """Store the KV of a cache of one sequence; an earlier context of the same name is replaced.
 
@@ -115,6 +115,8 @@ class ContextStore:
             tokens: its token ids, at least as many as are stored.
             name: the context's name; None for none.
             identity: that of the model now, where it is known; None computes it.
+            salt: of the tenant whose context it is; others do not find it. "" for all who give none.
+            most: how many contexts the tenant may have of this model; its least recently used ones go. None: no limit.
 
         Raises ContextError if it cannot be saved; earlier contexts are then unchanged.
         """
@@ -130,13 +132,16 @@ class ContextStore:
         kept = dict(notes or {}) | {"name": name}
         with self._index.changing():
             try:
-                placement = Placement(self._index, self.folder, identity.digest, list(tokens)[: cache.lengths[0]])
-                write_context(path, cache, identity, [list(tokens)], kept, placement)
+                salted = addresses.salted(identity.digest, salt)
+                placement = Placement(self._index, self.folder, salted, list(tokens)[: cache.lengths[0]])
+                write_context(path, cache, identity, [list(tokens)], kept, placement, salt=salt)
                 # Read-only: other contexts may share its blocks.
                 path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
                     new = _index_entries(path, context)
                 self._index.add(new)
+                for surplus in self._index.of_identity(salted)[most:] if most is not None else ():
+                    self._index.unlist(surplus.file)
                 unneeded = self._index.forget_unneeded() + self._over_limit(new.stored)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -177,7 +182,7 @@ class ContextStore:
             }
 
     def longest(
-        self, identity: Identity, tokens: Sequence[int], *, whole: bool = False
+        self, identity: Identity, tokens: Sequence[int], *, whole: bool = False, salt: str = ""
     ) -> tuple[StoredContext, int] | None:
         """The context with the longest common prefix with `tokens`, and the prefix's length; None without a match.
 
@@ -185,8 +190,10 @@ class ContextStore:
 
         Args:
             whole: whether the context must be a prefix of `tokens` as a whole, because its layers cannot roll back.
+            salt: of the tenant; contexts of others are not found.
         """
-        for address in reversed(addresses.beginnings(identity.digest, tokens[:-1])):
+        salted = addresses.salted(identity.digest, salt)
+        for address in reversed(addresses.beginnings(salted, tokens[:-1])):
             best: tuple[StoredContext, int] | None = None
             for stored in self._index.beginning_with(address):
                 with contextlib.suppress(ContextError), closing(OpenContext.at(self.path(stored))) as context:
@@ -268,7 +275,7 @@ class ContextStore:
 
 def _index_entries(path: Path, context: OpenContext) -> NewContext:
     """The index entries of a file."""
-    identity, where = context.identity.digest, context.file.where
+    identity, where = addresses.salted(context.identity.digest, context.salt), context.file.where
     tokens = context.stored_tokens
     if len(tokens) != 1:
         raise DamagedContextError(f"{where} has {len(tokens)} sequences with tokens; a store has one per file")

@@ -44,6 +44,7 @@ def write_context(
     placing: Placing = all_here,
     *,
     survives: bool = True,
+    salt: str = "",
 ) -> None:
     """Write a cache's KV to one file, atomically.
 
@@ -52,6 +53,7 @@ def write_context(
         notes: the caller's notes, as JSON values.
         placing: decides which blocks are references to other files in the folder.
         survives: whether the file survives a power cut once it is written.
+        salt: of the context's addresses in a store.
 
     Raises ContextError if the cache is empty or cannot be saved, if the file cannot be written, or if a file that is
     mapped into the cache was changed.
@@ -81,6 +83,8 @@ def write_context(
     metadata = pieces.metadata | {
         "format": FORMAT, "version": version(), "identity": identity.recorded, "layouts": layouts, "notes": notes or {},
     }  # fmt: skip
+    if salt:
+        metadata["salt"] = salt
     try:
         described = {"format": "pt", KEY: json.dumps(metadata, separators=(",", ":"))}
         write_tensors(path, tensors, described, survives=survives)

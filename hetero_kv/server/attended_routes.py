@@ -51,8 +51,9 @@ async def attended(body: AttendedRequest, request: Request) -> Response:
     try:
         await while_connected(request, ticket.turn())
         stream = answer.served.engine.attended(
-            answer.tokens, position, prompt_tokens=answer.prompt_tokens, bins=body.bins
-        )
+            answer.tokens, position, prompt_tokens=answer.prompt_tokens, bins=body.bins,
+            tenant=host.tenant(request),
+        )  # fmt: skip
         found = await while_connected(request, stream)
     finally:
         if stream is not None and not stream.is_done:

@@ -93,15 +93,16 @@ class Answers(Source):
     Args:
         prompt: what is continued.
         key: the name of the API key.
+        tenant: as `Engine.generate` takes it.
         active: has the answers until they end.
 
     Raises ApiError for a prompt that does not fit, 429 where the queue is full or the key has used all that it may.
     """
 
     def __init__(
-        self, prompt: Prompt, key: str, rates: Sequence[Rates], metrics: Metrics, active: set[Answers]
+        self, prompt: Prompt, key: str, tenant: str, rates: Sequence[Rates], metrics: Metrics, active: set[Answers]
     ) -> None:
-        self.prompt = prompt
+        self.prompt, self._tenant = prompt, tenant
         self._key, self._rates, self._metrics = key, rates, metrics
         capacity = prompt.served.engine.max_seq_len
         longest = max(map(len, prompt.prompts))
@@ -164,6 +165,7 @@ class Answers(Source):
             markers=prompt.markers,
             reuses=prompt.reuses,
             speculation=prompt.speculation,
+            tenant=self._tenant,
         )
         self._streams.append(stream)
         # Also of those who leave before the end.

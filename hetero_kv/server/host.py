@@ -83,7 +83,11 @@ class Host:
             decode = prompt.served.loaded.tokenizer.decode
             for tokens in prompt.prompts:
                 _logger.info("request_id=%s prompt=%r", request.state.request_id, decode(tokens))
-        return Answers(prompt, request.state.key, self.rates, self.metrics, self.active)
+        return Answers(prompt, request.state.key, self.tenant(request), self.rates, self.metrics, self.active)
+
+    def tenant(self, request: Request) -> str:
+        """The tenant of a request's key, as `Engine.generate` takes it; "" where keys share beginnings."""
+        return "" if self.settings.share_beginnings else self.keys.tenant(request.state.key)
 
     def stop_answers(self) -> None:
         """End all answers, and refuse who waits, because the server stops."""

@@ -41,6 +41,16 @@ class ServerSettings(Settings):
     tokens_per_minute: int | Literal["all"] = setting(
         "all", "tokens of one API key in a minute, prompts and answers; all: no limit", minimum=1
     )
+    contexts_per_key: int | Literal["all"] = setting(
+        "all",
+        "stored contexts of one API key and model; its least recently used ones are removed; all: no limit",
+        minimum=1,
+    )
+    share_beginnings: bool = setting(
+        False,
+        "API keys share what is known of prompts' beginnings, in memory and on the disk; otherwise, where there are "
+        "several keys, each has its own",
+    )
     body_mb: float = setting(64.0, "the largest body of a request, MB", minimum=0.001)
     read_s: float = setting(60.0, "the longest time in which a client sends its request", unit="seconds", minimum=0.1)
     write_s: float = setting(

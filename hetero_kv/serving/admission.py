@@ -92,10 +92,10 @@ class Admission:
         if not request.reuses:
             return self._new_cache(), Reuse(reason="off"), ()
         live = [
-            Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints))
+            Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints), each.tenant)
             for each, cache in with_caches(self._queues.running)
         ]
-        prefix = self._prefixes.find(request.tokens, live)
+        prefix = self._prefixes.find(request.tokens, live, request.tenant)
         resident = self._new_cache() if prefix.cache is None else prefix.cache
         cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
         return cache, reuse, prefix.checkpoints if cache is resident else ()
@@ -103,7 +103,7 @@ class Admission:
     def _loaded_cache(self, request: Request, resident: HeteroCache, reuse: Reuse) -> tuple[HeteroCache, Reuse]:
         """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
         stored, cached = self._prefixes.stored, reuse.tokens
-        found = None if stored is None else stored.longest(request.tokens, cached + stored.least)
+        found = None if stored is None else stored.longest(request.tokens, cached + stored.least, request.tenant)
         if stored is None or found is None:
             return resident, reuse
         context, tokens = found

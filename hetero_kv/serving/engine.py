@@ -81,6 +81,8 @@ class Engine:
             what is left. Files that cannot be written or used are logged. None for no such folder.
         context_cache_gb: GB that all contexts in the folder may take; the least recently used are removed first. None
             for no limit.
+        contexts_per_tenant: how many contexts of this model a tenant may have in the folder; its least recently used
+            ones go. None for no limit.
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
         part: tokens of a prompt that pass at once while nobody waits for a token.
         speculation: how the next tokens are guessed, several of which are then verified in one forward: `lookup` finds
@@ -105,6 +107,7 @@ class Engine:
         checkpoint_gb: float = 1.0,
         context_folder: str | Path | None = None,
         context_cache_gb: float | None = None,
+        contexts_per_tenant: int | None = None,
         longest_gap_s: float = 0.25,
         part: int = 2048,
         speculation: str = "auto",
@@ -120,7 +123,9 @@ class Engine:
         if context_cache_gb is not None and not context_cache_gb >= 0:
             raise HeteroKVError(f"Engine: context_cache_gb is {context_cache_gb}; it must be at least 0, or None")
         least = {"max_batch": (max_batch, 1), "part": (part, 1), "kept_prefixes": (kept_prefixes, 0)}
-        given = (("max_seq_len", max_seq_len), ("kv_tokens", kv_tokens))
+        given = (
+            ("max_seq_len", max_seq_len), ("kv_tokens", kv_tokens), ("contexts_per_tenant", contexts_per_tenant),
+        )  # fmt: skip
         least |= {name: (value, 1) for name, value in given if value is not None}
         for name, (value, smallest) in least.items():
             if value < smallest:
@@ -144,7 +149,9 @@ class Engine:
         self._injection = injection
         self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
         if context_folder is not None:
-            self._prefixes.stored = self._stored_prefixes(forward, context_folder, context_cache_gb)
+            self._prefixes.stored = self._stored_prefixes(
+                forward, context_folder, context_cache_gb, contexts_per_tenant
+            )
         self._swaps = SwapFolder(injection)
         self._queues = Queues()
         memory = Memory(self._store, self._prefixes, self._swaps)
@@ -166,7 +173,7 @@ class Engine:
         )
 
     def _stored_prefixes(
-        self, forward: ModelForward, folder: str | Path, gigabytes: float | None
+        self, forward: ModelForward, folder: str | Path, gigabytes: float | None, most: int | None
     ) -> StoredPrefixes | None:
         empty = forward.new_cache(self._store)
         if not self._prefixes.can_share(empty):
@@ -176,7 +183,8 @@ class Engine:
                 folder,
             )
             return None
-        return StoredPrefixes(folder, None if gigabytes is None else round(gigabytes * 1e9), empty, self._store)
+        limit = None if gigabytes is None else round(gigabytes * 1e9)
+        return StoredPrefixes(folder, limit, empty, self._store, most)
 
     # -- requests
 
@@ -248,6 +256,7 @@ class Engine:
         markers: Mapping[int, str] | None = None,
         reuses: bool = True,
         speculation: str | None = None,
+        tenant: str = "",
     ) -> Stream:
         """Ask for the continuation of a prompt.
 
@@ -261,6 +270,8 @@ class Engine:
                 `hetero_kv.serving.answers.AnswerParser` has them.
             reuses: whether a beginning that was computed before is taken over; otherwise all of the prompt is computed.
             speculation: how its tokens are guessed, as for the engine; None takes the engine's.
+            tenant: whose request it is. A beginning is taken over only from requests of the same tenant, in memory and
+                on the disk; "" is a tenant too.
 
         Returns the stream of its tokens.
 
@@ -286,6 +297,7 @@ class Engine:
             question=question,
             priority=priority,
             reuses=reuses,
+            tenant=tenant,
             new_drafter=partial(self._speculation.drafter, tokens, speculation),
         )
         return self._loop.submit(request)
@@ -298,6 +310,7 @@ class Engine:
         prompt_tokens: int | None = None,
         bins: int | Sequence[int] = 256,
         priority: int = 0,
+        tenant: str = "",
     ) -> ResultStream[Attended]:
         """Ask what the forward that chose a token of an answer attended to.
 
@@ -312,7 +325,7 @@ class Engine:
                 `tokens[prompt_tokens]`; that one was chosen by the prompt's exact attention. If None, all tokens but
                 the last before `position` pass as a prompt where they must pass again.
             bins: how many runs of neighbouring tokens get a number, at most; or the first token of each run.
-            priority: as of `generate`.
+            priority, tenant: as of `generate`.
 
         Returns the stream, without pieces, whose result is an `Attended`. Cancelled, it raises HeteroKVError.
 
@@ -337,7 +350,7 @@ class Engine:
         return self._loop.submit(
             Replay(
                 before, params, self._answers.sampler(params, before), self._answers.begun(params, 1),
-                self._loop.new_stream(), prompt=prompt, edges=edges, priority=priority,
+                self._loop.new_stream(), prompt=prompt, edges=edges, priority=priority, tenant=tenant,
             )
         )  # fmt: skip
 

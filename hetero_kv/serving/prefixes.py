@@ -39,11 +39,13 @@ class Known(NamedTuple):
         cache: its cache.
         tokens: ids of the tokens that it stores.
         checkpoints: where its layers can go back to.
+        tenant: whose it is; others' prompts do not find it.
     """
 
     cache: HeteroCache
     tokens: np.ndarray
     checkpoints: tuple[KeptCheckpoint, ...] = ()
+    tenant: str = ""
 
     def usable(self, common: int) -> int:
         """How many of the `common` first tokens a fork can keep."""
@@ -98,14 +100,16 @@ class ResidentPrefixes:
         """The caches of all kept sequences."""
         return [each.cache for each in self._kept]
 
-    def keep(self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
-        """Keep the cache of an ended request, which stores `tokens`, and has these checkpoints."""
+    def keep(
+        self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = (), tenant: str = ""
+    ) -> None:
+        """Keep the cache of a tenant's ended request, which stores `tokens`, and has these checkpoints."""
         is_kept = tokens and self.can_share(cache)
         if not is_kept or not _is_current(cache, cache.injection.state()):
             cache.reset()
             return
         within = tuple(each for each in checkpoints if each.length < len(tokens))
-        self._kept.append(Known(cache, np.array(tokens), within))
+        self._kept.append(Known(cache, np.array(tokens), within, tenant))
         if len(self._kept) > self._most:
             self.drop_oldest()
 
@@ -140,18 +144,18 @@ class ResidentPrefixes:
             # Once, whether it works or not.
             self._written.add(id(known.cache))
             tokens = known.tokens.tolist()
-            self.stored.keep(known.cache, tokens)
+            self.stored.keep(known.cache, tokens, known.tenant)
             lengths = {each.length for each in known.checkpoints if each.point is not None}
             for length in sorted(() if self.stored.goes_back else lengths)[-_STORED:]:
                 # Its blocks are those of the whole sequence, and its states are its own.
                 beginning = known.cut(length)
                 try:
-                    self.stored.keep(beginning, tokens[:length])
+                    self.stored.keep(beginning, tokens[:length], known.tenant)
                 finally:
                     beginning.reset()
 
-    def find(self, prompt: Sequence[int], live: Iterable[Known] = ()) -> Prefix:
-        """The longest beginning of a prompt in memory, in a fork of its sequence.
+    def find(self, prompt: Sequence[int], live: Iterable[Known] = (), tenant: str = "") -> Prefix:
+        """The longest beginning of a tenant's prompt in memory, in a fork of its sequence.
 
         At least one token of the prompt is left to compute.
 
@@ -160,7 +164,7 @@ class ResidentPrefixes:
         """
         if not self.are_shared:
             return Prefix(None, Reuse(reason="not_exact"))
-        listed = [*self._kept, *live]
+        listed = [each for each in (*self._kept, *live) if each.tenant == tenant]
         candidates = [each for each in listed if _is_shareable(each.cache)]
         if not candidates:
             return Prefix(None, Reuse(reason="not_exact" if listed else "nothing_kept"))

@@ -32,6 +32,7 @@ class Request:
         cache: its keys and values; None while it waits.
         swapped: its sequence on the disk, once it is preempted; None otherwise.
         reuses: whether it may take over what was computed before.
+        tenant: whose it is; it takes over only from requests of the same tenant.
         reuse: what of the prompt was computed before.
         checkpoints: where its layers can go back to, if they do not keep every token.
         drafter: guesses its tokens; None without speculation. Made with the first token.
@@ -43,12 +44,13 @@ class Request:
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, answer: GrowingAnswer,
         stream: ResultStream[Any], *, question: int | None = None, priority: int = 0, reuses: bool = True,
-        new_drafter: Callable[[], Drafter | None] = lambda: None,
+        tenant: str = "", new_drafter: Callable[[], Drafter | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.params, self.sampler, self.stream = params, sampler, stream
         self.limit, self.question, self.priority, self.reuses = answer.limit, question, priority, reuses
+        self.tenant = tenant
         self.cache: HeteroCache | None = None
         self.swapped: Swapped | None = None
         self.reuse = Reuse()

@@ -195,7 +195,7 @@ class Scheduler:
         assert cache is not None
         replay.stream.complete(attended)
         if attended.cached_tokens + 1 < cache.get_seq_length():
-            self._keep(cache, replay.tokens)
+            self._keep(cache, replay)
         else:
             free(cache)
 
@@ -299,11 +299,11 @@ class Scheduler:
         cache = self.queues.leave(request)
         request.complete(reason)
         if cache is not None:
-            self._keep(cache, request.tokens[: cache.get_seq_length()], request.checkpoints)
+            self._keep(cache, request, request.checkpoints)
 
-    def _keep(self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
+    def _keep(self, cache: HeteroCache, request: Request, checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
         try:
-            self._prefixes.keep(cache, tokens, checkpoints)
+            self._prefixes.keep(cache, request.tokens[: cache.get_seq_length()], checkpoints, request.tenant)
         except Exception as error:
             _logger.warning("the sequence of an ended request is not kept (%s)", brief_error(error))
 

@@ -30,12 +30,15 @@ class StoredPrefixes:
         limit: bytes of all its files; None for no limit.
         empty: a cache of the model without tokens.
         store: the common store into which sequences are loaded.
+        most: how many sequences a tenant may have in the folder; its least recently used ones go. None for no limit.
 
     Raises ContextError if the folder cannot be used, or hooks in the model compute what is unknown.
     """
 
-    def __init__(self, folder: str | Path, limit: int | None, empty: HeteroCache, store: Store) -> None:
-        self._contexts, self._store = ContextStore(folder, limit), store
+    def __init__(
+        self, folder: str | Path, limit: int | None, empty: HeteroCache, store: Store, most: int | None = None
+    ) -> None:
+        self._contexts, self._store, self._most = ContextStore(folder, limit), store, most
         self._injection = empty.injection
         #: Whether any beginning of a sequence can be reused.
         self.goes_back = can_roll_back_exactly(empty)
@@ -52,15 +55,15 @@ class StoredPrefixes:
             self._identity = now, self._injection.identity
         return self._identity[1]
 
-    def longest(self, prompt: Sequence[int], least: int) -> tuple[StoredContext, int] | None:
-        """The sequence that has at least `least` of the prompt's first tokens, and how many: most of all.
+    def longest(self, prompt: Sequence[int], least: int, tenant: str = "") -> tuple[StoredContext, int] | None:
+        """The tenant's sequence that has at least `least` of the prompt's first tokens, and how many: most of all.
 
         None where there is none, or the folder cannot be read, which is logged.
         """
         if len(prompt) <= max(least, PIECE):
             return None
         try:
-            found = self._contexts.longest(self._present(), prompt, whole=not self.goes_back)
+            found = self._contexts.longest(self._present(), prompt, whole=not self.goes_back, salt=tenant)
         except Exception as error:
             _logger.warning("no context is looked up in %s: %s", self._contexts.folder, _text(error))
             return None
@@ -83,15 +86,15 @@ class StoredPrefixes:
             layer.reopen()
         return cache
 
-    def keep(self, cache: HeteroCache, tokens: Sequence[int]) -> None:
-        """Write a sequence if it has at least a block more than what is stored; a failure is logged as a warning."""
+    def keep(self, cache: HeteroCache, tokens: Sequence[int], tenant: str = "") -> None:
+        """Write a tenant's sequence if it has at least a block more than what is stored; a failure is logged."""
         if len(tokens) < PIECE:
             return
         try:
             identity = self._present()
-            known = self._contexts.longest(identity, [*tokens, 0], whole=not self.goes_back)
+            known = self._contexts.longest(identity, [*tokens, 0], whole=not self.goes_back, salt=tenant)
             if known is None or len(tokens) - known[1] >= self.least:
-                self._contexts.save(cache, tokens, identity=identity)
+                self._contexts.save(cache, tokens, identity=identity, salt=tenant, most=self._most)
         except Exception as error:
             _logger.warning(
                 "the sequence of an ended request is not stored in %s: %s", self._contexts.folder, _text(error)
