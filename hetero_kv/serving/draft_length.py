@@ -46,6 +46,13 @@ class StepCosts:
             del self._last[each], self._latest[each]
             self._medians.pop(each, None)
 
+    def line(self, most: int) -> tuple[float | None, float]:
+        """Seconds of a step of one row, None if unknown, and what each further one adds to it, up to `most` rows."""
+        if not self.is_known:
+            return None, 0.0
+        one = self.of(1)
+        return one, max(0.0, self.of(most) - one) / max(1, most - 1)
+
     def of(self, rows: int) -> float:
         """The seconds of a step of so many rows; between and behind measured numbers, by the nearest ones.
 

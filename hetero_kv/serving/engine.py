@@ -35,7 +35,7 @@ from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation import Speculation
 from hetero_kv.serving.speculation_setting import require_way
-from hetero_kv.serving.status import EngineStatus
+from hetero_kv.serving.status import EngineStatus, SequenceStatus, State
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
@@ -156,11 +156,13 @@ class Engine:
         self._queues = Queues()
         memory = Memory(self._store, self._prefixes, self._swaps)
         empty = forward.new_cache(self._store)
+        self._goes_back, self._bytes_per_token = empty.is_croppable, injection.bytes_per_token()
         checkpoints = Checkpoints(round(checkpoint_gb * 1e9) if self._prefixes.can_share(empty) else 0, empty)
         admission = Admission(
             self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), checkpoints,
             max_batch,
         )  # fmt: skip
+        self._max_batch = max_batch
         size = PartSize(longest_gap_s, part)
         turn = Turn(longest_gap_s)
         self._scheduler = Scheduler(
@@ -205,21 +207,42 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """What the engine is doing now. Any thread may call it, also while a step computes."""
-        queues, store = self._queues, self._store
-        states = (("answering", queues.running), ("prefilling", [queues.prefilling]), ("waiting", queues.waiting))
-        known = [(state, request) for state, requests in states for request in list(requests) if request is not None]
-        known += [("waiting", request) for request in self._loop.new]
+        store = self._store
         free = min((each.free_blocks * each.block_size for each in list(store.allocators.values())), default=None)
         capacity = store.tokens or store.capacity
+        step_s, row_s = self._speculation.costs.line(self._max_batch)
         return EngineStatus(
-            tuple(request.status(state) for state, request in known),
+            tuple(request.status(state) for state, request in self._requests()),
             kept_prefixes=self._prefixes.kept,
             capacity=capacity,
             free=capacity if free is None else min(free, capacity),
             dram_bytes=store.dram_bytes,
             idle_s=time.monotonic() - self._scheduler.active_at,
             is_open=self._loop.is_open,
+            max_batch=self._max_batch,
+            prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s,
+            decode_step_s=step_s,
+            decode_row_s=row_s,
+            bytes_per_token=self._bytes_per_token,
         )
+
+    def sequences(self) -> list[SequenceStatus]:
+        """What later prompts can take over, now or once the requests are computed; the most recently used first.
+
+        Nothing where a prompt behind a known beginning is not computed exactly. Any thread may call it.
+        """
+        if not self._prefixes.are_shared:
+            return []
+        requests = [request.sequence(state, self._goes_back) for state, request in self._requests()]
+        return requests + self._prefixes.sequences(self._goes_back)
+
+    def _requests(self) -> list[tuple[State, Request]]:
+        """All requests, each with what it waits for. Any thread may call it."""
+        queues = self._queues
+        passing = queues.prefilling
+        known: list[tuple[State, Request]] = [("answering", each) for each in list(queues.running)]
+        known += [] if passing is None else [("prefilling", passing)]
+        return known + [("waiting", each) for each in (*list(queues.waiting), *self._loop.new)]
 
     def encode(
         self,

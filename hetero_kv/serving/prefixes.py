@@ -11,6 +11,7 @@ import numpy as np
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.checkpoints import KeptCheckpoint, newest_within
 from hetero_kv.serving.reuse import Reuse
+from hetero_kv.serving.status import SequenceStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 
 #: How many of a sequence's newest checkpoints go to the disk with it: the end of its prompt, the place before the
@@ -100,6 +101,19 @@ class ResidentPrefixes:
         """The caches of all kept sequences."""
         return [each.cache for each in self._kept]
 
+    def sequences(self, goes_back: bool) -> list[SequenceStatus]:
+        """The kept sequences, the most recently used first. Any thread may call it.
+
+        goes_back: whether all layers can go back to any token.
+        """
+        return [
+            SequenceStatus(
+                each.cache, each.tokens, "kept", tenant=each.tenant, is_stored=self._is_stored(each),
+                lengths=None if goes_back else [*(point.length for point in each.checkpoints), len(each.tokens)],
+            )
+            for each in reversed(list(self._kept))
+        ]  # fmt: skip
+
     def keep(
         self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = (), tenant: str = ""
     ) -> None:
@@ -133,6 +147,9 @@ class ResidentPrefixes:
     def is_writing(self) -> bool:
         """Whether a kept sequence is still to be written."""
         return self.stored is not None and len(self._written) < len(self._kept)
+
+    def _is_stored(self, known: Known) -> bool:
+        return self.stored is not None and id(known.cache) in self._written
 
     def write_one(self) -> None:
         """Write a sequence that is kept, if there is one, so that it leaves without delay later."""

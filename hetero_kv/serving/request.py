@@ -13,7 +13,7 @@ from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.speculation import DraftCounts, Drafter
-from hetero_kv.serving.status import RequestStatus
+from hetero_kv.serving.status import RequestStatus, SequenceStatus, State
 from hetero_kv.serving.stream import Completion, FinishReason, Progress, ResultStream
 from hetero_kv.serving.swapped import Swapped
 
@@ -87,7 +87,9 @@ class Request:
         """How many of its tokens are in its cache, or on the disk."""
         if self.swapped is not None:
             return self.swapped.tokens
-        return 0 if self.cache is None else self.cache.get_seq_length()
+        # Another thread may read it while the engine's own takes the cache away.
+        cache = self.cache
+        return 0 if cache is None else cache.get_seq_length()
 
     @property
     def left(self) -> int:
@@ -113,7 +115,18 @@ class Request:
             self.prompt_tokens, self.cached_tokens, round(processed), time.perf_counter() - self._admitted
         )
 
-    def status(self, state: str) -> RequestStatus:
+    def sequence(self, state: State, goes_back: bool) -> SequenceStatus:
+        """Its prompt, for prompts that begin alike; it is in `state`.
+
+        goes_back: whether all layers can go back to any token.
+        """
+        ends = [self.prompt_tokens - (self.question or 0), self.prompt_tokens]
+        return SequenceStatus(
+            self, self.tokens[: self.prompt_tokens], state, max(0, self.prompt_tokens - self.stored),
+            None if goes_back else [*(each.length for each in list(self.checkpoints)), *ends], self.tenant,
+        )  # fmt: skip
+
+    def status(self, state: State) -> RequestStatus:
         """The request, which is in `state`."""
         progress = self.stream.progress
         processed = 0 if progress is None else progress.processed_tokens

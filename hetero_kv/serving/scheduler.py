@@ -80,6 +80,11 @@ class Scheduler:
         self.active_at = time.monotonic()
         self.tell()
 
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Tokens of prompts that pass in a second; None before the first ones."""
+        return self._part_size.tokens_per_s
+
     def tell(self) -> None:
         """Tell the other engines what waits for a token here."""
         self._turn.rows, self._turn.decode_s = len(self.queues.running), self._part_size.decode_s

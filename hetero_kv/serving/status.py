@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+State = Literal["answering", "prefilling", "waiting"]
 
 
 class RequestStatus(NamedTuple):
@@ -16,10 +19,32 @@ class RequestStatus(NamedTuple):
         answer_tokens: tokens of the answer so far.
     """
 
-    state: str
+    state: State
     prompt_tokens: int
     processed_tokens: int
     answer_tokens: int
+
+
+class SequenceStatus(NamedTuple):
+    """A sequence that an engine has in memory, or will have, for prompts that begin alike.
+
+    Attributes:
+        owner: an object that lives as long as the tokens are these.
+        tokens: ids; of a request those of its prompt.
+        state: a request's, or "kept" for the sequence of an ended one.
+        missing: how many of the tokens have not passed.
+        lengths: how many first tokens a later prompt can take over; None for any number of them.
+        tenant: the request's.
+        is_stored: whether it went to the context folder.
+    """
+
+    owner: object
+    tokens: Sequence[int]
+    state: State | Literal["kept"]
+    missing: int = 0
+    lengths: Sequence[int] | None = None
+    tenant: str = ""
+    is_stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +59,11 @@ class EngineStatus:
         dram_bytes: DRAM of the blocks that were ever used, bytes.
         idle_s: seconds since a step began or ended, or a chunk of a prompt passed.
         is_open: whether the engine takes requests and its thread, where it has one, runs.
+        max_batch: the most requests that are answered at a time.
+        prefill_tokens_per_s: tokens of prompts that pass in a second; None before the first ones.
+        decode_step_s: seconds of a decode step of one request; None before steps were measured.
+        decode_row_s: seconds that each further request adds to a step, up to `max_batch`.
+        bytes_per_token: of keys and values, bytes.
     """
 
     requests: tuple[RequestStatus, ...]
@@ -43,6 +73,11 @@ class EngineStatus:
     dram_bytes: int
     idle_s: float
     is_open: bool
+    max_batch: int
+    prefill_tokens_per_s: float | None
+    decode_step_s: float | None
+    decode_row_s: float
+    bytes_per_token: float
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether requests wait and nothing has happened for so long."""
