@@ -1,0 +1,43 @@
+"""Which replicas have which beginnings: an index from hashes to replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Holders:
+    """Hash of a beginning -> the replicas that have it, as bits of a number; replicas are numbered from 0."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._held: dict[int, frozenset[int]] = {}
+
+    def set(self, replica: int, hashes: Iterable[int]) -> None:
+        """The replica has these beginnings, and no others any more."""
+        now, before, masks, bit = frozenset(hashes), self._held.get(replica, frozenset()), self._masks, 1 << replica
+        for each in before - now:
+            mask = masks[each] & ~bit
+            if mask:
+                masks[each] = mask
+            else:
+                del masks[each]
+        for each in now - before:
+            masks[each] = masks.get(each, 0) | bit
+        self._held[replica] = now
+
+    def add(self, replica: int, hashes: Sequence[int]) -> None:
+        """The replica has these beginnings too."""
+        self.set(replica, self._held.get(replica, frozenset()).union(hashes))
+
+    def depths(self, hashes: Sequence[int]) -> dict[int, int]:
+        """Replica -> how many of a prompt's blocks it has, of those that have any."""
+        found: dict[int, int] = {}
+        seen, masks = 0, self._masks
+        for depth in range(len(hashes), 0, -1):
+            new = masks.get(hashes[depth - 1], 0) & ~seen
+            seen |= new
+            while new:
+                lowest = new & -new
+                found[lowest.bit_length() - 1] = depth
+                new ^= lowest
+        return found
