@@ -17,7 +17,7 @@ from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import ISAS, isa
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.list_attention import TOO_SHORT, kernel_for
+from hetero_kv.cpu_ops.list_attention import NONE_LATER, TOO_SHORT, kernel_for
 from hetero_kv.cpu_ops.matrix_tiles import decode_rows, multiply_tile
 from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from hetero_kv.cpu_ops.scratch import scratch
@@ -78,7 +78,7 @@ def attend_blocks_causal(
     lse = np.empty((rows, kv_heads, q_len * group), np.float32)
     pools = keys.view(k_storage.kernel_dtype), values.view(v_storage.kernel_dtype)
     with kernel_threads(threads) as used:
-        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:]
+        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:], NONE_LATER
         status = kernel(*called, scale, softcap, used, out, lse)
     if status == TOO_SHORT:
         raise ValueError(f"a list has fewer tokens than the {q_len} queries at its end")
