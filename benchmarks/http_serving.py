@@ -10,13 +10,14 @@ clients together, and the 99th percentile of gaps between two tokens of an answe
 
 Restart: hetero-kv's server is stopped and started again; a further question to a document is timed beside the first.
 
-Overhead: the same requests through HTTP and by the engine itself, in one process, in turns.
+Overhead: the same requests through HTTP, of clients in a process of their own, and by the engine itself, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import socket
@@ -28,6 +29,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,7 +162,12 @@ def overhead(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
     rows, count = 4, arguments.answer
     loaded = load_model(arguments.model, config=arguments.recipe, max_seq_len=1024, threads_num=arguments.threads)
     prompts = [f"{document(16, row)} {row}" for row in range(rows)]
-    with Engine(loaded, max_seq_len=1024, max_batch=rows, kept_prefixes=0) as engine:
+    with (
+        Engine(loaded, max_seq_len=1024, max_batch=rows, kept_prefixes=0) as engine,
+        ThreadPoolExecutor(rows) as readers,
+        # As clients of a server: their work is none of its own.
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
+    ):
         port = free_port()
         served = ServedModel(loaded.name, arguments.recipe, loaded, engine, Gate(rows, 64, 600.0))
         host = Host.of(ServedModels([served]), ServerSettings(), folder=scratch)
@@ -169,26 +176,28 @@ def overhead(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        encoder = TextEncoder(loaded.tokenizer)
+        encoder, params = TextEncoder(loaded.tokenizer), SamplingParams(max_new_tokens=count, ignore_eos=True)
 
         def bare() -> tuple[float, float]:
-            began = time.perf_counter()
-            streams = [
-                engine.generate(
-                    encoder.encode([PromptPiece(each, is_template=True)], add_special_tokens=True),
-                    SamplingParams(max_new_tokens=count, ignore_eos=True),
-                )
-                for each in prompts
-            ]
-            firsts = [each.result().first_token_s or 0.0 for each in streams]
+            began, firsts = time.perf_counter(), []
+
+            def read(prompt: str) -> None:
+                asked = time.perf_counter()
+                tokens = encoder.encode([PromptPiece(prompt, is_template=True)], add_special_tokens=True)
+                for number, _ in enumerate(engine.generate(tokens, params)):
+                    if number == 0:
+                        firsts.append(time.perf_counter() - asked)
+
+            list(readers.map(read, prompts))
             return rows * count / (time.perf_counter() - began), min(firsts)
 
         def through_http() -> tuple[float, float]:
             began = time.perf_counter()
-            answers = ask_all(f"http://127.0.0.1:{port}", prompts, count)
+            answers = clients.submit(ask_all, f"http://127.0.0.1:{port}", prompts, count).result()
             return rows * count / (time.perf_counter() - began), min(each.first_s for each in answers)
 
         bare()
+        through_http()
         found: dict[str, list[tuple[float, float]]] = {"bare": [], "http": []}
         for _ in range(arguments.repeats):
             found["bare"].append(bare())

@@ -21,6 +21,8 @@ from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
+from hetero_kv.serving.grammar import GrammarMask
+from hetero_kv.serving.speculation_setting import Way
 from hetero_kv.serving.stream import Completion, Progress
 
 router = APIRouter()
@@ -54,6 +56,7 @@ class MessagesRequest(DialogueFields):
     response_format: dict[str, Any] | None = None
     json_schema: Any = None
     grammar: str | None = None
+    speculation: Way | None = None
 
 
 @router.post("/v1/messages", response_model=None)
@@ -64,14 +67,15 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     form = body.output_format or (body.output_config or {}).get("format")
     if form is not None:
         body.response_format = form
-    choice, prompt = await in_thread(_prepared, host, served, body, request.state.key)
-    masks = await in_thread(choice.masks, served, prompt, body, 1)
+    choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
     sampling = fields.sampling(served, host.defaults, len(prompt.tokens), most=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    continued = Prompt(served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers)
+    continued = Prompt(
+        served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers, speculation=body.speculation
+    )
     answers = ChatAnswers(host.answers(continued, request), parsers)
     writer = _Writer(served, len(prompt.tokens))
     unknown = [*body.unknown, *fields.ignored(host.defaults), *prompt.unused]
@@ -102,6 +106,13 @@ def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -
     effort = (getattr(body, "output_config", None) or {}).get("effort")
     dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
     return choice, prompt_of(served, choice.shown(dialogue))
+
+
+def _constrained(
+    host: Host, served: ServedModel, body: MessagesRequest, key: str
+) -> tuple[Choice, ChatPrompt, list[GrammarMask | None]]:
+    choice, prompt = _prepared(host, served, body, key)
+    return choice, prompt, choice.masks(served, prompt, body, 1)
 
 
 class _Writer:

@@ -24,6 +24,7 @@ from hetero_kv.server.token_texts import chat_logprobs
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.server.usage import prompt_progress, timings, usage
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
+from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -68,8 +69,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     host = host_of(request)
     served = host.models.named(body.model)
-    choice, prompt = await in_thread(_prepared, host, served, body, request.state.key)
-    masks = await in_thread(choice.masks, served, prompt, body, body.choices)
+    choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = body.sampling(
         served, host.defaults, len(prompt.tokens), most=most, logprobs=_logprobs(body), masks=masks
@@ -105,6 +105,13 @@ def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> t
     dialogue = body.dialogue(host, key)
     choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return choice, prompt_of(served, choice.shown(dialogue))
+
+
+def _constrained(
+    host: Host, served: ServedModel, body: ChatRequest, key: str
+) -> tuple[Choice, ChatPrompt, list[GrammarMask | None]]:
+    choice, prompt = _prepared(host, served, body, key)
+    return choice, prompt, choice.masks(served, prompt, body, body.choices)
 
 
 def _logprobs(body: ChatRequest) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
+from hetero_kv.models.text_encoding import PromptPiece
 from hetero_kv.server.constraints import masks_of
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import Ended, Prompt, Token
@@ -20,6 +20,7 @@ from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import completion_logprobs
 from hetero_kv.server.usage import FINISH_REASONS, prompt_progress, timings, usage
+from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -51,9 +52,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     host = host_of(request)
     served = host.models.named(body.model)
     _require_supported(body)
-    prompts = await in_thread(_prompts, served, body)
-    count = len(prompts) * body.choices
-    masks = await in_thread(masks_of, served, body, count)
+    prompts, masks = await in_thread(_prepared, served, body)
     sampling = body.sampling(
         served, host.defaults, max(map(len, prompts)), most=16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs, masks=masks,
@@ -77,22 +76,26 @@ def _require_supported(body: CompletionRequest) -> None:
         raise ApiError(400, f"best_of is {body.best_of}; it must be n, or be left out", param="best_of")
 
 
+def _prepared(served: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], list[GrammarMask | None]]:
+    prompts = _prompts(served, body)
+    return prompts, masks_of(served, body, len(prompts) * body.choices)
+
+
 def _prompts(served: ServedModel, body: CompletionRequest) -> list[list[int]]:
     """The prompts' tokens. Raises ApiError 400 for none, too many, and HeteroKVError for texts that have no tokens."""
     given: Any = body.prompt
     listed = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     if len(listed) > MOST_PROMPTS:
         raise ApiError(400, f"there are {len(listed)} prompts; give at most {MOST_PROMPTS}", param="prompt")
-    encoder = TextEncoder(served.loaded.tokenizer)
     prompts = [
-        encoder.encode([PromptPiece(each, is_template=body.parse_special)], add_special_tokens=True)
+        served.encoder.encode([PromptPiece(each, is_template=body.parse_special)], add_special_tokens=True)
         if isinstance(each, str)
         else each
         for each in listed
     ]
     if not all(prompts):
         raise ApiError(400, "a prompt is empty; give a text, or token ids", param="prompt")
-    for token in (token for prompt in prompts for token in prompt):
+    for token in {each for prompt in prompts for each in (min(prompt), max(prompt))}:
         if not 0 <= token < served.engine.vocab_size:
             raise ApiError(
                 400, f"the prompt has token {token}; the model has tokens 0 to {served.engine.vocab_size - 1}",

@@ -148,8 +148,8 @@ class EventStream(StreamingResponse):
 async def _frames(answers: Source, writer: Writer, ping_s: float, request: Request) -> AsyncIterator[bytes]:
     said, ended, has_begun = time.monotonic() - ping_s, list[Ended](), False
     try:
-        for frame in writer.begin():
-            yield frame
+        if begun := writer.begin():
+            yield b"".join(begun)
         async for item in ticking(answers.events(), _TICK_S):
             frames: list[bytes] = []
             if isinstance(item, Token):
@@ -163,16 +163,14 @@ async def _frames(answers: Source, writer: Writer, ping_s: float, request: Reque
                 frames = writer.progress(answers.progress)
             if not frames and time.monotonic() - said >= ping_s:
                 frames = [PING]
-            for frame in frames:
+            if frames:
                 said = time.monotonic()
-                yield frame
+                yield b"".join(frames)
         ended.sort(key=lambda each: each.choice)
         note(request, ended)
-        for frame in writer.finish(ended):
-            yield frame
+        yield b"".join(writer.finish(ended))
     except Exception as error:
-        for frame in writer.failed(failure(error, request)):
-            yield frame
+        yield b"".join(writer.failed(failure(error, request)))
 
 
 async def completed(answers: Source, request: Request) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hetero_kv.models.text_encoding import PromptPiece, TextEncoder
+from hetero_kv.models.text_encoding import PromptPiece
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.host import host_of, in_thread
 from hetero_kv.server.json_response import json_response
@@ -38,11 +38,11 @@ class DetokenizeRequest(Fields):
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The tokens of a text."""
-    tokenizer = host_of(request).models.named(body.model).loaded.tokenizer
+    served = host_of(request).models.named(body.model)
     piece = PromptPiece(body.content, is_template=body.parse_special)
-    encoder = TextEncoder(tokenizer)
-    tokens = await in_thread(lambda: encoder.encode([piece], add_special_tokens=body.add_special))
+    tokens = await in_thread(lambda: served.encoder.encode([piece], add_special_tokens=body.add_special))
     if body.with_pieces:
+        tokenizer = served.loaded.tokenizer
         return json_response({"tokens": [{"id": each, "piece": token_text(tokenizer, each)} for each in tokens]})
     return json_response({"tokens": tokens})
 

@@ -21,6 +21,7 @@ from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
+from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -56,10 +57,9 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     host, key = host_of(request), request.state.key
     served = host.models.named(body.model)
     _require_supported(body)
-    items, others, choice, prompt = await in_thread(_prepared, host, served, body, key)
     if body.response_format is None:
         body.response_format = (body.text or {}).get("format")
-    masks = await in_thread(choice.masks, served, prompt, body, 1)
+    items, others, choice, prompt, masks = await in_thread(_prepared, host, served, body, key)
     sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     continued = Prompt(
@@ -108,7 +108,7 @@ def _require_supported(body: ResponseRequest) -> None:
 
 def _prepared(
     host: Host, served: ServedModel, body: ResponseRequest, key: str
-) -> tuple[list[Any], list[str], Choice, ChatPrompt]:
+) -> tuple[list[Any], list[str], Choice, ChatPrompt, list[GrammarMask | None]]:
     earlier = [] if body.previous_response_id is None else host.responses.get(body.previous_response_id, key)[1]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not isinstance(given, list):
@@ -121,7 +121,8 @@ def _prepared(
     choice = choice_of(tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
     effort = (body.reasoning or {}).get("effort")
     dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
-    return list(items), others, choice, prompt_of(served, choice.shown(dialogue))
+    prompt = prompt_of(served, choice.shown(dialogue))
+    return list(items), others, choice, prompt, choice.masks(served, prompt, body, 1)
 
 
 def _keep(host: Host, body: ResponseRequest, found: dict[str, Any], items: list[Any], key: str) -> None:

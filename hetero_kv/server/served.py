@@ -9,6 +9,7 @@ from functools import cached_property
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.loading import LoadedModel
+from hetero_kv.models.text_encoding import TextEncoder
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.limits import Gate
@@ -38,6 +39,11 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Grammars over the model's tokens."""
         return Grammars(self.loaded.tokenizer, self.engine.vocab_size, self.engine.ends)
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """Tokens of texts without the chat template."""
+        return TextEncoder(self.loaded.tokenizer)
 
     @cached_property
     def form(self) -> AnswerForm:

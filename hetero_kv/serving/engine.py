@@ -395,7 +395,7 @@ class Engine:
                 raise HeteroKVError(
                     f"the prompt is {shown(prompt, 80)}; give a text, or one list of token ids"
                 ) from None
-            for token in tokens:
+            for token in {min(tokens, default=0), max(tokens, default=0)}:
                 self._require_token(token, "the prompt has")
         if not tokens:
             raise HeteroKVError("the prompt is empty; give at least one token")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -114,7 +115,7 @@ class ResultStream(Generic[Result]):
         self._pieces: list[Piece] = []
         self._completion: Result | None = None
         self._error: BaseException | None = None
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._wakers: list[_Waker] = []
         self._cancel, self._compute = cancel, compute
 
     # -- for the reader
@@ -151,13 +152,14 @@ class ResultStream(Generic[Result]):
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """As `__iter__`, without blocking the event loop."""
         known = 0
-        while True:
-            while known < len(self._pieces):
-                yield self._pieces[known]
-                known += 1
-            if self.is_done and known == len(self._pieces):
-                break
-            await self._change(known)
+        with self._woken() as waker:
+            while True:
+                while known < len(self._pieces):
+                    yield self._pieces[known]
+                    known += 1
+                if self.is_done and known == len(self._pieces):
+                    break
+                await self._change(waker)
         if self._error is not None:
             raise self._error
 
@@ -165,8 +167,9 @@ class ResultStream(Generic[Result]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> Result:
-        while not self.is_done:
-            await self._change(len(self._pieces))
+        with self._woken() as waker:
+            while not self.is_done:
+                await self._change(waker)
         return self.result()
 
     def cancel(self) -> None:
@@ -193,24 +196,25 @@ class ResultStream(Generic[Result]):
             assert self._compute is not None
             self._compute()
 
-    async def _change(self, known: int) -> None:
-        """Wait until there are more than `known` pieces, or the answer is done."""
+    @contextmanager
+    def _woken(self) -> Iterator[_Waker]:
+        """What wakes the running task whenever something comes."""
+        waker = _Waker()
+        with self._changed:
+            self._wakers.append(waker)
+        try:
+            yield waker
+        finally:
+            with self._changed:
+                self._wakers.remove(waker)
+
+    async def _change(self, waker: _Waker) -> None:
+        """Wait until something has come since the task last waited."""
         if self._compute is not None:
             self._compute()
             await asyncio.sleep(0)
             return
-        event = asyncio.Event()
-        waiting = asyncio.get_running_loop(), event
-        with self._changed:
-            if len(self._pieces) > known or self.is_done:
-                return
-            self._waiting.append(waiting)
-        try:
-            await event.wait()
-        finally:
-            with self._changed:
-                if waiting in self._waiting:
-                    self._waiting.remove(waiting)
+        await waker.wait()
 
     # -- for the engine
 
@@ -234,10 +238,29 @@ class ResultStream(Generic[Result]):
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        for loop, event in self._waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
-        self._waiting = []
+        for waker in self._wakers:
+            waker.wake()
+
+
+class _Waker:
+    """Wakes the task that made it, from any thread; once for all that it has not seen yet."""
+
+    def __init__(self) -> None:
+        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+        self._is_due = False
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        if not self._is_due and not self._loop.is_closed():
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self) -> None:
+        """Wait for a `wake` since the last return."""
+        await self._event.wait()
+        self._event.clear()
+        # Before the task looks: what comes from now on wakes it again.
+        self._is_due = False
 
 
 #: An answer as it comes. Other requests have no pieces.
