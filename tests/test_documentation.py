@@ -38,6 +38,7 @@ FLOORS = (
         "hetero_kv.errors",
         "hetero_kv.malloc_tuning",
         "hetero_kv.printing",
+        "hetero_kv.start_up",
     ),
     ("hetero_kv.cpus", "hetero_kv.gpu_ops", "hetero_kv.text_decoding", "hetero_kv.threads"),
     ("hetero_kv.documents", "hetero_kv.settings", "hetero_kv.store", "hetero_kv.weights"),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout, suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
+from hetero_kv.start_up import collection_deferred
+
+if TYPE_CHECKING:
+    from hetero_kv.chat.session import ChatSession
 
 __all__ = ["add_flags", "run"]
 
@@ -42,15 +46,15 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _chat(options: ChatOptions, question: ChatQuestion) -> int:
-    from hetero_kv.chat.context_commands import saved
     from hetero_kv.chat.interrupt import exit_status_of, not_terminated
     from hetero_kv.chat.keyboard import keep_typeahead
-    from hetero_kv.chat.session import open_session
-    from hetero_kv.chat.terminal import Terminal
     from hetero_kv.printing import console
 
     with keep_typeahead():
-        session = open_session(options)
+        session = _opened(options)
+        from hetero_kv.chat.context_commands import saved
+        from hetero_kv.chat.terminal import Terminal
+
         try:
             status = Terminal(session, question).run()
         except BaseException as error:
@@ -68,11 +72,6 @@ def _chat(options: ChatOptions, question: ChatQuestion) -> int:
 
 
 def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
-    from hetero_kv.chat.answering import answer_to
-    from hetero_kv.chat.context_commands import saved
-    from hetero_kv.chat.display import ending, statistics_line
-    from hetero_kv.chat.json_report import json_report
-    from hetero_kv.chat.session import open_session
     from hetero_kv.cli import INTERRUPTED, UNREAD
     from hetero_kv.printing import console, discard_rest, json_text, printable
 
@@ -96,7 +95,12 @@ def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
 
     # Only the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
-        session = open_session(options)
+        session = _opened(options)
+        from hetero_kv.chat.answering import answer_to
+        from hetero_kv.chat.context_commands import saved
+        from hetero_kv.chat.display import ending, statistics_line
+        from hetero_kv.chat.json_report import json_report
+
         on_text = None if options.json else lambda piece: write(printable(piece))
         answer = answer_to(session, question, on_text, should_stop=lambda: unwritten is not None)
         # Write the answer first: it remains if the context cannot be saved.
@@ -114,6 +118,13 @@ def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
     if unwritten is not None:
         raise unwritten
     return INTERRUPTED if answer.finish_reason == "stopped" else 0
+
+
+def _opened(options: ChatOptions) -> ChatSession:
+    with collection_deferred():
+        from hetero_kv.chat.session import open_session
+
+        return open_session(options)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -15,6 +15,7 @@ from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.mapping import settings_from_mapping
+from hetero_kv.start_up import collection_deferred
 
 _MISSING = "the server needs FastAPI and others; pip install 'hetero-kv[server]', or `make serve` in the repository"
 
@@ -93,7 +94,8 @@ def run(flags: argparse.Namespace) -> int:
     contexts = context_settings(ServedContextSettings, flags.contexts)
     flags.rules = flags.rules or [DEFAULT_RECIPE]
     try:
-        from hetero_kv.server.launch import serve
+        with collection_deferred():
+            from hetero_kv.server.launch import serve
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from error
     return serve(flags, settings, defaults, contexts, keys)

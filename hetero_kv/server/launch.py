@@ -34,6 +34,7 @@ from hetero_kv.server.served import ServedModel, ServedModels
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.engine import Engine
 from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.start_up import collection_deferred
 
 _logger = logging.getLogger(__name__)
 #: The largest head of a request, bytes.
@@ -53,7 +54,8 @@ def serve(
     listener = _listener(settings)
     try:
         with ExitStack() as engines:
-            served = _served(flags, settings, contexts, engines)
+            with collection_deferred():
+                served = _served(flags, settings, contexts, engines)
             if defaults.thinks is not None:
                 # Models without the switch are refused now, not told with every answer.
                 for each in served:
