@@ -13,11 +13,16 @@ import torch
 from hetero_kv import models
 from hetero_kv.errors import ConfigError
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, OpenedModel, ProgressReport
+from hetero_kv.models.packed_cache import PackedCache
+from hetero_kv.planning.free_memory import free_dram
 from hetero_kv.rules.injecting import inject, inject_beside
 from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.threads import set_threads
+
+# The share of the free DRAM up to which packed weights are copied into it; larger ones are mapped from the disk.
+_SHARE_FOR_WEIGHTS = 0.8
 
 
 def load_model(
@@ -102,7 +107,8 @@ def open_model(
     command_line = chosen.command_line(settings)
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
     set_threads(engine.resolved_threads())
-    opened = models.open_model(name_or_path, **arguments, weights_device=engine.weights_device)
+    cache = PackedCache(limit=round(engine.packed_cache_gb * 1e9), room=round(_SHARE_FOR_WEIGHTS * free_dram()))
+    opened = models.open_model(name_or_path, **arguments, weights_device=engine.weights_device, packed_cache=cache)
     injection = inject(opened.model, replace(chosen, settings=command_line), settings_file=settings_file)
 
     def load_weights() -> None:

@@ -113,3 +113,14 @@ def test_the_progress_line_has_size_and_speed_from_the_first_bytes_and_no_questi
     assert "B/s" in written
     assert "-:--:--" not in written
     assert "0:00:00" in written
+
+
+def test_packed_weights_are_counted_and_cleared(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert "packed weights" not in said(capsys)
+    (folder.parents[1] / "packed" / "key").mkdir(parents=True)
+    (folder.parents[1] / "packed" / "key" / "weights").write_bytes(CONTENT)
+    assert f"packed weights for later starts: 7.0 kB in {folder.parents[1] / 'packed'}" in said(capsys)
+    assert json.loads(said(capsys, "list", "--json"))["packed_bytes"] == 7000
+    assert said(capsys, "clear") == "freed 7.0 kB\n"
+    assert not (folder.parents[1] / "packed").exists()
+    assert "models clear takes no name; leave 'tiny' out" in said(capsys, "clear", "tiny", status=2)

@@ -200,6 +200,7 @@ rules:
         "hidden_device": "default",
         "weights_device": "default",
         "measure_recall": "default",
+        "packed_cache_gb": "default",
     }
     line = next(line for line in rules(mine, "--kv_type", "FP32").splitlines() if line.startswith("  4-7 "))
     assert "top_k_blocks 5 [rule 1]" in line

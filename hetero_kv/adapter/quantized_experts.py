@@ -23,7 +23,7 @@ from hetero_kv.weights.expert_weights import (
     multiply_experts_of_rows,
 )
 from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantized_weight import most_rows_of_codes
+from hetero_kv.weights.quantized_weight import bytes_tensor, most_rows_of_codes
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -168,8 +168,8 @@ class QuantizedExperts(QuantizedModule):
         from hetero_kv.weights.block_numbers import numbers_of_blocks
 
         parameter_dtype = self.kept_as(kind.name, shape[2])
-        if parameter_dtype is not None and parameter_dtype == kind.name:
-            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, parameter_dtype, shape[2]))
+        if self.keeps_as_stored(kind.name, shape[2]):
+            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kind.name, shape[2]))
             return None
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
@@ -180,6 +180,11 @@ class QuantizedExperts(QuantizedModule):
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
         return self.substituted(kind.name, parameter_dtype, shape[2])
+
+    def load_packed(self, leaf: str, outputs: slice, data: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
+        """Take weights that were packed as they are stored: `data`, [bytes] uint8; see `load_experts`."""
+        experts, rows, columns = shape
+        self._keep(leaf, outputs, ExpertWeights(bytes_tensor(data).view(experts, -1), name, rows, columns))
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """x: hidden states [tokens, hidden]. chosen, shares: each token's experts and their weights, [tokens, k]."""

@@ -19,7 +19,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved
 from hetero_kv.weights.packed_weight import PackedWeight
-from hetero_kv.weights.quantized_weight import QuantizedWeight
+from hetero_kv.weights.quantized_weight import QuantizedWeight, bytes_tensor
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -125,15 +125,21 @@ class QuantizedMatrix(QuantizedModule):
         from hetero_kv.weights.block_numbers import numbers_of_blocks
 
         parameter_dtype = self.kept_as(kind.name, shape[1])
-        if parameter_dtype is not None and parameter_dtype == kind.name:
-            inputs = None if columns is None else torch.from_numpy(columns.argsort())
-            self.keep(QuantizedWeight.of_blocks(blocks, parameter_dtype, shape[1]), inputs)
+        if self.keeps_as_stored(kind.name, shape[1]):
+            self._keep_stored(QuantizedWeight.of_blocks(blocks, kind.name, shape[1]), columns)
             return None
         # Unquantized numbers are a view of the mapped file, which may be closed: copy them.
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
         self._take_numbers(numbers if columns is None else numbers[:, columns], parameter_dtype)
         return self.substituted(kind.name, parameter_dtype, shape[1])
+
+    def load_packed(self, data: np.ndarray, name: str, shape: tuple[int, ...], columns: np.ndarray | None) -> None:
+        """Take weights that were packed as they are stored: `data`, [bytes] uint8; see `load_blocks`."""
+        self._keep_stored(QuantizedWeight.of_bytes(bytes_tensor(data), name, *shape), columns)
+
+    def _keep_stored(self, quantized: PackedWeight, columns: np.ndarray | None) -> None:
+        self.keep(quantized, None if columns is None else torch.from_numpy(columns.argsort()))
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
         """Take the weights from a file of unquantized numbers.

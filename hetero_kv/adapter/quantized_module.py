@@ -162,6 +162,10 @@ class QuantizedModule(Operator):
             parameter_dtype = stored if packable(stored, columns) else QUANTIZED[Q8_0]
         return parameter_dtype if parameter_dtype is not None and packable(parameter_dtype, columns) else None
 
+    def keeps_as_stored(self, stored: str, columns: int) -> bool:
+        """Whether weights of GGML's type `stored` are packed as that type; see `kept_as`."""
+        return self.kept_as(stored, columns) == stored
+
     def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
         """The dtype of weights that are not packed, in a model of `dtype`; None stands for the module's own dtype."""
         return _DTYPES.get(self.settings.weights) or dtype or self.dtype

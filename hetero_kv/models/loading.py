@@ -25,10 +25,12 @@ from hetero_kv.models.gguf.weight_loading import load_weights
 from hetero_kv.models.gguf.weights import WeightMap
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
+from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.placing import GPU, placed
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
+from hetero_kv.models.templates import start_renderer
 from hetero_kv.models.turns import end_of_turn_ids
 
 _logger = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ def open_model(
     trust_remote_code: bool = False,
     progress: ProgressReport | None = None,
     weights_device: str = GPU,
+    packed_cache: PackedCache | None = None,
 ) -> OpenedModel:
     """Build a model without its weights, so that rules can be injected before the weights are loaded.
 
@@ -123,12 +126,13 @@ def open_model(
         name_or_path, gguf_path, dtype, device, trust_remote_code, progress: as in `load_model`.
         weights_device: `gpu`, `dram` or `auto`; see `offloads_to_dram`. With the layers' weights in DRAM, the model
             computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
+        packed_cache: where packed weights of a GGUF file are kept for later starts; None for nowhere.
 
     Raises:
         ModelError: the model cannot be found, fetched or built with these arguments.
     """
     arguments = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*arguments, defers_weights=True, weights_device=weights_device)
+    return _opened(*arguments, defers_weights=True, weights_device=weights_device, packed_cache=packed_cache)
 
 
 def _opened(
@@ -140,10 +144,13 @@ def _opened(
     progress: ProgressReport | None,
     defers_weights: bool,
     weights_device: str = GPU,
+    packed_cache: PackedCache | None = None,
 ) -> OpenedModel:
     on_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, on_device)
     location = locate(name_or_path, gguf_path, progress)
+    # The tokens that end a turn are read from the chat template.
+    start_renderer()
     weights: WeightMap | None = None
     tensor_files: TensorFiles | None = None
     with open_gguf(location) as gguf, loading_errors(location):
@@ -183,7 +190,7 @@ def _opened(
             if tensor_files is not None:
                 tensor_files.load(model, torch_dtype, report)
             elif weights is not None and gguf is not None:
-                load_weights(model, gguf, weights, torch_dtype, report)
+                load_weights(model, gguf, weights, torch_dtype, report, packed_cache)
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)

@@ -1,8 +1,8 @@
 """Renders chat templates of foreign models under limits.
 
 A template can run forever or fill the memory in one expression (`"a" * 10**9`), and its own process could not stop it
-from every thread. A separate process, `template_renderer.py`, therefore renders it. It starts on first use in a tenth
-of a second, and ends with this process.
+from every thread. A separate process, `template_renderer.py`, therefore renders it. It starts in a tenth of a second,
+on first use or by `start_renderer`, and ends with this process.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class TemplateError(ModelError):
 
 class TemplateLimitError(TemplateError):
     """A chat template that exceeds the limit on time, memory or output."""
+
+
+def start_renderer() -> None:
+    """Start the process that renders templates, so that its first use does not wait for it."""
+    _RENDERER.start()
 
 
 def template_source(tokenizer: Any, *, has_tools: bool = False) -> str:
@@ -133,6 +138,10 @@ class _Renderer:
             self.process.returncode = 0
             self._close_pipes(self.process)
         self.__init__()  # type: ignore[misc]
+
+    def start(self) -> None:
+        with self.lock:
+            self._running()
 
     def ask(self, request: str) -> dict[str, str]:
         with self.lock:

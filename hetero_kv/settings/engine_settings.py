@@ -56,6 +56,12 @@ class EngineSettings(Settings):
         "in DRAM if they do not fit into the GPU's memory",
         choices=(AUTO, GPU, DRAM),
     )
+    packed_cache_gb: float = setting(
+        50.0,
+        "GB on the disk for packed weights of GGUF files, which later starts read instead of packing them again; the "
+        "least recently used are removed first; 0: none are kept",
+        minimum=0,
+    )
     cuda_graphs: str = setting(
         AUTO,
         "whether a decoded token's kernels between two attentions are captured as CUDA graphs; auto: if possible; on: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from functools import cached_property
 
 import numpy as np
@@ -73,6 +74,13 @@ def stored_name(name: str, columns: int) -> str | None:
     if name in _WIDE_NUMBERS or (name in _SHORT_NUMBERS and not packable(name, columns)):
         return None
     return name
+
+
+def bytes_tensor(data: np.ndarray) -> torch.Tensor:
+    """A tensor of the same memory, [bytes] uint8; nothing may be written to it if the array is read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(data)
 
 
 class QuantizedWeight(PackedWeight):

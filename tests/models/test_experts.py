@@ -8,9 +8,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from hetero_kv import HeteroCache, HeteroKVError, eject, inject, open_model
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject, models, open_model
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
+from hetero_kv.models import packed_cache
+from hetero_kv.models.gguf import packed_tensors
+from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
 from tests.support.slow_variants import with_few
@@ -231,3 +234,23 @@ def test_experts_that_do_not_fit_the_configuration_are_named(mixture):
     inject(opened.model, "dense", command_line=SMALL)
     with pytest.raises(HeteroKVError, match=r"blk\.0\.ffn_gate_exps\.weight"):
         opened.load()
+
+
+@pytest.mark.parametrize("room", [1 << 40, 0], ids=["copied", "mapped"])
+def test_experts_come_from_the_cache_of_packed_weights(mixture, tmp_path, monkeypatch, room):
+    folder, path, *_ = mixture("gpt_oss", GGMLQuantizationType.MXFP4)
+    monkeypatch.setenv("HETERO_KV_HOME", str(tmp_path))
+    monkeypatch.setattr(packed_cache, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(packed_cache, "SETTLED_NS", 0)
+
+    def bytes_of_experts(cache):
+        opened = models.open_model(folder, gguf_path=path, dtype="float32", packed_cache=cache)
+        inject(opened.model, "dense", command_line=SMALL)
+        modules = experts_of(opened.load().model)
+        return [(weights.name, weights.data.tolist()) for module in modules for weights in module.packed_weights()]
+
+    expected = bytes_of_experts(None)
+    cache = PackedCache(limit=1 << 40, room=room)
+    assert bytes_of_experts(cache) == expected
+    monkeypatch.setattr(packed_tensors, "pack", lambda *_: pytest.fail("packed again"))
+    assert bytes_of_experts(cache) == expected

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from hetero_kv.models import ModelError, load_model
 from hetero_kv.models.gguf.contract import check_metadata
-from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.file import FileState, GGUFFile
 from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MalformedHeaderError, MetadataValue
 from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
@@ -50,7 +50,7 @@ def file_of(architecture="llama", **keys):
         key = f"tokenizer.{name[:-1].replace('__', '.')}" if name.endswith("_") else f"tokenizer.ggml.{name}"
         if value is not None:
             metadata[key] = entry(value)
-    return GGUFFile(Path("some.gguf"), metadata, (), (0, 0))
+    return GGUFFile(Path("some.gguf"), metadata, (), FileState(0, 0, 0, 0), "")
 
 
 def byte_level(more=(), types=None, merges=("h e",), **keys):

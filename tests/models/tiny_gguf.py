@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.file import FileState, GGUFFile, TensorInfo
 from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue
 from tests.support.tiny_qwen2 import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENS
 
@@ -43,7 +43,7 @@ def header(architecture, metadata=None, tensors=None):
             entries[f"{architecture}.{name}"] = value(content)
     shapes = {"token_embd.weight": (97, 64)} | (tensors or {})
     infos = tuple(TensorInfo(name, shape, GGMLQuantizationType.F32, 0, 4) for name, shape in shapes.items())
-    return GGUFFile(Path("/nowhere/tiny.gguf"), entries, infos, (0, 0))
+    return GGUFFile(Path("/nowhere/tiny.gguf"), entries, infos, FileState(0, 0, 0, 0), "")
 
 
 def write(path, architecture, metadata, tensors, kind=None):

@@ -77,6 +77,12 @@ def _half(module: Any, part: str) -> slice:
     return slice(0, width) if part == "gate" else slice(width, None)
 
 
+def require_expert_shape(module: Any, file: GGUFFile, place: ExpertPlace, info: TensorInfo) -> None:
+    """Raise ModelError if an expert tensor's shape is not that of its part of the parameter."""
+    experts, rows, columns = module.shapes[place.leaf]
+    require_shape(file, info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
+
+
 def load_expert_tensor(
     model: nn.Module, file: GGUFFile, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
 ) -> str | None:
@@ -89,8 +95,7 @@ def load_expert_tensor(
     module: Any = model.get_submodule(place.module)
     take = getattr(module, "load_experts", None)
     if take is not None and len(info.shape) == 3:
-        experts, rows, columns = module.shapes[place.leaf]
-        require_shape(file, info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
+        require_expert_shape(module, file, place, info)
         blocks = np.ascontiguousarray(data.reshape(*info.shape[:2], -1)).view(np.uint8)
         kept: str | None = take(place.leaf, place.outputs, blocks, info.quantization, info.shape)
         return kept

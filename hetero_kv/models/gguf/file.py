@@ -6,13 +6,14 @@ of `docs/gguf_files.md` is refused by name. No tensor is read here.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from gguf import GGMLQuantizationType
 
@@ -57,11 +58,21 @@ class TensorInfo:
     part: int = 0
 
 
+class FileState(NamedTuple):
+    """What changes when a file does: its size in bytes, the times of changes to it, nanoseconds, and its inode."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of the GGUF file at `path`; `state` is the file's size and modification time when it was read.
+    """The header of the GGUF file at `path`; `state` is the file's when it was read.
 
     Attributes:
+        digest: the SHA-256 of the header in hexadecimal.
         tensors: those of all parts.
         later_parts: the headers of the second and further files of a split model.
     """
@@ -69,7 +80,8 @@ class GGUFFile:
     path: Path
     metadata: dict[str, MetadataValue]
     tensors: tuple[TensorInfo, ...]
-    state: tuple[int, int]
+    state: FileState
+    digest: str
     later_parts: tuple[GGUFFile, ...] = ()
 
     @classmethod
@@ -158,7 +170,7 @@ def _read(path: Path) -> GGUFFile:
 
 
 @contextmanager
-def _damage_of(path: Path, state: tuple[int, int]) -> Iterator[None]:
+def _damage_of(path: Path, state: FileState) -> Iterator[None]:
     """Within this context, errors of a damaged header become ModelErrors that name its file."""
     try:
         yield
@@ -169,18 +181,17 @@ def _damage_of(path: Path, state: tuple[int, int]) -> Iterator[None]:
     except _DAMAGE as error:
         what = error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
         raise ModelError(
-            f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "
+            f"the header of {str(path)!r} ({state.size:,} bytes) is damaged or cut short: {what}; "
             "download the file again, or convert it again"
         ) from error
 
 
-def _state(file: Any) -> tuple[int, int]:
-    """Size in bytes, and modification time."""
+def _state(file: Any) -> FileState:
     status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
+    return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
+def _header(path: Path, content: bytes, state: FileState) -> GGUFFile:
     cursor = HeaderCursor(content, len(MAGIC))
     (version,) = cursor.unpack("<I")
     if version & 0xFFFF == 0:
@@ -195,12 +206,12 @@ def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
     start = -(-cursor.position // each) * each
     end = start + check_places(entries, each)
     if entries:
-        _check_length(path, end, state[0], each)
+        _check_length(path, end, state.size, each)
     tensors = tuple(
         TensorInfo(entry.name, entry.shape, entry.quantization, start + entry.offset, stored_bytes(entry))
         for entry in entries
     )
-    return GGUFFile(path, metadata, tensors, state)
+    return GGUFFile(path, metadata, tensors, state, hashlib.sha256(content[: cursor.position]).hexdigest())
 
 
 def _check_length(path: Path, end: int, size: int, each: int) -> None:

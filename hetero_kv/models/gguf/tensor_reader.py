@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import BinaryIO
 
 import gguf
@@ -42,13 +42,15 @@ def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:
     return raw.reshape(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
 
 
-def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
+def tensor_data(file: GGUFFile, names: Collection[str] | None = None) -> Iterator[tuple[TensorInfo, np.ndarray]]:
     """Each tensor with its data in the form that `gguf.dequantize` takes, in the file's order.
+
+    names: of the tensors to read; None for all.
 
     Raises ModelError if the file has changed since its header was read, or numbers are not finite.
     """
     for number, part in enumerate(file.parts):
-        own = [info for info in file.tensors if info.part == number]
+        own = [info for info in file.tensors if info.part == number and (names is None or info.name in names)]
         with part.open() as content:
             for info in sorted(own, key=lambda info: info.offset):
                 yield info, _data(part, content, info)

@@ -17,30 +17,43 @@ from torch import nn
 
 from hetero_kv.models.gguf.experts import load_expert_tensor
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.packed_tensors import load_from_cache, packed_tensors
 from hetero_kv.models.gguf.row_parts import joined
 from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.gguf.tensor_reader import tensor_data
 from hetero_kv.models.gguf.weights import ROW, WeightMap, owner_of, shape_of
+from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.parameters import parameter_dtype, set_tensor, tie, tied_parameters
 from hetero_kv.models.progress import ProgressReport
 
 _logger = logging.getLogger(__name__)
 
 
-def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dtype, report: ProgressReport) -> None:
+def load_weights(
+    model: Any,
+    file: GGUFFile,
+    weights: WeightMap,
+    dtype: torch.dtype,
+    report: ProgressReport,
+    cache: PackedCache | None = None,
+) -> None:
     """Load the tensors of `file` into `model`, whose parameters are on the meta device.
 
     Args:
         dtype: the dtype of unquantized parameters.
-        report: called with "reading weights", the bytes done and the total bytes.
+        report: called with an activity, the bytes done and the total bytes.
+        cache: where packed weights are kept for later starts; None for nowhere.
 
     Raises ModelError if a tensor's shape is not its parameter's.
     """
     tied = tied_parameters(model)
-    done, total = 0, sum(info.nbytes for info in file.tensors)
+    kept = [] if cache is None else packed_tensors(model, file, weights)
+    loaded = {each.info.name for each in kept} if cache and load_from_cache(file, kept, cache, report) else set()
+    left = {info.name: info.nbytes for info in file.tensors if info.name not in loaded}
+    done, total = 0, sum(left.values())
     converted: Counter[tuple[str, str]] = Counter()
     parts: dict[str, list[tuple[TensorInfo, np.ndarray]]] = {}
-    for info, data in tensor_data(file):
+    for info, data in tensor_data(file, left):
         kept = None
         if info.name in weights.experts:
             kept = load_expert_tensor(model, file, weights.experts[info.name], info, data, dtype)
@@ -68,11 +81,10 @@ def _load(
     target = weights.targets[info.name]
     paths = target.paths(info)
     module, leaf = owner_of(model, paths[0])
-    load_blocks = getattr(module, "load_blocks", None)
-    if load_blocks is not None and leaf == "weight" and weights.keeps_blocks(info) and ROW not in target.path:
+    if weights.takes_blocks(model, info):
         require_shape(file, info, shape_of(module, leaf), info.shape)
         blocks, columns = _blocks(weights, info, data), weights.column_order(info)
-        kept: str | None = load_blocks(blocks, info.quantization, info.shape, columns)
+        kept: str | None = module.load_blocks(blocks, info.quantization, info.shape, columns)
         return kept
     numbers = weights.numbers(info, data)
     for path, part in zip(paths, numbers if ROW in target.path else (numbers,), strict=True):

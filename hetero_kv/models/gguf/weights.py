@@ -161,6 +161,14 @@ class WeightMap:
         """Whether the rows of a tensor's blocks are rows of the parameter, with their columns in some order."""
         return len(info.shape) == 2 and self.row_order(info) is not None
 
+    def takes_blocks(self, model: nn.Module, info: TensorInfo) -> bool:
+        """Whether the module of a tensor's parameter takes the tensor's blocks."""
+        path = self.targets[info.name].path
+        if ROW in path or not self.keeps_blocks(info):
+            return False
+        module, leaf = owner_of(model, path)
+        return leaf == "weight" and hasattr(module, "load_blocks")
+
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
         """The tensor as numbers of the parameter, with the converter's transform undone."""
         numbers = numbers_of_blocks(data, info.quantization)
