@@ -53,6 +53,10 @@ class PackedCache:
         newest = max(max(part.state.modified, part.state.changed) for part in file.parts)
         return WORTH_KEEPING <= size <= self.limit and time.time_ns() - newest >= SETTLED_NS
 
+    def maps(self, size: int) -> bool:
+        """Whether `size` bytes of packed weights are mapped, not copied."""
+        return size > self.room
+
     def kept(
         self, file: GGUFFile, packed: Iterable[str], size: int, tensors: Iterator[tuple[str, Iterable[np.ndarray]]]
     ) -> PackedFile | None:
@@ -88,7 +92,7 @@ class PackedCache:
         """The file at `path`; None if there is none. A damaged one is removed."""
         try:
             found = PackedFile(path, identity)
-            if found.size > self.room:
+            if self.maps(found.size):
                 _require_verified(found)
         except FileNotFoundError:
             return None

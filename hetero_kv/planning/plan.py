@@ -30,6 +30,9 @@ __all__ = [
 #: Share of the free memory, less the weights, that a plan leaves unused.
 RESERVE = 0.1
 
+# The most of the free memory that is left to weights that are mapped from the disk.
+_SHARE_OF_MAPPED_WEIGHTS = 0.5
+
 #: The longest context: the result of `Plan.largest` where memory does not grow with length (windows, bounded layers).
 LONGEST = (1 << 40) - 1
 
@@ -81,7 +84,12 @@ class Plan:
         # A budget is for the whole process, whichever model's rules name it.
         budgets = (injection.engine.dram_budget, reserved.budget)
         budget = min((each for each in budgets if each is not None), default=None)
-        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, resident, reserved, budget)
+        free = free_dram()
+        if gpu is None:
+            # The system counts their pages as free.
+            mapped = getattr(injection.model, "hetero_kv_mapped_weights", 0)
+            free -= min(mapped, round(_SHARE_OF_MAPPED_WEIGHTS * free))
+        return cls(footprint, free, gpu, injection.context_length, batch, forks, resident, reserved, budget)
 
     def memory(self, tokens: int) -> MemoryUse:
         """The memory of contexts of `tokens`, term by term."""

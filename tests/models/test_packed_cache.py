@@ -18,6 +18,7 @@ from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.models import open_model, packed_cache, packed_file
 from hetero_kv.models.gguf import packed_tensors
 from hetero_kv.models.packed_cache import PackedCache
+from hetero_kv.planning import plan
 from tests.models.tiny_gguf import SIZES, write
 from tests.support.tiny_qwen2 import TOKENS
 
@@ -183,6 +184,16 @@ def test_weights_that_are_mapped_are_checked_once(model_file, expected, monkeypa
     loaded(model_file, room=0)
     monkeypatch.setattr(packed_file.PackedFile, "check", lambda self: pytest.fail("checked again"))
     assert packed_bytes(loaded(model_file, room=0)) == expected
+
+
+def test_a_plan_leaves_memory_to_weights_that_are_mapped(model_file, monkeypatch):
+    monkeypatch.setattr(plan, "free_dram", lambda: 1 << 40)
+    copied, mapped = loaded(model_file), loaded(model_file, room=0)
+    size = sum(map(len, packed_bytes(mapped).values()))
+    assert plan.Plan.of(copied.hetero_kv_injection).dram == 1 << 40
+    assert plan.Plan.of(mapped.hetero_kv_injection).dram == (1 << 40) - size
+    monkeypatch.setattr(plan, "free_dram", lambda: size)
+    assert plan.Plan.of(mapped.hetero_kv_injection).dram == size // 2
 
 
 def test_starts_at_the_same_time_share_one_file(model_file, expected, home):

@@ -83,7 +83,9 @@ def _of_matrix(model: nn.Module, file: GGUFFile, weights: WeightMap, info: Tenso
         return []
     require_shape(file, info, shape_of(module, leaf), info.shape)
     take = partial(module.load_packed, name=name, shape=info.shape, columns=weights.column_order(info))
-    return [PackedTensor(info, weights.row_order(info), take)]
+    order = weights.row_order(info)
+    is_same = order is None or bool((order == np.arange(info.shape[0])).all())
+    return [PackedTensor(info, None if is_same else order, take)]
 
 
 def _of_experts(model: nn.Module, file: GGUFFile, place: ExpertPlace, info: TensorInfo) -> list[PackedTensor]:
@@ -116,7 +118,7 @@ def load_from_cache(
         if kept is None:
             return False
         try:
-            found = _read(kept, tensors, kept.mapped if size > cache.room else kept.copied, report)
+            found = _read(kept, tensors, kept.mapped if cache.maps(size) else kept.copied, report)
         except DamagedPackedFileError as error:
             discard(kept.path, error)
             continue

@@ -48,7 +48,12 @@ def load_weights(
     """
     tied = tied_parameters(model)
     kept = [] if cache is None else packed_tensors(model, file, weights)
-    loaded = {each.info.name for each in kept} if cache and load_from_cache(file, kept, cache, report) else set()
+    loaded = set()
+    if cache is not None and load_from_cache(file, kept, cache, report):
+        loaded = {each.info.name for each in kept}
+        # For the memory plan: the system may drop their pages, and a token needs them.
+        size = sum(each.size for each in kept)
+        model.hetero_kv_mapped_weights = size if cache.maps(size) else 0
     left = {info.name: info.nbytes for info in file.tensors if info.name not in loaded}
     done, total = 0, sum(left.values())
     converted: Counter[tuple[str, str]] = Counter()
