@@ -28,7 +28,7 @@ def placed_in_torch(
 
     Args:
         resident: [batch, kv_heads, n] int64, the chunk in each slot; -1 for none.
-        chosen: [batch, kv_heads, n] int64, distinct within a head.
+        chosen: [batch, kv_heads, n] int64, distinct within a head; those below -2 are padding, which is never fetched.
         missed: [batch * kv_heads] int32, receives the number of each head's chunks that were in no slot.
 
     Returns, each [batch, kv_heads, n] int64: the chunk in each slot afterwards; the missing chunks in the order of
@@ -37,7 +37,7 @@ def placed_in_torch(
     same = chosen[..., :, None] == resident[..., None, :]
     lacks, is_free = ~same.any(dim=3), ~same.any(dim=2)
     count = lacks.sum(dim=2, keepdim=True)
-    missed.copy_(count.flatten())
+    missed.copy_((lacks & (chosen >= 0)).sum(dim=2).flatten())
     # Missing chunks first, and free slots first, in their order.
     misses = chosen.gather(2, (~lacks).byte().argsort(dim=2, stable=True))
     into = (~is_free).byte().argsort(dim=2, stable=True)

@@ -95,8 +95,8 @@ def take_token_in_torch(
 def join_parts(
     parts: torch.Tensor,
     lse_of_parts: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
+    other: torch.Tensor | None,
+    other_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -110,8 +110,8 @@ def join_parts(
 def join_parts_in_torch(
     parts: torch.Tensor,
     lse_of_parts: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
+    other: torch.Tensor | None,
+    other_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -119,12 +119,14 @@ def join_parts_in_torch(
 
     Args:
         parts, lse_of_parts: from `take_token_in_torch`.
-        other: [batch, kv_heads * group, 1, v_dim] float32, attention elsewhere; other_lse: its log-sum-exp.
-        out: receives the result, like `other`, in the model's dtype; lse: its log-sum-exp, float32, like `other_lse`.
+        other: [batch, kv_heads * group, 1, v_dim] float32, attention elsewhere, or None; other_lse: its log-sum-exp.
+        out: receives the result, in the shape of `other` and the model's dtype; lse: its log-sum-exp, float32.
     """
     batch, kv_heads, _, group, dim = parts.shape
-    logarithms = torch.cat([lse_of_parts, other_lse.view(batch, kv_heads, 1, group)], dim=2)
-    attended = torch.cat([parts, other.view(batch, kv_heads, 1, group, dim)], dim=2)
+    logarithms, attended = lse_of_parts, parts
+    if other is not None and other_lse is not None:
+        logarithms = torch.cat([logarithms, other_lse.view(batch, kv_heads, 1, group)], dim=2)
+        attended = torch.cat([attended, other.view(batch, kv_heads, 1, group, dim)], dim=2)
     total = logarithms.logsumexp(dim=2, keepdim=True)
     out.copy_((attended * (logarithms - total).exp()[..., None]).sum(dim=2).view(out.shape))
     lse.copy_(total.view(lse.shape))

@@ -10,7 +10,12 @@ def precision_of(tensor: torch.Tensor) -> str:
 
     From Ampere on, tensor cores multiply float32 as three TF32 products. Half precision is multiplied exactly.
     """
-    return "tf32x3" if tensor.dtype is torch.float32 and _is_ampere(tensor) else "ieee"
+    return precision_of_singles(tensor) if tensor.dtype is torch.float32 else "ieee"
+
+
+def precision_of_singles(tensor: torch.Tensor) -> str:
+    """`precision_of` float32 numbers on the device of `tensor`."""
+    return "tf32x3" if _is_ampere(tensor) else "ieee"
 
 
 def multiplies_halves(tensor: torch.Tensor) -> bool:

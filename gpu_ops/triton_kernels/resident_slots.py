@@ -47,7 +47,8 @@ def _place(resident, chosen, after, misses, into, missed, count, SLOTS: tl.const
     rest = is_chosen & (place >= free)
     tl.store(misses + first + place, tl.full([SLOTS], -1, tl.int64), mask=rest)
     tl.store(into + first + place, tl.full([SLOTS], -1, tl.int64), mask=rest)
-    tl.store(missed + tl.program_id(0), free)
+    # Padding of the chosen chunks takes slots, too, but is not fetched.
+    tl.store(missed + tl.program_id(0), tl.sum((is_lacking & (chunk >= 0)).to(tl.int32), 0))
 
 
 @triton.jit

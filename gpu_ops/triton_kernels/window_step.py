@@ -83,21 +83,27 @@ def _take_token(
 @triton.jit
 def _join_parts(
     parts, lse_of_parts, other, other_lse, out, lse,
-    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_OTHER: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     each, member = head // GROUP, head % GROUP
     column, split = tl.arange(0, BLOCK_DIM), tl.arange(0, SPLITS)
     is_column = column < DIM
     at = (each * SPLITS + split) * GROUP + member
-    logarithms, another = tl.load(lse_of_parts + at), tl.load(other_lse + head)
+    logarithms = tl.load(lse_of_parts + at)
     # The window contains the token itself, so the maximum is finite.
-    highest = tl.maximum(tl.max(logarithms, 0), another)
-    weights, weight = tl.exp(logarithms - highest), tl.exp(another - highest)
-    total = tl.sum(weights, 0) + weight
+    highest = tl.max(logarithms, 0)
+    if HAS_OTHER:
+        another = tl.load(other_lse + head)
+        highest = tl.maximum(highest, another)
+    weights = tl.exp(logarithms - highest)
+    total = tl.sum(weights, 0)
     tile = tl.load(parts + at[:, None] * DIM + column[None, :], mask=is_column[None, :], other=0.0)
     joined = tl.sum(tile * weights[:, None], 0)
-    joined += tl.load(other + head * DIM + column, mask=is_column, other=0.0) * weight
+    if HAS_OTHER:
+        weight = tl.exp(another - highest)
+        total += weight
+        joined += tl.load(other + head * DIM + column, mask=is_column, other=0.0) * weight
     tl.store(out + head * DIM + column, (joined / total).to(out.dtype.element_ty), mask=is_column)
     tl.store(lse + head, highest + tl.log(total))
 
@@ -137,14 +143,15 @@ def take_token(
 def join_parts(
     parts: torch.Tensor,
     lse_of_parts: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
+    other: torch.Tensor | None,
+    other_lse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """As `gpu_ops.window_step.join_parts_in_torch`, for contiguous arguments."""
     batch, kv_heads, splits, group, dim = parts.shape
+    has_other = other is not None
     _join_parts[(batch * kv_heads * group,)](
-        parts, lse_of_parts, other, other_lse, out, lse,
-        GROUP=group, DIM=dim, SPLITS=splits, BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4,
+        parts, lse_of_parts, other if has_other else parts, other_lse if has_other else parts, out, lse,
+        GROUP=group, DIM=dim, SPLITS=splits, HAS_OTHER=has_other, BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4,
     )  # fmt: skip

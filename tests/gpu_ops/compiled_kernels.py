@@ -25,6 +25,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.gpu_ops.draws import FACTORS
 from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.gpu_ops.triton_kernels import (
+    block_choice,
     cached_entries,
     column_sums,
     draws,
@@ -35,6 +36,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     packed_weights,
     products,
     rebuild,
+    resident_attention,
     resident_slots,
     rotary,
     window_step,
@@ -108,6 +110,34 @@ def taking(dtype: torch.dtype, heads: int, dim: int, softcap: float | None) -> C
 def joining(dtype: torch.dtype, dim: int) -> Callable[[], Any]:
     parts, other, out = zeros(1, 8, 16, 4, dim), zeros(1, 32, 1, dim), zeros(1, 32, 1, dim, dtype=dtype)
     return lambda: window_step.join_parts(parts, zeros(1, 8, 16, 4), other, zeros(1, 8, 4), out, zeros(1, 32))
+
+
+def joining_alone(dtype: torch.dtype) -> Callable[[], Any]:
+    parts, out = zeros(1, 8, 32, 4, DIM), zeros(1, 32, 1, DIM, dtype=dtype)
+    return lambda: window_step.join_parts(parts, zeros(1, 8, 32, 4), None, None, out, zeros(1, 32))
+
+
+def scoring(dtype: torch.dtype, stored: torch.dtype, number: int, bounds: bool, left_out: int) -> Callable[[], Any]:
+    q = zeros(1, 1, 32, DIM, dtype=dtype).transpose(1, 2)
+    count: Any = 8000
+    vectors = zeros(8192, 1, 8, number, DIM, dtype=stored).permute(1, 2, 0, 3, 4)
+    without = torch.zeros(1, 8, left_out, dtype=torch.int64) if left_out else None
+    if not left_out:
+        count = torch.zeros(3, dtype=torch.int64)[2:]
+    return lambda: block_choice.score(q, vectors, count, bounds, 0.1, None if bounds else 30.0, without)
+
+
+def choosing(n: int, largest: bool, softmax: bool, is_shared: bool) -> Callable[[], Any]:
+    count: Any = 8000 if softmax else torch.zeros(3, dtype=torch.int64)[2:]
+    return lambda: block_choice.choose(zeros(1, 8, 4, 8192), count, n, largest, softmax, is_shared)
+
+
+def attending_resident(dtype: torch.dtype, dim: int, slots: int, softcap: float | None) -> Callable[[], Any]:
+    q, k = zeros(1, 1, 32, dim, dtype=dtype).transpose(1, 2), zeros(1, 1, 8, dim, dtype=dtype).transpose(1, 2)
+    window, kept = zeros(1, 8, 352, dim, dtype=dtype), zeros(1, 8, slots, 16, dim, dtype=dtype)
+    ids, numbers, sent = torch.zeros(1, 8, slots, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), zeros(*k.shape)
+    places = (window, window), 16, ids, (kept, kept), numbers
+    return lambda: resident_attention.attend(q, k, k, *places, 0.1, softcap, (sent, sent), 16)
 
 
 def rotating(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> Callable[[], Any]:
@@ -208,6 +238,17 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "take a token, float32": taking(SINGLE, 32, 256, None),
     "join parts, bfloat16": joining(BRAIN, DIM),
     "join parts, float32": joining(SINGLE, 80),
+    "join parts alone, bfloat16": joining_alone(BRAIN),
+    "score, bfloat16, by bounds in float16": scoring(BRAIN, HALF, 2, True, 0),
+    "score, bfloat16, with chunks left out": scoring(BRAIN, BRAIN, 1, False, 48),
+    "score, float32": scoring(SINGLE, SINGLE, 4, False, 0),
+    "choose, by means": choosing(256, False, False, False),
+    "choose, by shares": choosing(256, True, True, False),
+    "choose, for all heads": choosing(96, True, False, True),
+    "attend to slots, bfloat16": attending_resident(BRAIN, DIM, 256, None),
+    "attend to slots, float16, soft-capped": attending_resident(HALF, 256, 256, 30.0),
+    "attend to slots, float32": attending_resident(SINGLE, 256, 256, None),
+    "attend to a window alone, bfloat16": attending_resident(BRAIN, DIM, 0, None),
     "place": placing,
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),
@@ -240,6 +281,13 @@ FURTHER = (
     "take a token, bfloat16",
     "take a token, float32",
     "join parts, float32",
+    "score, bfloat16, with chunks left out",
+    "score, float32",
+    "choose, by means",
+    "choose, for all heads",
+    "attend to slots, bfloat16",
+    "attend to slots, float32",
+    "attend to a window alone, bfloat16",
     "fetch, bytes",
     "draw",
     "merge into one, float32",

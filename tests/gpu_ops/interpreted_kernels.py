@@ -32,6 +32,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     window_step,
 )
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from tests.gpu_ops.interpreted_choice import of_choice
 from tests.gpu_ops.interpreted_entries import of_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, multiplied, random
 from tests.support.bfloat16_products import mended
@@ -275,6 +276,7 @@ if __name__ == "__main__":
                     for (dtype, stored), count in multiplied(BROUGHT, (1, 5, 9))
                 },
                 **of_entries(),
+                **of_choice(),
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)
                     for dtype in (*DTYPES, torch.uint8)

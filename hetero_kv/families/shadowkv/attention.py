@@ -206,7 +206,8 @@ class ShadowKVAttention(RopeCapture):
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0."""
-        chosen = self._chosen_in_torch(layer, call)
+        assert layer.context.outliers is not None
+        chosen = device_decode.chosen(layer, call, self._count(layer, layer.context.outliers.ids))
         with joined_on_error(call.k.device):
             update = device_decode.ChunkLoading(layer, step, chosen)
             out, lse = _folded_attention(call, layer.recent_keys.entries, layer.recent_values.entries)

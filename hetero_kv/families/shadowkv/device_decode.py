@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
 from hetero_kv.gpu_ops.kernel_choice import runs_triton
 from hetero_kv.gpu_ops.rebuild import rebuild_into
 from hetero_kv.gpu_ops.resident_slots import fetch, placed
@@ -20,6 +22,16 @@ from hetero_kv.gpu_ops.side_stream import joined, on_side_stream
 def supports(layer: LowRankLayer, keys: torch.Tensor) -> bool:
     """Whether the kernels can load chunks for this layer: a GPU that Triton supports, and mapped values."""
     return runs_triton(keys) and layer.values_are_mapped()
+
+
+def chosen(layer: LowRankLayer, call: AttentionCall, count: int) -> torch.Tensor:
+    """As `landmarks.chosen_chunks`, of a layer with a Context, by two Triton kernels."""
+    assert layer.context.outliers is not None
+    outliers, vectors = layer.context.outliers.ids, layer.landmarks.entries[:, :, :, None]
+    if not count:
+        return outliers[:, :, :0]
+    scores = block_scores(call.q, vectors, layer.chunks, False, call.scale, call.softcap, outliers)
+    return best_blocks(scores, layer.chunks, count, largest=True, softmax=True)
 
 
 class ChunkLoading:

@@ -55,7 +55,7 @@ def chosen_chunks(
         scale: factor of the scores.
         softcap: c > 0 turns a score s into c·tanh(s/c).
 
-    Returns [batch, kv_heads, count] int64, in no particular order.
+    Returns [batch, kv_heads, count] int64, ascending.
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = landmark.shape[1]
@@ -71,4 +71,4 @@ def chosen_chunks(
     shares = scores.softmax(dim=-1).unflatten(2, (heads // kv_heads, tokens)).sum(dim=3).amax(dim=2)
     # A share may underflow to 0; outliers must rank below it.
     shares.scatter_(2, outliers, -1.0)
-    return shares.topk(count, dim=2, sorted=False).indices
+    return shares.topk(count, dim=2, sorted=False).indices.sort(dim=2).values

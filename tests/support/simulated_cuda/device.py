@@ -155,9 +155,28 @@ class SimulatedDevice:
         else:
             self._copies.fetch(host, of.data_on_cpu, stream, line)
 
-    def read_in_place(self, name: str, host: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """The kernel that was launched last reads page-locked memory, of which `rows` of dimension 0; None for all."""
-        self._copies.read_in_place(host, rows, self.current_stream(), f"{name}, launched by {causing_line()}")
+    def read_in_place(
+        self, name: str, host: dict[str, torch.Tensor], rows: Callable[[], dict[str, torch.Tensor]]
+    ) -> None:
+        """The kernel that was launched last, or whenever a graph launches it, reads page-locked memory.
+
+        Args:
+            host: by parameter.
+            rows: which of dimension 0 it reads, by parameter; of those that are left out all.
+        """
+        line = f"{name}, launched by {causing_line()}"
+
+        def read() -> None:
+            read_rows = rows()
+            for each, tensor in host.items():
+                if not self.pinned.covers(tensor):
+                    raise SimulatedCudaError(f"{name} reads DRAM that is not page-locked: an illegal address")
+                self._copies.read_in_place(tensor, read_rows.get(each), self.current_stream(), line)
+
+        if self.capture is None:
+            read()
+        else:
+            self.capture.nodes[-1].reads_dram = read
 
     def unregister(self, start: int) -> int:
         """As cudaHostUnregister. What is still read or copied is a fault, which the next wait raises."""

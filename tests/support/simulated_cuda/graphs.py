@@ -24,12 +24,14 @@ class Node:
         uses: what memory it reads and writes, whether it writes, and whether that is of the graph's own pool.
         again: computes its results again, from the content of its addresses.
         out: where they lie, on the CPU.
+        reads_dram: tells the device what of the host's memory the kernel reads.
     """
 
     line: str
     uses: list[tuple[weakref.ref[Allocation], bool, bool]]
     again: Callable[[], Any] | None = None
     out: tuple[torch.Tensor, ...] = ()
+    reads_dram: Callable[[], None] | None = None
 
     def run(self) -> None:
         assert self.again is not None
@@ -140,6 +142,8 @@ class CUDAGraph:
                     raise SimulatedCudaError(
                         f"a graph uses memory that has been freed since it was captured: {node.line}; capture it anew"
                     )
+            if node.reads_dram is not None:
+                node.reads_dram()
             node.run()
 
     def pool(self) -> Any:

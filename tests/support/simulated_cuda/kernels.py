@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from hetero_kv.gpu_ops.block_choice import best_blocks_in_torch, block_scores_in_torch
 from hetero_kv.gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from hetero_kv.gpu_ops.column_sums import column_sums_in_torch
 from hetero_kv.gpu_ops.draws import mixed_in_torch, share_in_torch
@@ -23,6 +24,7 @@ from hetero_kv.gpu_ops.packed_weights import (
     unpacked_in_torch,
 )
 from hetero_kv.gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from hetero_kv.gpu_ops.resident_attention import attend_in_torch
 from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
@@ -151,8 +153,35 @@ def _take_token(
     out.copy_(take_token_in_torch(q, k, v, keys, values, slot, runs, scale, softcap, sent, fixed["SPLITS"]))
 
 
-def _join_parts(*arguments: Any, **_: Any) -> None:
-    join_parts_in_torch(*arguments)
+def _join_parts(parts: Any, lse_of_parts: Any, other: Any, other_lse: Any, *results: Any, **fixed: Any) -> None:
+    elsewhere = (other, other_lse) if fixed["HAS_OTHER"] else (None, None)
+    join_parts_in_torch(parts, lse_of_parts, *elsewhere, *results)
+
+
+def _score_blocks(
+    q: Any, vectors: Any, number: Any, left_out: Any, scores: Any, count: int, capacity: int, kv_heads: int,
+    scale: float, softcap: float, *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    blocks, without = number if fixed["COUNTED"] else count, left_out if fixed["LEFT_OUT"] else None
+    scores.copy_(block_scores_in_torch(q, vectors, blocks, fixed["BOUNDS"], scale, softcap, without))
+
+
+def _choose_blocks(
+    scores: Any, number: Any, chosen: Any, count: int, capacity: int, n: int, *_: Any, **fixed: Any
+) -> None:
+    blocks, is_shared = number if fixed["COUNTED"] else count, fixed["HEADS"] == scores.shape[1] > 1
+    chosen.copy_(best_blocks_in_torch(scores, blocks, n, fixed["LARGEST"], fixed["SOFTMAX"], is_shared))
+
+
+def _attend_resident(
+    q: Any, k: Any, v: Any, keys: Any, values: Any, ids: Any, slot_keys: Any, slot_values: Any, numbers: Any,
+    sent_k: Any, sent_v: Any, lse: Any, out: Any, initial: int, ring: int, slots: int, scale: float, softcap: float,
+    *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    places = (keys, values), initial, ids, (slot_keys, slot_values), numbers
+    attended = attend_in_torch(q, k, v, *places, scale, softcap, (sent_k, sent_v), fixed["WINDOW_SPLITS"])
+    out.copy_(attended[0])
+    lse.copy_(attended[1])
 
 
 #: What each kernel computes, in milliseconds less than its interpreter takes. That they are the same is tested.
@@ -176,6 +205,9 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_rows_of_packed": _rows_of_packed,
     "_take_token": _take_token,
     "_join_parts": _join_parts,
+    "_score_blocks": _score_blocks,
+    "_choose_blocks": _choose_blocks,
+    "_attend_resident": _attend_resident,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -199,6 +231,9 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_rows_of_packed": ("out",),
     "_take_token": ("keys", "values", "sent_q", "sent_k", "sent_v", "sent_lse", "out"),
     "_join_parts": ("out", "lse"),
+    "_score_blocks": ("scores",),
+    "_choose_blocks": ("chosen",),
+    "_attend_resident": ("keys", "values", "sent_k", "sent_v", "lse", "out"),
 }
 
 
@@ -271,14 +306,11 @@ def _queue(simulation: Any, name: str, named: dict[str, Any]) -> tuple[str, ...]
     if len(places) > 1 or places.pop().index != simulation.index:
         raise SimulatedCudaError(f"{name} is launched on GPU {simulation.index}, on tensors of another")
     in_dram = {each: tensor for each, tensor in arguments.items() if each not in ours}
-    for tensor in in_dram.values():
-        if not simulation.pinned.covers(tensor):
-            raise SimulatedCudaError(f"{name} reads DRAM that is not page-locked: an illegal address")
     # A kernel's outputs cannot be told from outside: an unlisted kernel may write to all its arguments.
     written = WRITTEN.get(name, tuple(ours))
     reads = [tensor for each, tensor in ours.items() if each not in written]
     simulation.launch(name, simulation.index, reads, [ours[each] for each in written])
-    rows = _rows_read(name, on_cpu(named)) if in_dram else {}
-    for each, tensor in in_dram.items():
-        simulation.read_in_place(name, tensor, rows.get(each))
+    if in_dram:
+        data = on_cpu(named)
+        simulation.read_in_place(name, in_dram, lambda: _rows_read(name, data))
     return written

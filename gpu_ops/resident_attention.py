@@ -1,0 +1,105 @@
+"""A decoded token's attention on a GPU to its window and to blocks in slots, of which the host need not know anything.
+
+Where the token is, and where its recent window begins, are numbers on the device, so that one captured launch serves
+every token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_kv.gpu_ops.tiled_attention import tiled_attention
+from hetero_kv.gpu_ops.window_step import SPLITS
+
+#: What the host tells the device of a token, int64: its position, the first position of the recent window, and the
+#: number of blocks before that window and behind the attention sink.
+NUMBERS = 3
+CONTEXT = 2
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor],
+    initial: int,
+    ids: torch.Tensor,
+    slots: tuple[torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sent: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend_in_torch`, which defines the result, by one Triton kernel."""
+    from hetero_kv.gpu_ops.triton_kernels import resident_attention
+
+    q, k, v = (part if part.stride(3) == 1 else part.contiguous() for part in (q, k, v))
+    with torch.cuda.device(q.device):
+        return resident_attention.attend(q, k, v, window, initial, ids, slots, numbers, scale, softcap, sent, SPLITS)
+
+
+def attend_in_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor],
+    initial: int,
+    ids: torch.Tensor,
+    slots: tuple[torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sent: tuple[torch.Tensor, torch.Tensor],
+    splits: int = SPLITS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put a token into its window, and attend to the window and to the occupied slots, in parts.
+
+    Args:
+        q: [batch, kv_heads * group, 1, k_dim].
+        k, v: [batch, kv_heads, 1, dim], the token's key and value.
+        window: keys and values [batch, kv_heads, capacity, dim], contiguous: `initial` places for the first tokens,
+            and a ring of the others for the newest ones.
+        ids: [batch, kv_heads, n] int64, the block in each slot; negative for none.
+        slots: keys and values [batch, kv_heads, n, block_size, dim], contiguous.
+        numbers: [NUMBERS] int64 on the device.
+        scale, softcap: as in `gpu_ops.tiled_attention`.
+        sent: receives key and value, in their shapes, as float32; contiguous.
+        splits: parts that the window is divided into; the slots are divided into as many, where there are any.
+
+    Returns each part's attention [batch, kv_heads, parts, group, v_dim] and its log-sum-exp [batch, kv_heads, parts,
+    group], both float32; -inf for a part without keys.
+    """
+    batch, heads, _, k_dim = q.shape
+    kv_heads, (past, local_start) = k.shape[1], numbers[:2].tolist()
+    (keys, values), ring = window, window[0].shape[2] - initial
+    positions = torch.tensor([*range(min(initial, past + 1)), *range(max(local_start, initial), past + 1)])
+    at = torch.where(positions < initial, positions, initial + (positions - initial) % ring)
+    new = past if past < initial else initial + (past - initial) % ring
+    keys[:, :, new], values[:, :, new] = k.squeeze(2), v.squeeze(2)
+    for target, part in zip(sent, (k, v), strict=True):
+        target.copy_(part)
+    queries = q.reshape(batch, kv_heads, heads // kv_heads, k_dim).float()
+    parts = [(keys[:, :, own], values[:, :, own]) for own in at.split(-(-len(at) // splits))]
+    found = [tiled_attention(queries, *part, scale, softcap) for part in parts]
+    if ids.shape[2]:
+        found.append(_attention_to_slots(queries, ids, slots, scale, softcap))
+    out = queries.new_zeros(batch, kv_heads, splits * (2 if ids.shape[2] else 1), queries.shape[2], v.shape[3])
+    lse = torch.full(out.shape[:4], float("-inf"))
+    for place, (attended, logarithm) in enumerate(found):
+        out[:, :, place], lse[:, :, place] = attended, logarithm
+    return out, lse
+
+
+def _attention_to_slots(
+    queries: torch.Tensor, ids: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    keys, values = (part.flatten(2, 3).float() for part in slots)
+    scores = queries @ keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_empty = (ids < 0).repeat_interleave(slots[0].shape[3], dim=2)[:, :, None]
+    scores = scores.masked_fill(is_empty, float("-inf"))
+    lse = scores.logsumexp(dim=3)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return weights @ values, lse
