@@ -67,7 +67,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     form = body.output_format or (body.output_config or {}).get("format")
     if form is not None:
         body.response_format = form
-    choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
+    choice, prompt, others, masks = await in_thread(_constrained, host, served, body, request.state.key)
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
@@ -78,7 +78,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     )
     answers = ChatAnswers(host.answers(continued, request), parsers)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *fields.ignored(host.defaults), *prompt.unused]
+    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
@@ -91,28 +91,29 @@ async def count_tokens(body: DialogueFields, request: Request) -> Response:
     """The number of a conversation's tokens."""
     host = host_of(request)
     served = host.models.named(body.model)
-    _, prompt = await in_thread(_prepared, host, served, body, request.state.key)
+    _, prompt, _ = await in_thread(_prepared, host, served, body, request.state.key)
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
-def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -> tuple[Choice, ChatPrompt]:
+def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -> tuple[Choice, ChatPrompt, list[str]]:
     found, question = template_messages(body.messages, lambda file_id: host.files.text(file_id, key))
     if system := system_text(body.system):
         found.insert(0, {"role": "system", "content": system})
     kind = (body.thinking or {}).get("type")
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
-    choice = choice_of(openai_tools(body.tools), openai_tool_choice(body.tool_choice), parallel=is_parallel)
+    tools, others = openai_tools(body.tools)
+    choice = choice_of(tools, openai_tool_choice(body.tool_choice), parallel=is_parallel)
     effort = (getattr(body, "output_config", None) or {}).get("effort")
     dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
-    return choice, prompt_of(served, choice.shown(dialogue))
+    return choice, prompt_of(served, choice.shown(dialogue)), others
 
 
 def _constrained(
     host: Host, served: ServedModel, body: MessagesRequest, key: str
-) -> tuple[Choice, ChatPrompt, list[GrammarMask | None]]:
-    choice, prompt = _prepared(host, served, body, key)
-    return choice, prompt, choice.masks(served, prompt, body, 1)
+) -> tuple[Choice, ChatPrompt, list[str], list[GrammarMask | None]]:
+    choice, prompt, others = _prepared(host, served, body, key)
+    return choice, prompt, others, choice.masks(served, prompt, body, 1)
 
 
 class _Writer:

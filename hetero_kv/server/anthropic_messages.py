@@ -152,22 +152,23 @@ def _unknown(kind: Any, where: str) -> ApiError:
     return ApiError(400, f"{where} has the type {shown(kind, 80)}, which is unknown here; leave it out")
 
 
-def openai_tools(tools: list[Any] | None) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form. Raises ApiError 400 for tools of another form; the server's own tools are named."""
-    found = []
+def openai_tools(tools: list[Any] | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tools in OpenAI's form, and the types of those that only Anthropic's own servers run.
+
+    Raises ApiError 400 for tools of another form.
+    """
+    found, others = [], []
     for number, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
             raise ApiError(400, f"tools[{number}] is {shown(tool, 80)}; give an object with name and input_schema")
         if tool.get("type") not in (None, "custom"):
-            raise ApiError(
-                400, f"tools[{number}] has the type {shown(tool.get('type'), 80)}, which runs at Anthropic; give tools "
-                "with an input_schema",
-            )  # fmt: skip
+            others.append(f"tools[{number}] ({tool.get('type')})")
+            continue
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
         if isinstance(tool.get("description"), str):
             function["description"] = tool["description"]
         found.append({"type": "function", "function": function})
-    return found
+    return found, others
 
 
 def openai_tool_choice(choice: Any) -> Any:

@@ -60,7 +60,7 @@ class SamplingFields(Fields):
         """The parameters of each answer.
 
         Args:
-            most: the longest answer, tokens; None for as many as fit.
+            most: the longest answer, tokens; None, or -1 as of llama-server, for as many as fit.
             logprobs: how many alternatives of each token are asked for; None for no log-probabilities.
             masks: a mask for each answer; the number of answers follows from it.
 
@@ -69,6 +69,7 @@ class SamplingFields(Fields):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS:
             raise ApiError(400, f"stop has {len(stops)} texts; give at most {MOST_STOPS}", param="stop")
+        most = None if most == -1 else most
         if most is not None and most < 1:
             raise ApiError(400, f"the longest answer is {most} tokens; give at least 1", param="max_tokens")
         penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty

@@ -106,7 +106,7 @@ def test_thoughts_that_the_template_opens_are_apart(tmp_path):
         assert message["reasoning_content"]
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses", "messages"])
 def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
     served = tiny_served()
     served.engine._speculation.costs = FreeRows()
@@ -114,6 +114,7 @@ def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
         "completions": {"prompt": [9, 8, 7, 6, 5] * 20, "max_tokens": 40, "ignore_eos": True},
         "chat/completions": {"messages": [QUESTION], "max_tokens": 40, "ignore_eos": True},
         "responses": {"input": QUESTION["content"], "max_output_tokens": 40, "ignore_eos": True},
+        "messages": {"messages": [QUESTION], "max_tokens": 40, "grammar": f'start: "{"in the minutes " * 4}"'},
     }
     body = {"logit_bias": {"9": 100, "8": 99}, "frequency_penalty": 2.0, **prompts[route]}
     host = host_of(served, folder=tmp_path)
@@ -124,12 +125,13 @@ def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
         )
         refused = httpx.post(f"{address}/v1/{route}", json={**body, "speculation": "guess"})
         lines = httpx.get(f"{address}/metrics").text.splitlines()
-    of = "output" if route == "responses" else "choices"
-    text = "text" if route == "completions" else "message"
-    if route == "responses":
-        assert found[of][0]["content"] == without[of][0]["content"]
+    if route == "messages":
+        assert found["content"] == without["content"]
+    elif route == "responses":
+        assert found["output"][0]["content"] == without["output"][0]["content"]
     else:
-        assert found[of][0][text] == without[of][0][text]
+        text = "text" if route == "completions" else "message"
+        assert found["choices"][0][text] == without["choices"][0][text]
         assert "draft_n" not in without["timings"]
         timings = found["timings"]
         assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
