@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -82,8 +83,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     answers = ChatAnswers(host.answers(continued, request), parsers)
     unknown = [*body.ignored(host.defaults), *prompt.unused, *(["store"] if body.store else [])]
 
-    def remember(response_id: str, ended: ChatEnded) -> None:
-        host.recent.add(response_id, served, prompt.tokens, ended.completion.tokens, request.state.key)
+    def remember(response_id: str) -> array[int]:
+        return host.recent.add(response_id, served, prompt.tokens, request.state.key)
 
     writer = _Writer(served, body, remember)
     if body.stream:
@@ -122,11 +123,12 @@ def _logprobs(body: ChatRequest) -> int | None:
 
 
 class _Writer:
-    """Args: remember: called with the response's id and the first answer, once it is over."""
+    """Args: remember: called with the response's id; returns what the first answer's tokens are appended to."""
 
-    def __init__(self, served: ServedModel, body: ChatRequest, remember: Callable[[str, ChatEnded], None]) -> None:
-        self._served, self._body, self._remember = served, body, remember
+    def __init__(self, served: ServedModel, body: ChatRequest, remember: Callable[[str], array[int]]) -> None:
+        self._served, self._body = served, body
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self._tokens = remember(self._id)
 
     def begin(self) -> list[bytes]:
         first = {"role": "assistant", "content": ""}
@@ -138,6 +140,8 @@ class _Writer:
         return [event({**self._form([]), "prompt_progress": prompt_progress(progress)})]
 
     def token(self, token: ChatToken) -> list[bytes]:
+        if token.choice == 0:
+            self._tokens.append(token.piece.token)
         deltas = [delta for each in token.events if (delta := _delta(each))]
         logprobs = None
         if token.piece.logprob is not None:
@@ -152,8 +156,6 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        if ended.choice == 0:
-            self._remember(self._id, ended)
         # A call that is cut was streamed as far as it came.
         events = [each for each in ended.events if not isinstance(each, CallEnded)]
         chunks = [self._chunk(ended.choice, delta) for each in events if (delta := _delta(each))]
@@ -175,7 +177,7 @@ class _Writer:
 
     def whole(self, ended: list[ChatEnded]) -> dict[str, Any]:
         """The response that is not streamed."""
-        self._remember(self._id, ended[0])
+        self._tokens.extend(ended[0].completion.tokens)
         choices = [
             {
                 "index": each.choice,

@@ -16,16 +16,16 @@ MOST_ANSWERS, MOST_TOKENS = 256, 8_000_000
 
 @dataclass(frozen=True)
 class RecentAnswer:
-    """An answer that is over.
+    """An answer.
 
     Attributes:
-        tokens: ids of the prompt, then of the answer.
+        tokens: ids of the prompt, then of the answer as far as it has come.
         prompt_tokens: the prompt's number of tokens.
         key: the name of the API key that asked.
     """
 
     served: ServedModel
-    tokens: Sequence[int]
+    tokens: array[int]
     prompt_tokens: int
     key: str
 
@@ -35,18 +35,14 @@ class RecentAnswers:
 
     def __init__(self) -> None:
         self._found: OrderedDict[str, RecentAnswer] = OrderedDict()
-        self._tokens = 0
 
-    def add(
-        self, response_id: str, served: ServedModel, prompt: Sequence[int], answer: Sequence[int], key: str
-    ) -> None:
-        """Remember an answer."""
-        tokens = array("i", [*prompt, *answer])
+    def add(self, response_id: str, served: ServedModel, prompt: Sequence[int], key: str) -> array[int]:
+        """Remember an answer that begins. Returns the prompt's tokens, to which the caller appends the answer's."""
+        tokens = array("i", prompt)
         self._found[response_id] = RecentAnswer(served, tokens, len(prompt), key)
-        self._tokens += len(tokens)
-        while len(self._found) > MOST_ANSWERS or self._tokens > MOST_TOKENS:
-            _, oldest = self._found.popitem(last=False)
-            self._tokens -= len(oldest.tokens)
+        while len(self._found) > MOST_ANSWERS or sum(len(each.tokens) for each in self._found.values()) > MOST_TOKENS:
+            self._found.popitem(last=False)
+        return tokens
 
     def get(self, response_id: str, key: str) -> RecentAnswer:
         """An answer to this key. Raises ApiError 404 for others' and unknown ones alike."""

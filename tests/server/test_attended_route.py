@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx2 as httpx
 import pytest
 
@@ -52,3 +54,14 @@ def test_a_token_that_the_answer_has_not_is_refused(http):
     assert found.status_code == 400
     assert "has 8 tokens" in found.json()["error"]["message"]
     assert http.post("/v1/attended", json={"response_id": answer, "token": 0, "bins": 0}).status_code == 400
+
+
+def test_an_answer_that_its_reader_stopped_is_remembered_as_far_as_it_came(http):
+    body = {**PAYLOAD, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_tokens": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        chunks = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+        shown = next(chunk for chunk in chunks if chunk.get("token_index", 0) >= 3)
+    payload = {"response_id": shown["id"], "token": shown["token_index"], "bins": 10}
+    found = http.post("/v1/attended", json=payload)
+    assert found.status_code == 200, found.text
+    assert found.json()["bins"][-1]["last"] == found.json()["prompt_tokens"] + shown["token_index"] - 1

@@ -80,7 +80,7 @@ export class AnswerView {
     this.buttons.hidden = answering !== null;
     const hasTokens = answer.marks.ends.length + answer.thoughtMarks.ends.length > 0;
     // The server remembers answers that came to their end.
-    this.lookButton.hidden = !hasTokens || !["stop", "length"].includes(answer.finish);
+    this.lookButton.hidden = !hasTokens || !["stop", "length", "stopped"].includes(answer.finish);
     const note = answering ? "" : (answer.error ?? ENDS[answer.finish] ?? "");
     this.note.textContent = note;
     this.note.hidden = note === "";
