@@ -30,15 +30,17 @@ class Ticket:
     async def turn(self) -> None:
         """Wait until another answer of the request may be computed.
 
-        Raises ApiError 429 if that takes longer than the gate's limit, and 503 if the server stops.
+        Raises ApiError 429 if that takes longer than the gate's limit for the first one, and 503 if the server stops.
         """
         row, self._first = self._first, None
         self._taken += 1
+        longest: float | None = self._gate.seconds
         if row is None:
-            row = Row(self, self._taken - 1)
+            # It waits for the answers before it, and not for the request's turn.
+            row, longest = Row(self, self._taken - 1), None
             self._gate.queue(row)
         try:
-            async with asyncio.timeout(self._gate.seconds):
+            async with asyncio.timeout(longest):
                 await row.decided.wait()
         except TimeoutError:
             raise self._gate.refusal(f"the request waited for {self._gate.seconds:g} s") from None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
+from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
 
+from hetero_kv.server.limits import Gate
 from tests.server.running import host_of, running, tiny_served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,10 +117,6 @@ def test_a_prompt_does_not_hold_up_an_answer(slow, slow_address):
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_again(tmp_path):
-    from dataclasses import replace
-
-    from hetero_kv.server.limits import Gate
-
     found = replace(tiny_served(), gate=Gate(1, 1, 0.3))
     forward = found.engine._scheduler.forward
     decode, release = forward.decode, threading.Event()
@@ -212,6 +211,19 @@ def test_a_request_for_many_answers_holds_up_no_other(slow, slow_address):
         # It came before most of the others' answers.
         states = slow.gate._waiting
         assert sum(map(len, states.values())) >= 4
+
+
+def test_later_answers_of_a_request_have_no_limit_to_their_wait():
+    async def wait():
+        ticket = Gate(1, 8, 0.01).enter("key")
+        await ticket.turn()
+        later = asyncio.ensure_future(ticket.turn())
+        await asyncio.sleep(0.05)
+        assert not later.done()
+        ticket.done()
+        await later
+
+    asyncio.run(wait())
 
 
 def test_more_answers_than_a_request_may_have_are_refused(http):
