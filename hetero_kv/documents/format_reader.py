@@ -21,6 +21,8 @@ from pathlib import Path
 
 #: The most bytes that a DOCX may unpack to, by its own header; no more than the header says is ever unpacked.
 _MOST_UNPACKED = 1 << 30
+#: The deepest nesting of a page's elements; lists of old pages, whose items are not closed, are some hundreds deep.
+_DEEPEST = 1000
 
 
 class RefusedDocument(Exception):
@@ -66,7 +68,17 @@ def html_text(content: bytes) -> Iterator[str]:
     import bs4
     import markdownify
 
-    soup = bs4.BeautifulSoup(content, "html.parser")
+    class Soup(bs4.BeautifulSoup):
+        """A page whose elements are not nested without end: a tag takes as long as there are open ones."""
+
+        def pushTag(self, tag: bs4.Tag) -> None:
+            if len(self.tagStack) > _DEEPEST:
+                raise RefusedDocument(f"its elements are nested more than {_DEEPEST:,} deep")
+            super().pushTag(tag)
+
+    # Elements are written inside each other.
+    sys.setrecursionlimit(10 * _DEEPEST)
+    soup = Soup(content, "html.parser")
     for element in soup(["script", "style", "template", "noscript", "svg", "img", "iframe"]):
         element.decompose()
     written = markdownify.MarkdownConverter(heading_style="ATX", escape_asterisks=False, escape_underscores=False)
