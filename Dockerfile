@@ -9,11 +9,11 @@ RUN pip install --no-cache-dir -c constraints.txt torch \
     && pip install --no-cache-dir -c constraints.txt '.[server,documents]' \
     && rm -rf /app
 WORKDIR /data
-USER hetero
+USER 1000
 # Models, contexts and uploads outlast the container in this volume.
 ENV HETERO_KV_HOME=/data
 VOLUME /data
 EXPOSE 8080
-HEALTHCHECK --start-period=120s CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health')"
+HEALTHCHECK --start-period=120s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health')"]
 # Other machines reach a container's port, so that a key is needed: docker run … hetero-kv --api_key me:SECRET-KEY
 ENTRYPOINT ["hetero-kv", "serve", "--host", "0.0.0.0"]
