@@ -14,7 +14,7 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat serve test test-newest test-cuda test-slow test-page campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve test test-newest test-cuda test-slow test-page test-agents test-schema campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -44,6 +44,17 @@ test-slow: $(TESTED)  ## the checks that take minutes, on the default model, and
 test-page: $(TESTED)  ## the server's page in a browser: Debian's chromium, or Chrome
 	$(PIP) playwright
 	$(BIN)/python -m pytest -m slow tests/server/page $(ARGS)
+
+# In environments of their own, whose packages would change those of the others.
+test-agents: $(TESTED)  ## a coding agent edits a file by the server and the default model; minutes
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check mini-swe-agent
+	MINI_SWE_AGENT=$(CURDIR)/.venv-agents/bin/mini $(BIN)/python -m pytest -m slow tests/server/test_agents.py $(ARGS)
+
+test-schema: $(TESTED)  ## random requests by the server's OpenAPI document; SECONDS=300
+	$(PYTHON) -m venv .venv-schema
+	.venv-schema/bin/python -m pip install --quiet --disable-pip-version-check schemathesis
+	SCHEMATHESIS=$(CURDIR)/.venv-schema/bin/st $(BIN)/python -m pytest -m slow tests/server/test_schema.py $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the slow tests' tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
@@ -79,7 +90,7 @@ gpu-bench: $(READY)  ## the same checks, then how fast this machine's GPU is; un
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-newest build *.egg-info
+	rm -rf $(VENV) .venv-* build *.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
