@@ -47,12 +47,12 @@ def load_weights(
     Raises ModelError if a tensor's shape is not its parameter's.
     """
     tied = tied_parameters(model)
-    kept = [] if cache is None else packed_tensors(model, file, weights)
-    loaded = set()
-    if cache is not None and load_from_cache(file, kept, cache, report):
-        loaded = {each.info.name for each in kept}
+    packed = [] if cache is None else packed_tensors(model, file, weights)
+    loaded: set[str] = set()
+    if cache is not None and load_from_cache(file, packed, cache, report):
+        loaded = {each.info.name for each in packed}
         # For the memory plan: the system may drop their pages, and a token needs them.
-        size = sum(each.size for each in kept)
+        size = sum(each.size for each in packed)
         model.hetero_kv_mapped_weights = size if cache.maps(size) else 0
     left = {info.name: info.nbytes for info in file.tensors if info.name not in loaded}
     done, total = 0, sum(left.values())
