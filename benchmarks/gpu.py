@@ -9,12 +9,13 @@ Llama 3.1 8B in bfloat16:
 - decoding after a million random keys and values, in 8 of the 32 layers (`quest`)
 - prefill and decode at 32K tokens with weights packed in Q4_0 (`ktransformers`)
 - prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows
-- decoding after 32K and 128K random keys and values (`quest`)
+- decoding after 32K and 128K random keys and values (`quest`), by the CPU and with `attend_on: gpu`
 - ShadowKV by batch at 16K tokens, compared with the untouched model
 
 and for each step the parts of the host's time. A measurement that would exceed the time is skipped, and one that does
 is aborted; the output says so. Tokens/s and milliseconds are medians over decoded tokens, with a synchronisation after
-each. The exit status is 1 if a check or a measurement fails. GB are 10^9 bytes.
+each. Rows with a goal have a verdict behind the table. The exit status is 1 if a check or a measurement fails. GB are
+10^9 bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.gpu_speed.budget import Budget, TimeUp
-from benchmarks.gpu_speed.measurements import Measurements
+from benchmarks.gpu_speed.measurements import RESIDENT, K, Measurements
 from benchmarks.gpu_speed.subject import SpeedRow
 from hetero_kv.errors import OutOfMemoryError
 
 _CHECKED = ("exactness", "sets", "kernels")
+#: Name and tokens of a row -> the most milliseconds per token, and bytes on the GPU.
+GOALS = {(f"quest{RESIDENT}", 128 * K): (12.5, 24e9)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         _check(flags, budget, failed, left_out)
     rows = _measured(Measurements(setting), flags.only, budget, failed, left_out)
     print(table(rows))
+    for verdict in verdicts(rows):
+        print(verdict)
     for title, why in left_out.items():
         print(f"left out: {title} ({why})")
     print(f"{len(rows)} rows, {len(failed)} failed, {len(left_out)} left out; {budget.spent:.0f} s")
@@ -82,6 +87,22 @@ def table(rows: list[SpeedRow]) -> str:
             f"{row.tokens_per_s:.1f} | {memory} | {parts} |"
         )
     return "\n".join(lines)
+
+
+def verdicts(rows: list[SpeedRow]) -> list[str]:
+    """A line for each row that has a goal."""
+    lines = []
+    for row in rows:
+        if (goal := GOALS.get((row.name, row.tokens))) is None:
+            continue
+        most, memory = goal
+        used = row.gpu_bytes or 0
+        verdict = "met" if row.milliseconds <= most and used <= memory else "missed"
+        lines.append(
+            f"goal: {row.name}, {row.tokens:,} tokens: at most {most} ms per token and {memory / 1e9:.0f} GB; "
+            f"{row.milliseconds:.2f} ms and {used / 1e9:.1f} GB: {verdict}"
+        )
+    return lines
 
 
 def _check(flags: argparse.Namespace, budget: Budget, failed: list[str], left_out: dict[str, str]) -> None:

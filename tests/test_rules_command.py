@@ -199,6 +199,7 @@ rules:
         "cuda_graphs": "default",
         "hidden_device": "default",
         "weights_device": "default",
+        "attend_on": "default",
         "measure_recall": "default",
         "packed_cache_gb": "default",
     }

@@ -21,6 +21,8 @@ FEW_LAYERS = 8
 _PACKED = "Q4_0"
 #: Pessimistic tokens/s of prefilling, and of filling a layer, that are assumed before the first measurement.
 _PREFILL, _FILL = 1500.0, 200_000.0
+#: Follows the recipe's name where the GPU attends to the blocks, too.
+RESIDENT = ", attend_on: gpu"
 #: From here on attention costs more than the weights of an 8B model.
 _LONG = 32 * K
 
@@ -89,6 +91,8 @@ class Measurements:
         for tokens in sizes.prefilled[:1]:
             yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
         yield from (self._filled(subject, tokens) for tokens in sizes.filled)
+        if self.setting.on_gpu:
+            yield from (self._filled(subject, tokens, RESIDENT, attend_on="gpu") for tokens in sizes.filled)
         for batch in sizes.batches:
             yield from (self._prefilled(subject, name, sizes.batched, batch) for name in ("shadowkv", UNTOUCHED))
         for tokens in sizes.prefilled[1:]:
@@ -121,9 +125,9 @@ class Measurements:
             lambda: subject.prefilled(recipe, tokens, batch, **self._settings(recipe)),
         )
 
-    def _filled(self, subject: SpeedSubject, tokens: int) -> GpuMeasurement:
+    def _filled(self, subject: SpeedSubject, tokens: int, note: str = "", **settings: Any) -> GpuMeasurement:
         return GpuMeasurement(
-            f"quest, {tokens:,} random tokens, {subject.layers} layers",
+            f"quest{note}, {tokens:,} random tokens, {subject.layers} layers",
             5 + tokens * subject.layers / _FILL,
-            lambda: subject.filled("quest", tokens, **self._settings("quest")),
+            lambda: subject.filled("quest", tokens, note, **self._settings("quest"), **settings),
         )

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hetero_kv.families.retrieval.decode import RetrievalDecode
+from hetero_kv.families.retrieval.resident_decode import ResidentDecode
 from hetero_kv.families.shadowkv.device_decode import ChunkLoading
 from hetero_kv.gpu_ops.staging import Staging
 
@@ -16,6 +17,7 @@ from hetero_kv.gpu_ops.staging import Staging
 _PARTS: dict[str, tuple[type, str]] = {
     "waits for queries": (Staging, "arrived"),
     "attends on the CPU": (RetrievalDecode, "_attend_natively"),
+    "prepares attention on the GPU": (ResidentDecode, "_prepare_token"),
     "asks for values": (ChunkLoading, "__init__"),
     "asks for keys": (ChunkLoading, "finished"),
 }

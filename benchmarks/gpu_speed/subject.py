@@ -86,8 +86,8 @@ class SpeedSubject:
             return self._decoded(recipe, tokens, batch, cache, logits, tokens * batch / seconds)
 
     @torch.no_grad()
-    def filled(self, recipe: str, tokens: int, **settings: Any) -> SpeedRow:
-        """Measure decoding after `tokens` random keys and values."""
+    def filled(self, recipe: str, tokens: int, note: str = "", **settings: Any) -> SpeedRow:
+        """Measure decoding after `tokens` random keys and values; `note` follows the recipe's name in the row."""
         with self._under(recipe, tokens, settings) as cache:
             operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
             with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
@@ -97,7 +97,7 @@ class SpeedSubject:
             cache.columns = cache.columns.grown(tokens, [tokens])
             first = random_tokens(self.setting, 1, 2, self.vocabulary)
             logits = self.model(first, past_key_values=cache, logits_to_keep=1).logits
-            return self._decoded(recipe, tokens, 1, cache, logits, None)
+            return self._decoded(recipe + note, tokens, 1, cache, logits, None)
 
     def _random(self, shape: KVShape, tokens: int, seed: int) -> RandomPrompt:
         torch.manual_seed(seed)

@@ -1,8 +1,12 @@
-"""Decode by CUDA graphs: the kernels between two attentions are captured once and launched as one graph.
+"""Decode by CUDA graphs: a token's kernels, or those between two attentions, are captured once and launched together.
 
 From token to token, all kernels but those of attention have constant shapes and addresses. The capture of a forward
 skips every attention; it yields one segment more than there are attentions. Each later token launches the segments in
 turn; between two of them, the cache layers attend with the token's queries, keys and values as without graphs.
+
+Where layers attend without the host, from memory at fixed addresses (`FamilyLayer.captured_memory`), their attention is
+captured too. If all layers do, a token is one graph, from its id to the likeliest next one. Such a capture belongs to
+one group of sequences.
 
 The model's Python code runs during the capture only. Code that must run for every token, other than kernel launches, is
 therefore refused. Synchronization with the device makes a capture fail, which damages torch's state; an uncaptured
@@ -13,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,11 +25,19 @@ from transformers.utils import ModelOutput
 
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.adapter.capture_state import CaptureState
-from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
-from hetero_kv.adapter.graph_recording import RECORDING, GraphRecording, NotCapturableError, Rehearsal
+from hetero_kv.adapter.captured_token import CapturedToken
+from hetero_kv.adapter.foreign import foreign_part, has_global_hooks
+from hetero_kv.adapter.graph_recording import (
+    RECORDING,
+    GraphRecording,
+    NotCapturableError,
+    Rehearsal,
+    captured_memory,
+)
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.errors import is_out_of_memory
 from hetero_kv.gpu_ops.graph_segments import GraphSegments
 from hetero_kv.gpu_ops.host_traffic import traffic_observed
@@ -34,76 +45,38 @@ from hetero_kv.gpu_ops.host_traffic import traffic_observed
 # Number of uncaptured tokens before the capture: one-time setup runs in the first, and the last of them rehearses the
 # capture.
 _WARM_UP = 2
-# At most this many kinds of call (rows, arguments) stay captured.
+# At most this many kinds of call (rows, arguments), and groups of sequences, stay captured.
 _KEPT = 4
+# A capture with attention takes the place of one that has served none of so many tokens before.
+_UNUSED = 64
 
 _Key = tuple[Any, ...]
 
 
-class _CapturedToken:
-    """The captured forward of one token.
+class CapturedSteps:
+    """The forward of a model, captured for decoded tokens.
 
     Args:
-        inputs: the input tensors by name; later inputs are copied into them.
-        output: of the captured forward.
+        model: the module that walks through the layers, or the whole model around it.
+        has_head: whether it is the whole model, which is captured only where its layers' attention is.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        segments: GraphSegments,
-        recording: GraphRecording,
-        inputs: dict[str, torch.Tensor],
-        output: Any,
-    ) -> None:
-        self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
-        self._output = replace(output, **{_cache_field(output): None})
-        self._weights = [
-            (owner, name)
-            for module in model.modules()
-            for owner in (module._parameters, module._buffers)
-            for name, tensor in owner.items()
-            if tensor is not None
-        ]
-        self._addresses = self._present_addresses()
-        self._tree = PlainTree(model, parameters=False)
-
-    def _present_addresses(self) -> list[int]:
-        return [-1 if (tensor := owner.get(name)) is None else tensor.data_ptr() for owner, name in self._weights]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the model's weights are at the same addresses, and its modules are unmodified."""
-        return self._tree.is_unchanged and self._present_addresses() == self._addresses
-
-    def run(self, inputs: dict[str, torch.Tensor], cache: HeteroCache) -> Any:
-        """The forward's output for other inputs, over a cache with a step in progress."""
-        for name, tensor in inputs.items():
-            self._inputs[name].copy_(tensor)
-        for index, (attention, out) in enumerate(self._attentions):
-            self._segments.launch(index)
-            out.copy_(attention(cache))
-        self._segments.launch(len(self._attentions))
-        # A copy, because the next token overwrites the captured output.
-        last = self._output.last_hidden_state.clone()
-        self._segments.launched()
-        return replace(self._output, last_hidden_state=last, **{_cache_field(self._output): cache})
-
-
-class CapturedSteps:
-    """The forward of the module that walks through a model's layers, captured for decoded tokens."""
-
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: CaptureState) -> None:
-        self._model, self._signature, self._captures = model, Signature(forward), captures
-        self._tokens: dict[_Key, _CapturedToken] = {}
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: CaptureState, has_head: bool) -> None:
+        self._model, self._signature, self._captures, self._has_head = model, Signature(forward), captures, has_head
+        self._tokens: dict[_Key, CapturedToken] = {}
         self._seen: dict[_Key, int] = {}
         # The reason, by kind of call that cannot be captured.
         self._uncapturable: dict[_Key, str] = {}
+        self._count = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, by a capture where possible."""
         cache = passed_cache(kwargs)
-        if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
+        # The whole model's recording or rehearsal includes the layers'.
+        is_part = RECORDING.get() is not None
+        if is_part or self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
+            return self._signature.forward(*args, **kwargs)
+        if self._has_head and not self._is_without_host(cache):
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         tokens = call.inputs
@@ -116,24 +89,35 @@ class CapturedSteps:
         if seen < _WARM_UP:
             self._seen[key] += 1
             return self._rehearsed(call, key, inputs, fixed, cache) if seen + 1 == _WARM_UP else call.run()
+        self._count += 1
         token = self._captured(key, inputs, fixed, cache)
-        return call.run() if token is None else token.run(inputs, cache)
+        if token is None:
+            return call.run()
+        token.last = self._count
+        return token.run(inputs, cache)
 
     def _arguments(self, call: ModelCall, cache: HeteroCache) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors of a call including its positions, and its other arguments without the cache."""
+        """The tensors of a call including its positions, and its other arguments without the cache.
+
+        The whole model's positions are in page-locked DRAM if the call does not give them: their copy is no launch.
+        """
         assert call.inputs is not None
         # The mask of a decoded token only marks rows without a token, which are handled before.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
-            # Filled on the device from scalars, so that nothing is copied to it.
-            past = [
-                torch.full((len(step.group.sequences), 1), step.past, device=call.inputs.device) for step in cache.steps
-            ]
-            arguments["position_ids"] = past[0] if len(past) == 1 else torch.cat(past)
+            arguments["position_ids"] = self._positions(cache, call.inputs.device)
         for name in CACHE_NAMES:
             arguments.pop(name, None)
         inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         return inputs, {name: value for name, value in arguments.items() if name not in inputs}
+
+    def _positions(self, cache: HeteroCache, device: torch.device) -> torch.Tensor:
+        """The positions of the tokens, [rows, 1]."""
+        if self._has_head:
+            return torch.tensor([[step.past] for step in cache.steps for _ in step.group.sequences]).pin_memory()
+        # Filled on the device from scalars, so that nothing is copied to it.
+        past = [torch.full((len(step.group.sequences), 1), step.past, device=device) for step in cache.steps]
+        return past[0] if len(past) == 1 else torch.cat(past)
 
     def _rehearsed(
         self, call: ModelCall, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
@@ -146,6 +130,8 @@ class CapturedSteps:
         with traffic_observed() as traffic:
             token = RECORDING.set(Rehearsal(cache, traffic))
             try:
+                with traffic.unobserved():
+                    inputs = _on_device(inputs)
                 output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
             finally:
                 RECORDING.reset(token)
@@ -155,32 +141,61 @@ class CapturedSteps:
 
     def _captured(
         self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
-    ) -> _CapturedToken | None:
+    ) -> CapturedToken | None:
         """The capture for such a call, made where missing; None where it cannot be captured, or not now."""
+        kind, memory = key, self._memory(cache)
+        if self._has_head and kind in self._uncapturable:
+            return None
+        if memory and not self._has_place((*kind, memory)):
+            memory = ()
+        key = (*kind, memory)
         token = self._tokens.get(key)
         if token is not None and token.is_current:
             return token
         if self._captures.backs_off():
             return None
-        self._tokens.pop(key, None)
+        self._tokens = {other: each for other, each in self._tokens.items() if other != key and each.is_current}
         while len(self._tokens) >= _KEPT:
-            del self._tokens[next(iter(self._tokens))]
+            del self._tokens[min(self._tokens, key=lambda other: self._tokens[other].last)]
         try:
             self._require_capturable(inputs, fixed, cache)
-            if key in self._uncapturable:
-                raise NotCapturableError(self._uncapturable[key])
-            self._tokens[key] = self._recorded(inputs, fixed, cache)
+            if kind in self._uncapturable:
+                raise NotCapturableError(self._uncapturable[kind])
+            self._tokens[key] = self._recorded(inputs, fixed, cache, with_attention=bool(memory))
         # torch reports a refused capture as a RuntimeError.
         except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if is_out_of_memory(error):
                 self._captures.run_out()
+            elif self._has_head:
+                # The layers are captured by themselves.
+                self._uncapturable[kind] = reason
             else:
-                self._captures.refuse(str(error).splitlines()[0] if str(error) else type(error).__name__)
+                self._captures.refuse(reason)
             if self._captures.is_off:
                 self._tokens.clear()
             return None
         self._captures.succeed()
         return self._tokens[key]
+
+    def _memory(self, cache: HeteroCache) -> tuple[Any, ...]:
+        """Which memory a capture with attention would belong to; empty where no layer's attention can be captured."""
+        layers = [captured_memory(cache, index) for index in range(len(cache.layers))]
+        return (id(cache.steps[0].group), *layers) if any(layer is not None for layer in layers) else ()
+
+    def _is_without_host(self, cache: HeteroCache) -> bool:
+        """Whether the attention of all layers can be captured, and a capture of the whole model may be made."""
+        memory = self._memory(cache)
+        return bool(memory) and all(layer is not None for layer in memory)
+
+    def _has_place(self, key: _Key) -> bool:
+        """Whether a capture with attention is there, or may take the place of another.
+
+        It may not where more groups take turns than captures are kept, which would all be captured again and again.
+        """
+        if key in self._tokens or len(self._tokens) < _KEPT:
+            return True
+        return any(self._count - each.last > _UNUSED or not each.is_current for each in self._tokens.values())
 
     def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:
         """Raise NotCapturableError for obstacles that are known before the capture."""
@@ -197,28 +212,34 @@ class CapturedSteps:
         if "position_ids" not in inputs:
             raise NotCapturableError(f"{type(self._model).__name__} takes no position_ids")
         odd = [name for name, value in fixed.items() if not isinstance(value, bool | int | float | str | None)]
-        odd += [name for name, tensor in inputs.items() if not tensor.is_cuda]
+        odd += [name for name, tensor in inputs.items() if not tensor.is_cuda and name != "position_ids"]
         if odd:
             raise NotCapturableError(f"the model is called with {', '.join(odd)}")
-        device = next(iter(inputs.values())).device
+        device = _device_of(inputs)
         if any(parameter.device != device for parameter in self._model.parameters()):
             raise NotCapturableError(f"not all weights are on {device}")
 
-    def _recorded(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> _CapturedToken:
+    def _recorded(
+        self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache, with_attention: bool
+    ) -> CapturedToken:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
-        inputs_copied = {name: tensor.clone() for name, tensor in inputs.items()}
-        segments = GraphSegments(next(iter(inputs.values())).device)
-        recording = GraphRecording(segments)
+        inputs_copied = {name: tensor.clone() for name, tensor in _on_device(inputs).items()}
+        segments, likeliest = GraphSegments(_device_of(inputs)), None
+        recording = GraphRecording(segments, cache if with_attention else None)
         token = RECORDING.set(recording)
         try:
             with _length_hidden(cache), segments.captured():
                 output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
+                _require_plain(output, "logits" if self._has_head else "last_hidden_state")
+                if self._has_head:
+                    likeliest = Likeliest.of(output.logits[:, -1])
         finally:
             RECORDING.reset(token)
-        if len(recording.attentions) != len(cache.layers):
-            raise NotCapturableError(f"{len(cache.layers)} layers made {len(recording.attentions)} attention calls")
-        _require_plain(output)
-        return _CapturedToken(self._model, segments, recording, inputs_copied, output)
+        calls = len(recording.attentions) + len(recording.prepared)
+        if calls != len(cache.layers):
+            raise NotCapturableError(f"{len(cache.layers)} layers made {calls} attention calls")
+        group = cache.steps[0].group if with_attention else None
+        return CapturedToken(self._model, segments, recording, inputs_copied, output, group, likeliest)
 
 
 def _decodes(cache: HeteroCache) -> bool:
@@ -226,21 +247,27 @@ def _decodes(cache: HeteroCache) -> bool:
     return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
 
 
-def _cache_field(output: Any) -> str:
-    """The name of the cache in a model's output."""
-    return next(field.name for field in fields(output) if field.name in CACHE_NAMES)
-
-
 def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
     shapes = ((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
     return (*sorted(shapes, key=lambda each: each[0]), *sorted((name, repr(value)) for name, value in fixed.items()))
 
 
-def _require_plain(output: Any) -> None:
-    """Raise NotCapturableError for an output with tensors other than the last hidden states."""
+def _device_of(inputs: dict[str, torch.Tensor]) -> torch.device:
+    """The GPU that a call's tensors are on, or come to."""
+    return next(tensor.device for tensor in inputs.values() if tensor.is_cuda)
+
+
+def _on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same numbers, all on the GPU."""
+    device = _device_of(inputs)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+
+
+def _require_plain(output: Any, result: str) -> None:
+    """Raise NotCapturableError for an output with tensors other than `result`."""
     if not isinstance(output, ModelOutput):
         raise NotCapturableError("the call sets return_dict=False")
-    others = [name for name in output if name not in ("last_hidden_state", *CACHE_NAMES)]
+    others = [name for name in output if name not in (result, *CACHE_NAMES)]
     if others:
         raise NotCapturableError(f"the model also returns {', '.join(others)}")
 

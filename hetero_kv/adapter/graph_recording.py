@@ -1,10 +1,10 @@
-"""The work between captured segments: recorded during the capture, and run for every token."""
+"""Attention during a capture: recorded as work between segments, or captured with the rest where it needs no host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,17 +28,36 @@ class NotCapturableError(RuntimeError):
     """A forward has a part that cannot be captured, which the message names."""
 
 
+@runtime_checkable
+class CapturableAttention(Protocol):
+    """An operator whose attention can be captured: its kernels read what changes from memory at fixed addresses."""
+
+    layer_idx: int
+
+    def prepare_captured(self, cache: HeteroCache) -> None:
+        """The host's part of a token of the cache's one step, before its forward is launched."""
+
+    def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
+        """The attention of a token, [batch, heads, 1, v_dim]; kernels alone."""
+
+
 class GraphRecording:
-    """A decoded token's forward without its attentions, which are recorded as functions.
+    """A decoded token's forward, in which attention that needs the host is recorded as functions.
+
+    Args:
+        cache: the cache to whose memory the capture belongs, so that attention is captured where a layer's
+            `captured_memory` says so; None records every attention.
 
     Attributes:
         attentions: in order, the function that computes each attention, and the buffer for its result that the next
             captured segment reads.
+        prepared: the operators whose attention is captured.
     """
 
-    def __init__(self, segments: GraphSegments) -> None:
-        self._segments = segments
+    def __init__(self, segments: GraphSegments, cache: HeteroCache | None = None) -> None:
+        self._segments, self._cache = segments, cache
         self.attentions: list[tuple[Work, torch.Tensor]] = []
+        self.prepared: list[CapturableAttention] = []
         self._before: Callable[[HeteroCache], Any] | None = None
 
     def record_arguments(
@@ -56,8 +75,16 @@ class GraphRecording:
         return operator.lasting_arguments(kwargs)
 
     def attended(self, operator: AttentionHandler, call: AttentionCall) -> torch.Tensor:
-        """The buffer for the attention of a call, [batch, heads, tokens, v_dim], which every token computes again."""
+        """The attention of a call, [batch, heads, tokens, v_dim], or its buffer; every token computes it again."""
         before, self._before = self._before, None
+        cache = self._cache
+        if (
+            cache is not None
+            and isinstance(operator, CapturableAttention)
+            and captured_memory(cache, operator.layer_idx) is not None
+        ):
+            self.prepared.append(operator)
+            return operator.attend_captured(cache, call)
 
         def work(cache: HeteroCache) -> torch.Tensor:
             if before is not None:
@@ -68,6 +95,14 @@ class GraphRecording:
             out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
         self.attentions.append((work, out))
         return out
+
+
+def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
+    """See `FamilyLayer.captured_memory`; None where tokens of several groups pass."""
+    if len(cache.steps) != 1:
+        return None
+    memory: int | None = getattr(cache.steps[0].group.layers[layer_idx], "captured_memory", None)
+    return memory
 
 
 class Rehearsal:

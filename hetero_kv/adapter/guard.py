@@ -85,7 +85,7 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
     inner = model.forward
     if not has_head:
         inner = offload_hidden_states(model, _behind_the_cache(model), by.engine)
-    forward = inner if has_head else CapturedSteps(model, inner, by.captures)
+    forward = CapturedSteps(model, inner, by.captures, has_head)
     signature = Signature(inner)
     signature.forward = forward
 

@@ -21,6 +21,7 @@ from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.forward_batch import ForwardBatch, Passing
 from hetero_kv.engine.hf_interface import HFInterface
+from hetero_kv.engine.likeliest import LikeliestRequest
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
@@ -82,6 +83,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.steps: tuple[Step, ...] = ()
         #: The steps of the last such forward as `forward_batch`.
         self.passed: tuple[Step, ...] = ()
+        #: Where the forward in progress leaves the likeliest next tokens instead of logits, if it can; None: logits.
+        self.likeliest: LikeliestRequest | None = None
         #: The rows of the forward in progress, where drafts pass, or a part of a prompt beside decoded tokens.
         self.forward_batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.

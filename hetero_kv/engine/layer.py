@@ -207,6 +207,16 @@ class FamilyLayer(CacheLayerMixin):
     def after_restore(self, part: SavedPart) -> None:
         """Finish `restore` once the blocks are filled."""
 
+    # -- captured tokens
+
+    @property
+    def captured_memory(self) -> int | None:
+        """The number of the memory that a captured token's attention reads and writes; new memory has another one.
+
+        None where attention cannot be captured, or not yet; see `adapter.graph_recording.CapturableAttention`.
+        """
+        return None
+
     # -- memory and statistics
 
     @property

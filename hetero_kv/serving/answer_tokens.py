@@ -78,7 +78,9 @@ class AnswerTokens(Iterator[Choice]):
             except Exception as error:
                 # The forward has changed nothing.
                 self._drafter = without_guesses(error, self._drafter)
-        return Burst(self._forward.decode([self._cache], [self._newest]))
+        if self._forward.may_choose and self._sampler.takes_likeliest:
+            return Burst(self._forward.likeliest(cache, self._newest))
+        return Burst(self._forward.decode([cache], [self._newest]))
 
     def _count(self) -> None:
         burst = self._burst

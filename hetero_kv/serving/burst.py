@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_kv.engine.drafted_tokens import DraftedTokens
+from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.serving.sampler import Choice, Sampler
 
 
@@ -18,12 +19,16 @@ class Burst:
     guess that is one token, this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192).
 
     Args:
-        logits: [1 + guesses, vocab], behind the newest token and behind each guess.
+        logits: [1 + guesses, vocab], behind the newest token and behind each guess; or the likeliest token alone, for a
+            sampler that takes it.
         draft: the guesses.
         stored: what the forward stored; None where it was a single token.
     """
 
-    def __init__(self, logits: torch.Tensor, draft: Sequence[int] = (), stored: DraftedTokens | None = None) -> None:
+    def __init__(
+        self, logits: torch.Tensor | Sequence[torch.Tensor | Likeliest], draft: Sequence[int] = (),
+        stored: DraftedTokens | None = None,
+    ) -> None:  # fmt: skip
         self._logits, self._draft, self._stored = logits, draft, stored
         self._chosen = 0
         # A choice that is not returned yet, because something interrupted what follows from it.

@@ -21,8 +21,10 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.drafted_tokens import DraftedTokens
 from hetero_kv.engine.joined_caches import PassingPrompt, joined
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.likeliest import Likeliest, LikeliestRequest
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
+from hetero_kv.gpu_ops.host_copies import on_device
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,11 @@ class ModelForward:
         return None
 
     @property
+    def may_choose(self) -> bool:
+        """Whether a forward may choose the likeliest token itself (`likeliest`): the model is on a GPU."""
+        return self.model.device.type == "cuda"
+
+    @property
     def is_hooked(self) -> bool:
         """Whether others' hooks are in the model. They may look across the tokens that pass together."""
         return has_global_hooks() or any(has_own_hooks(module) for module in self.model.modules())
@@ -172,6 +179,17 @@ class ModelForward:
         with joined(caches) as cache:
             return self._logits(cache, token_ids)
 
+    def likeliest(self, cache: Cache, token: int) -> Sequence[torch.Tensor | Likeliest]:
+        """As `decode` for one cache, for a sampler that `takes_likeliest`: that token where the GPU has chosen it."""
+        if not isinstance(cache, HeteroCache):
+            return list(self.decode([cache], [token]))
+        request = cache.likeliest = LikeliestRequest()
+        try:
+            output = self._called(cache, torch.tensor([[token]]), **self._last_logits)
+        finally:
+            cache.likeliest = None
+        return list(output.logits[:, -1]) if request.rows is None else request.rows
+
     def verify(
         self, caches: Sequence[HeteroCache], tokens: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], list[DraftedTokens]]:
@@ -200,19 +218,21 @@ class ModelForward:
     def _logits(self, cache: Cache, token_ids: torch.Tensor) -> torch.Tensor:
         return self._every(cache, token_ids, **self._last_logits)[:, -1]
 
-    @torch.no_grad()
     def _every(self, cache: Cache, token_ids: torch.Tensor, **last: Any) -> torch.Tensor:
         """The logits [rows, tokens, vocab] of a forward; of the last token alone with `last`."""
+        logits: torch.Tensor = self._called(cache, token_ids, **last).logits
+        return logits
+
+    @torch.no_grad()
+    def _called(self, cache: Cache, token_ids: torch.Tensor, **last: Any) -> Any:
+        """The output of a forward."""
         device, positions = self.model.device, {}
         if self._takes_positions and not isinstance(cache, HeteroCache):
             # Some untouched models number the tokens of each forward from 0.
             stored = cache.get_seq_length()
             positions["position_ids"] = torch.arange(stored, stored + token_ids.shape[1], device=device)[None]
-        output = self.model(
-            input_ids=token_ids.to(device), use_cache=True, **{self._cache_name: cache}, **positions, **last
-        )
-        logits: torch.Tensor = output.logits
-        return logits
+        ids = on_device(token_ids, device)
+        return self.model(input_ids=ids, use_cache=True, **{self._cache_name: cache}, **positions, **last)
 
 
 def _operators(model: Any) -> list[AttentionOperator]:

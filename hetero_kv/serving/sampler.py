@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
+from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampling import SamplingParams
 
@@ -76,12 +77,16 @@ class Sampler:
         untouched = params.repetition_penalty == 1 and not self._changes_logits
         return params.is_greedy and params.logprobs is None and untouched
 
-    def choose(self, logits: torch.Tensor) -> Choice:
+    def choose(self, logits: torch.Tensor | Likeliest) -> Choice:
         """The next token, by the model's logits [vocab] of any float type, which stay as they are.
+
+        Where it `takes_likeliest`, that token may be known already.
 
         Raises LogitsError if no token can be chosen.
         """
         params = self.params
+        if isinstance(logits, Likeliest):
+            return Choice(_finite(logits))
         if self.takes_likeliest:
             return Choice(_likeliest(logits))
         own = logits.detach().to("cpu", torch.float32, copy=self._changes_logits)
@@ -136,7 +141,12 @@ def _likeliest(logits: torch.Tensor) -> int:
     """The id of the largest logit. Raises LogitsError if it is no finite number."""
     token = int(logits.argmax())
     # NaN counts as the largest.
-    largest = float(logits[token])
+    return _finite(Likeliest(token, float(logits[token])))
+
+
+def _finite(likeliest: Likeliest) -> int:
+    """The id of the likeliest token. Raises LogitsError if its logit is no finite number."""
+    token, largest = likeliest
     if math.isfinite(largest):
         return token
     if largest == -math.inf:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay
@@ -255,8 +256,11 @@ class Scheduler:
             else:
                 self._take([request], _bursts(logits))
 
-    def _decoded(self, rows: Sequence[Request]) -> torch.Tensor:
-        return self.forward.decode(*self._caches_and_tokens(rows))
+    def _decoded(self, rows: Sequence[Request]) -> Sequence[torch.Tensor | Likeliest]:
+        caches, tokens = self._caches_and_tokens(rows)
+        if len(rows) == 1 and self.forward.may_choose and rows[0].sampler.takes_likeliest:
+            return self.forward.likeliest(caches[0], tokens[0])
+        return list(self.forward.decode(caches, tokens))
 
     @staticmethod
     def _caches_and_tokens(rows: Sequence[Request]) -> tuple[list[HeteroCache], list[int]]:
@@ -323,6 +327,6 @@ class Scheduler:
             self.queues.fail(request, error)
 
 
-def _bursts(logits: torch.Tensor) -> list[Burst]:
-    """A token of every row, by logits [rows, vocab]."""
-    return [Burst(row[None]) for row in logits]
+def _bursts(rows: Iterable[torch.Tensor | Likeliest]) -> list[Burst]:
+    """A token of every row, by its logits [vocab], or the likeliest one."""
+    return [Burst([row]) for row in rows]

@@ -10,7 +10,7 @@ import psutil
 from hetero_kv.cpus import threads_by_environment, usable_cpus
 from hetero_kv.settings.setting import Settings, setting
 
-AUTO, GPU, DRAM = "auto", "gpu", "dram"
+AUTO, GPU, DRAM, CPU = "auto", "gpu", "dram", "cpu"
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,13 @@ class EngineSettings(Settings):
         "whether a decoded token's kernels between two attentions are captured as CUDA graphs; auto: if possible; on: "
         "refuse if impossible",
         choices=(AUTO, "on", "off"),
+    )
+    attend_on: str = setting(
+        CPU,
+        "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: representatives "
+        "and chosen blocks lie on the GPU, which reads missing blocks from DRAM without waiting for the host; layers "
+        "that attend to everything have all keys and values there (top_k_blocks: all, dense_layer_num)",
+        choices=(CPU, GPU),
     )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -34,12 +35,21 @@ def test_everything_is_measured_at_tiny_size(device, tmp_path, capsys):
     by_batch = {(name, batch) for name in ("untouched", "shadowkv") for batch in (1, 2)}
     assert {(row["name"], row["batch"]) for row in found["rows"]} == by_batch | {
         ("ktransformers", 1), ("ktransformers, Q4_0", 1), ("quest", 1),
+        *([("quest, attend_on: gpu", 1)] if device == "cuda" else []),
     }  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in found["rows"])
     parts = {row["name"]: set(row["parts"]) for row in found["rows"]}
     assert ("waits for queries" in parts["quest"]) is (device == "cuda")
     assert ("asks for values" in parts["shadowkv"]) is (device == "cuda")
     assert capsys.readouterr().out.count("\n| ") == len(found["rows"]) + 1
+
+
+def test_a_row_with_a_goal_has_a_verdict():
+    (name, tokens), (most, memory) = next(iter(gpu.GOALS.items()))
+    row = SpeedRow(name, tokens, 1, 32, None, most, 1e3 / most, int(memory))
+    slower, larger = replace(row, milliseconds=most + 0.1), replace(row, gpu_bytes=int(memory) + 1)
+    found = gpu.verdicts([ROW, row, slower, larger])
+    assert [line.rpartition(": ")[2] for line in found] == ["met", "missed", "missed"]
 
 
 def ran(measurements, words=()):

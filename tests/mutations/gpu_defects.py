@@ -7,9 +7,31 @@ from tests.mutations.seeded import Mutation
 _KERNELS = "tests/gpu_ops/test_attention_backend.py::test_the_chosen_backend_computes_what_it_can"
 _STREAM = "tests/gpu_ops/test_layer_stream.py::test_"
 _CAPTURES = "tests/operators/test_captured_steps.py::test_"
+_RESIDENT = "tests/operators/test_resident_on_cuda.py::test_"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
+    Mutation(
+        "blocks that a crop took from the Context stay in their slots",
+        "hetero_kv/families/retrieval/resident_context.py",
+        "            self._ids.masked_fill_(self._ids >= context, NONE)\n",
+        "",
+        (_RESIDENT + "a_conversation_is_that_with_the_cpu",),
+    ),
+    Mutation(
+        "the GPU never learns of blocks that enter the Context",
+        "hetero_kv/families/retrieval/device_tokens.py",
+        "if not np.array_equal(context, self._table):",
+        "if not self._table.size:",
+        (_RESIDENT + "a_conversation_is_that_with_the_cpu",),
+    ),
+    Mutation(
+        "a crop leaves the Context on the GPU as it was",
+        "hetero_kv/families/retrieval/resident_layer.py",
+        "        super().crop(length)\n        self._shorten(length)",
+        "        super().crop(length)",
+        (_RESIDENT + "a_conversation_is_that_with_the_cpu",),
+    ),
     Mutation(
         "a cache's bytes on a GPU leave out the windows",
         "hetero_kv/families/retrieval/layer.py",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.adapter import capture_state, captured_steps, foreign
+from hetero_kv.adapter import capture_state, foreign
+from hetero_kv.adapter.captured_token import CapturedToken
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.rules.rule_file import parse_rules
 from tests.support.devices import model_on, simulated_cuda
@@ -121,7 +122,7 @@ def test_moved_weights_are_captured_again(gpu, llama, monkeypatch):
     eject(model)
     cache = injected(model, small_recipe("shadowkv", cuda_graphs="off"))
     told(model, cache, random_tokens(1))
-    monkeypatch.setattr(captured_steps._CapturedToken, "is_current", True)
+    monkeypatch.setattr(CapturedToken, "is_current", True)
     model, cache = with_other_weights()
     with pytest.raises(SimulatedCudaError, match="freed since it was captured"):
         told(model, cache, random_tokens(1))

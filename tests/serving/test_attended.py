@@ -14,6 +14,7 @@ from hetero_kv.operators import BoundedAttention, RetrievalAttention, ShadowKVAt
 from hetero_kv.rules.injecting import inject
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.tiny_engine import PROMPTS, answered, engine_of
+from tests.support.devices import device_called
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import combined, with_few, with_slow
 from tests.support.small_recipes import RECIPES, small_recipe
@@ -215,21 +216,34 @@ def test_the_first_token_of_all_attends_to_the_one_before():
         np.testing.assert_allclose(attended.masses, 1, atol=1e-6)
 
 
+def attended_on(place, recipe, **settings):
+    """What tokens behind a prompt attend to, of a model on a device."""
+    model = tiny_model("llama").to(place)
+    inject(model, small_recipe(recipe, max_seq_len=400, **settings))
+    with Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine:
+        tokens = [*PROMPTS[2], *prompt(20, 5).tolist()]
+        places = (len(PROMPTS[2]), len(PROMPTS[2]) + 9) if recipe != "self_extend" else (len(PROMPTS[2]) + 9,)
+        streams = [engine.attended(tokens, position, prompt_tokens=len(PROMPTS[2])) for position in places]
+        # In this thread, to which a simulated device belongs.
+        while not all(stream.is_done for stream in streams):
+            engine._loop._step()
+        return [stream.result() for stream in streams]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", with_few(["adaptive", "retroinfer", "dense", "quest", "shadowkv", "self_extend"]))
 def test_a_device_gives_the_masses_of_the_cpu(recipe, device):
-    found = []
-    for place in ("cpu", device):
-        model = tiny_model("llama").to(place)
-        inject(model, small_recipe(recipe, max_seq_len=400))
-        with Engine(LoadedModel(model, Numbers(), "tiny", 512), max_seq_len=400, starts_thread=False) as engine:
-            tokens = [*PROMPTS[2], *prompt(20, 5).tolist()]
-            places = (len(PROMPTS[2]), len(PROMPTS[2]) + 9) if recipe != "self_extend" else (len(PROMPTS[2]) + 9,)
-            streams = [engine.attended(tokens, position, prompt_tokens=len(PROMPTS[2])) for position in places]
-            # In this thread, to which a simulated device belongs.
-            while not all(stream.is_done for stream in streams):
-                engine._loop._step()
-            found.append([stream.result() for stream in streams])
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(attended_on("cpu", recipe), attended_on(device, recipe), strict=True):
+        np.testing.assert_allclose(ours.masses, theirs.masses, atol=1e-4)
+        np.testing.assert_allclose(shares(theirs), 1, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["quest", "dense"])
+def test_a_gpu_that_attends_to_blocks_itself_gives_the_masses_of_the_cpu(recipe):
+    with device_called("cuda"):
+        on_gpu = attended_on("cuda", recipe, attend_on="gpu")
+    for ours, theirs in zip(attended_on("cpu", recipe), on_gpu, strict=True):
         np.testing.assert_allclose(ours.masses, theirs.masses, atol=1e-4)
         np.testing.assert_allclose(shares(theirs), 1, atol=1e-4)

@@ -24,6 +24,8 @@ from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 
 RECIPES = ("ktransformers", "quest", "adaptive", "shadowkv", "streaming_llm", "h2o", "tova")
+#: Those that a GPU attends to by itself.
+RESIDENT = ("quest",)
 PROMPT, TOKENS = 120, 16
 _FIRST = 4
 #: Counts of the untouched models so far.
@@ -89,6 +91,7 @@ def counts_of(
     architecture: str = "llama",
     cuda_graphs: str = "off",
     tokens: int = TOKENS,
+    attend_on: str = "cpu",
     **shape: Any,
 ) -> dict[str, Counts]:
     """Of the untouched model, under "untouched", and of what each recipe asks beyond that.
@@ -109,7 +112,7 @@ def counts_of(
             _untouched[key] = decoded(model, DynamicCache(config=model.config), gpu.record, tokens)
         found = {"untouched": _untouched[key]}
         for recipe in recipes:
-            rules = small_recipe(recipe, cuda_graphs=cuda_graphs)
+            rules = small_recipe(recipe, cuda_graphs=cuda_graphs, attend_on=attend_on)
             rules = stored_as_shipped(rules) if as_shipped else rules
             found[recipe] = decoded(model, injected(model, rules), gpu.record, tokens).beyond(found["untouched"])
             eject(model)
@@ -138,6 +141,8 @@ def captured_table(found: dict[str, Counts]) -> str:
 
 if __name__ == "__main__":
     chosen = tuple(sys.argv[1:]) or RECIPES
-    print(table(counts_of(chosen)))
-    print()
-    print(captured_table(counts_of(chosen, cuda_graphs="auto")))
+    for written, graphs in ((table, "off"), (captured_table, "auto")):
+        counted = counts_of(chosen, cuda_graphs=graphs)
+        on_gpu = counts_of(tuple({*chosen} & {*RESIDENT}), cuda_graphs=graphs, attend_on="gpu")
+        counted |= {f"{name}, attend_on: gpu": counts for name, counts in on_gpu.items() if name != "untouched"}
+        print(written(counted), end="\n\n")

@@ -31,9 +31,10 @@ from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.read_bytes import SelectionStatistics
+from hetero_kv.families.retrieval.resident_decode import ResidentDecode
+from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RETRIEVAL
-from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
-from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
+from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, DRAM_BYTES, ESTIMATED_SHARE
 from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.store.pool import BlockPool
 
@@ -46,7 +47,7 @@ _CHOOSING = frozenset(
 )  # fmt: skip
 
 
-class RetrievalAttention(WindowedDecode):
+class RetrievalAttention(ResidentDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `top_k_blocks` blocks.
 
     A budget that covers the Context gives full attention, to the storage type's precision. With `target_mass`,
@@ -54,14 +55,15 @@ class RetrievalAttention(WindowedDecode):
     """
 
     meaning = RETRIEVAL.meaning
-    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES)
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES, DRAM_BYTES)
 
     def new_cache_layer(self) -> RetrievalLayer:
-        layout = RetrievalLayout.of_settings(self.settings, finalizes_per_sequence=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         # Representatives that depend on received attention are computed at the prompt's end.
-        represents = self.budget is not None and not self.accumulates
-        return RetrievalLayer(layout, self.settings, derived, self.vectors_of if represents else None)
+        vectors_of = self.vectors_of if self.budget is not None and not self.accumulates else None
+        if self.resident_choice is not None:
+            return ResidentLayer(self._layout(), self.settings, derived, vectors_of, self.resident_choice)
+        return RetrievalLayer(self._layout(), self.settings, derived, vectors_of)
 
     # -- decode
 
@@ -69,6 +71,9 @@ class RetrievalAttention(WindowedDecode):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
+        if self._attends_on_gpu(layer, call):
+            self._prepare_token(layer, step)
+            return self._attended_on_gpu(layer, step, call)
         if layer.window is not None:
             return self._decode_with_window(layer, step, blocks, call)
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
@@ -237,13 +242,18 @@ class RetrievalAttention(WindowedDecode):
         idle = _CHOOSING | self.settings.idle_prefill_settings
         kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         derived = Derived() if self.budget is None else Derived.of(self.settings)
-        return kept | {"is_scored": self.budget is not None, "derived": list(derived)}
+        kept |= {"is_scored": self.budget is not None, "derived": list(derived)}
+        # Its window, and so its division into blocks, is another one.
+        return kept | ({"attend_on": self.engine.attend_on} if self.has_whole_window else {})
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         watches = self.accumulates or self.preselected is not None
         observed = self.settings.observed(None) if watches else 0
-        return PagedFootprint.of(shape, self.settings, self.accumulates, derived, observed=observed)
+        return PagedFootprint.of(
+            shape, self.settings, self.accumulates, derived, observed=observed, resident=self.resident_choice,
+            has_whole_window=self.has_whole_window,
+        )  # fmt: skip
 
     def require_recordable(self, *, in_prompt: bool) -> None:
         super().require_recordable(in_prompt=in_prompt)

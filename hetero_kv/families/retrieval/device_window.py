@@ -45,6 +45,10 @@ class DeviceWindow:
         slot = self._slot(self._length)
         self.keys[:, :, slot : slot + 1] = keys
         self.values[:, :, slot : slot + 1] = values
+        self.advance(local_start)
+
+    def advance(self, local_start: int) -> None:
+        """Count a token per row that a kernel appends; Local now begins at position `local_start`."""
         self._length += 1
         self._local_start = local_start
 
@@ -54,8 +58,7 @@ class DeviceWindow:
     ) -> torch.Tensor:  # fmt: skip
         """`append` and `attend` in one launch, which also writes to `sent` (see `gpu_ops.window_step.take_token`)."""
         slot = self._slot(self._length)
-        self._length += 1
-        self._local_start = local_start
+        self.advance(local_start)
         slots = self._occupied()
         (first, first_count), (second, second_count) = (
             (part.start, part.stop - part.start) for part in (slots[0], slots[-1])

@@ -21,12 +21,14 @@ from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
+from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
+RESIDENT = register(FootprintTerm("resident", "representatives and chosen blocks on a GPU that attends to them"))
 WRITE_OUT = register(FootprintTerm("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _ID_BYTES = 4, 8
 # Float32 attention that a key received.
 _ACCUMULATED_BYTES = _FLOAT_BYTES
 
@@ -74,20 +76,31 @@ class PagedFootprint(LayerFootprint):
     """The memory of a layer that keeps all tokens in DRAM blocks.
 
     Attributes:
-        device_window: tokens of Initial and Local that a GPU has a copy of.
+        device_window: tokens of Initial and Local that a GPU has a copy of; of a whole window, those beyond the
+            sequence's length.
         observed: length of the observation window; at most the question's.
+        index_bytes: bytes of a block's representatives that a GPU has; 0 where the CPU chooses.
+        slots: the most blocks that a GPU has slots for.
+        has_whole_window: whether a GPU has all tokens in its window.
     """
 
     block_size: int = 1
     device_window: int = 0
     observed: int = 0
+    index_bytes: int = 0
+    slots: int = 0
+    has_whole_window: bool = False
 
     @classmethod
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
-        auxiliary_bytes: int = 0, observed: int = 0,
+        auxiliary_bytes: int = 0, observed: int = 0, resident: ResidentChoice | None = None,
+        has_whole_window: bool = False,
     ) -> PagedFootprint:  # fmt: skip
-        """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`."""
+        """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`.
+
+        resident: how a GPU chooses blocks; None where the CPU does.
+        """
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
@@ -97,8 +110,11 @@ class PagedFootprint(LayerFootprint):
             stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, auxiliary_bytes),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
-            device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,
+            device_window=(layout.sink_blocks + 1) * block_size + (0 if has_whole_window else layout.local_len),
             observed=observed,
+            index_bytes=settings.stored_representatives * shape.kv_heads * kinds[2].bytes_per_vector(shape.k_dim),
+            slots=0 if resident is None else resident.blocks,
+            has_whole_window=has_whole_window,
         )
 
     @property
@@ -112,7 +128,13 @@ class PagedFootprint(LayerFootprint):
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.on_gpu:
-            yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
+            window = self.device_window + (demand.tokens if self.has_whole_window else 0)
+            yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(window, demand))
+            if self.slots:
+                blocks = math.ceil(demand.tokens / self.block_size)
+                slots = self.kv_bytes(min(self.slots, blocks) * self.block_size, demand)
+                ids = min(self.slots, blocks) * self.shape.kv_heads * _ID_BYTES
+                yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots + ids))
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)

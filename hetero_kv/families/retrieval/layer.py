@@ -120,11 +120,22 @@ class RetrievalLayer(AccumulatingLayer):
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size
-            self.window = DeviceWindow(sink, self.layout.local_len, self.layout.block_size, keys, values)
+            self.window = DeviceWindow(sink, self._window_len, self.layout.block_size, keys, values)
         self._is_prepared = True
         natively = stores(pool.key_array.dtype) and stores(pool.value_array.dtype)
         self._stores_natively = natively and not self.offset_keys
         return pool
+
+    @property
+    def _window_len(self) -> int:
+        """Tokens of the recent window on a device, at least."""
+        return self.layout.local_len
+
+    @property
+    def window_in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the window that a saved context has."""
+        assert self.window is not None
+        return self.window.keys, self.window.values
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         pool = self._prepare(keys, values)
@@ -258,7 +269,7 @@ class RetrievalLayer(AccumulatingLayer):
         if self.window is not None:
             self._reload_window(self.group.length)
             # Appended tokens are in the window as computed, not rounded to the storage type.
-            for kept, name in ((self.window.keys, "window_keys"), (self.window.values, "window_values")):
+            for kept, name in zip(self.window_in_use, ("window_keys", "window_values"), strict=True):
                 if part.has(name):
                     kept.copy_(part.tensor(name, kept.shape, kept.dtype, kept.device))
 

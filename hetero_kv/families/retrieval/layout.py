@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 
+#: Longer than any sequence: `local_len` where all tokens stay in the recent window.
+WHOLE = 1 << 40
+
 
 @dataclass(frozen=True)
 class RetrievalLayout(Layout):
@@ -36,6 +39,11 @@ class RetrievalLayout(Layout):
     ) -> RetrievalLayout:
         """A layout with `sink_tokens` tokens of attention sink, rounded up to whole blocks."""
         return cls(block_size, -(-sink_tokens // block_size), local_len, finalizes_per_sequence)
+
+    @property
+    def has_whole_window(self) -> bool:
+        """Whether all tokens stay in the recent window."""
+        return self.local_len == WHOLE
 
     def context_blocks(self, length: int) -> int:
         """The number of Context blocks in a sequence of `length` tokens."""

@@ -34,7 +34,8 @@ def saved(layer: RetrievalLayer) -> SavedPart:
         queries, lse = layer.pending.stacked()
         part.put(queries=torch.from_numpy(queries), lse=torch.from_numpy(lse))
     if layer.window is not None:
-        part.put(window_keys=layer.window.keys, window_values=layer.window.values)
+        keys, values = layer.window_in_use
+        part.put(window_keys=keys, window_values=values)
     return part
 
 
@@ -71,6 +72,19 @@ def restored_pending_queries(part: SavedPart, rows: int, kv_heads: int, k_dim: i
     for at in range(count):
         pending = pending.grown(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy())
     return pending
+
+
+def restored_resident_blocks(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: int) -> torch.Tensor:
+    """The saved blocks in slots, [rows, kv_heads, slots] int64; negative for none.
+
+    Raises DamagedContextError unless each is a block of the Context, and in one slot.
+    """
+    ids = part.tensor("resident_blocks", (rows, kv_heads, None), torch.int64, _CPU)
+    ordered = ids.sort(dim=2).values
+    is_twice = (ordered.diff(dim=2) == 0) & (ordered[:, :, 1:] >= 0)
+    if bool(is_twice.any()) or bool((ids >= layer.layout.context_blocks(layer.group.length)).any()):
+        raise part.wrong("blocks in slots are not distinct blocks of the Context")
+    return ids
 
 
 def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:

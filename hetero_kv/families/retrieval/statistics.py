@@ -17,3 +17,11 @@ ATTENDED_BLOCKS = register(
         "its own is chosen",
     )
 )
+DRAM_BYTES = register(
+    Statistic(
+        "dram_bytes_read",
+        "bytes from DRAM per token and layer",
+        "bytes of keys and values that a GPU read over the bus for a decoded token in a layer, because it had them not "
+        "from the token before, the mean over steps (`attend_on: gpu`)",
+    )
+)

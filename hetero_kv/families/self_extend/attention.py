@@ -47,6 +47,7 @@ class SelfExtendAttention(RopeCapture, RetrievalAttention):
         "SelfExtendAttention groups positions, which needs one rotation per position; use RetrievalAttention there"
     )
 
+    cpu_part = "positions are grouped, and the CPU attends to keys at grouped positions"
     #: The class of its cache layers.
     layer_class: ClassVar[type[SelfExtendLayer]] = SelfExtendLayer
 

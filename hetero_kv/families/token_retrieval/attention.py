@@ -39,7 +39,7 @@ from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
-from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 from hetero_kv.store.pool import BlockPool
 
 
@@ -60,6 +60,10 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
+        if engine.attend_on == GPU:
+            raise HeteroKVError(
+                f"{path}: attend_on is gpu, but chooser {settings.chooser} runs on the CPU; set attend_on to cpu"
+            )
         registered = choosers.get(settings.chooser)
         if type(settings) is not registered.settings:
             raise HeteroKVError(

@@ -1,0 +1,135 @@
+"""Decodes a token on a GPU: that chooses blocks, reads those that it lacks from DRAM, and attends to them."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.device_tokens import DeviceTokens
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layout import WHOLE, RetrievalLayout
+from hetero_kv.families.retrieval.resident_context import ResidentChoice
+from hetero_kv.families.retrieval.resident_layer import ResidentLayer
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
+from hetero_kv.gpu_ops.attention_backend import takes_token
+from hetero_kv.gpu_ops.merge import apply_sink
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
+
+
+class ResidentDecode(WindowedDecode):
+    """How `RetrievalAttention` decodes a token with `attend_on: gpu`.
+
+    The host's part (`_prepare_token`) waits for nothing. It ends with the layer's kernels, which read all that changes
+    from token to token from memory at fixed addresses.
+
+    Attributes:
+        resident_choice: how blocks are chosen on the GPU; None where the CPU attends to them.
+    """
+
+    #: What a subclass computes that only the CPU does; empty for nothing.
+    cpu_part = ""
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.resident_choice: ResidentChoice | None = None
+        if engine.attend_on == GPU:
+            if (part := self._part_of_the_cpu()) is not None:
+                raise HeteroKVError(f"{path}: attend_on is gpu, but {part}; set attend_on to cpu")
+            blocks, score = self.budget or 0, self.representative_type.score
+            self.resident_choice = ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared)
+
+    def _part_of_the_cpu(self) -> str | None:
+        """What only the CPU does of these settings; None for nothing."""
+        settings = self.settings
+        if self.cpu_part:
+            return self.cpu_part
+        if self.choice is not None:
+            return "blocks are chosen by estimated attention masses, or in groups, which the CPU computes"
+        if self.accumulates:
+            return f"representative_type {settings.representative_type} counts the attention that keys receive"
+        if self.preselected is not None:
+            return "preselect_block restricts the choice to blocks that the CPU keeps"
+        if settings.layer_step > 1 or settings.token_step > 1:
+            return "a choice is used again by other layers or tokens (layer_step, token_step)"
+        kinds = settings.key_storage, settings.value_storage, settings.representative_kind()
+        packed = [kind.name for kind in kinds if not kind.is_plain]
+        if packed or settings.offset_keys:
+            return f"keys or values are stored in {packed[0] if packed else 'differences'}, which the CPU decodes"
+        if self.engine.measure_recall:
+            return "measure_recall compares with attention to all blocks, which the CPU computes"
+        return None
+
+    @property
+    def has_whole_window(self) -> bool:
+        """Whether the GPU has the keys and values of all tokens, because the layer attends to all of them."""
+        return self.resident_choice is not None and self.budget is None
+
+    def _layout(self) -> RetrievalLayout:
+        """How the layer's sequences are divided."""
+        settings, per_sequence = self.settings, self.accumulates
+        if self.has_whole_window:
+            return RetrievalLayout.of(settings.block_size, settings.sink_tokens, WHOLE, per_sequence)
+        return RetrievalLayout.of_settings(settings, finalizes_per_sequence=per_sequence)
+
+    def _attends_on_gpu(self, layer: RetrievalLayer, call: AttentionCall) -> TypeGuard[ResidentLayer]:
+        """Whether this token's blocks are attended to on the GPU; the CPU does it where they are recorded.
+
+        Raises HeteroKVError where the settings request it and the GPU cannot.
+        """
+        if not isinstance(layer, ResidentLayer) or layer.record is not None:
+            return False
+        if layer.window is None:
+            raise self._cannot("the model computes on the CPU")
+        if not takes_token(call.q, call.k, call.v):
+            raise self._cannot("Triton's kernels do not run here, or attention_backend names others")
+        return True
+
+    def _cannot(self, reason: str) -> HeteroKVError:
+        return HeteroKVError(f"{self.path}: attend_on is gpu, but {reason}; set attend_on to cpu")
+
+    def _prepare_token(self, layer: ResidentLayer, step: Step) -> None:
+        """The host's part of a token, before its kernels. Raises HeteroKVError where DRAM cannot be page-locked."""
+        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+        pool, resident, window = layer.pool, layer.resident, layer.window
+        assert pool is not None
+        assert resident is not None
+        assert window is not None
+        device = window.keys.device
+        if not layer.blocks_are_mapped(device):
+            raise self._cannot("CUDA does not page-lock the DRAM of the blocks")
+        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+            # All tokens of these blocks are in the pool: at least one follows them.
+            self._finalize_blocks(layer, step)
+        resident.take_in(pool, layer.context_of(blocks.table, step.length))
+        window.advance(blocks.finalized * layer.layout.block_size)
+        DeviceTokens.of(layer, step, device).begin(step, blocks)
+
+    def _attended_on_gpu(self, layer: ResidentLayer, step: Step, call: AttentionCall) -> torch.Tensor:
+        """The attention of a token that `_prepare_token` has prepared; kernels alone."""
+        pool, resident, window = layer.pool, layer.resident, layer.window
+        assert pool is not None
+        assert resident is not None
+        assert window is not None
+        tokens = DeviceTokens.of(layer, step, call.k.device)
+        places = window, pool, tokens.numbers, tokens.table
+        out, lse = resident.attended(call, *places, tokens.sent_by(layer))
+        return out if call.sink is None else apply_sink(out, lse, call.sink)[0].to(out.dtype)
+
+    # -- in a captured token (`adapter.graph_recording.CapturableAttention`)
+
+    def prepare_captured(self, cache: HeteroCache) -> None:
+        """See CapturableAttention."""
+        (step,) = cache.steps
+        self._prepare_token(step.group.layers[self.layer_idx], step)
+
+    def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
+        """See CapturableAttention."""
+        (step,) = cache.steps
+        return self._attended_on_gpu(step.group.layers[self.layer_idx], step, call)
