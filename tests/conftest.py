@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,14 +15,34 @@ from tests.support.devices import device_called, simulated_cuda
 from tests.support.shared_compilation import compiled_by_one
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Where the whole suite is collected, every second worker first imports its files from the last to the first.
+
+    Without compiled modules, rewriting assertions takes as long as all other imports. Two workers meet in the middle,
+    and each loads from `__pycache__` what the other has compiled.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    if int(worker) % 2 == 0 or session.config.args != session.config.getini("testpaths"):
+        return
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("test_*.py"), reverse=True):
+        # A file that cannot be imported, or skips itself, says so when it is collected.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run side by side, files that begin with the same kernels do not begin together.
 
-    Each worker would compile the kernels, for half a minute. In tests/calls one file does; others come in the middle:
-    at the end one worker would run them alone.
+    One worker would compile the kernels for half a minute while another waits for them. In tests/calls one file does;
+    its others, and the campaigns, come in the middle: at the end one worker would run them alone.
     """
-    names = ("test_calls.py", "test_generate_settings.py")
-    others, later = ([item for item in items if (item.path.name in names) is is_later] for is_later in (False, True))
+    first, folders = "test_caches_in_threads.py", ("calls", "campaigns")
+    others, later = (
+        [item for item in items if (item.path.parent.name in folders and item.path.name != first) is is_later]
+        for is_later in (False, True)
+    )
     middle = len(others) // 2
     items[:] = [*others[:middle], *later, *others[middle:]]
 
@@ -104,6 +127,14 @@ def smollm2():
     from hetero_kv.models import load_model
 
     return load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer():
+    """Its tokenizer, without the weights; for tests marked `model`."""
+    from hetero_kv.models import open_model
+
+    return open_model("smollm2-135m-instruct", device="cpu").tokenizer
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -13,9 +13,9 @@ from tests.support.tiny_models import tiny_model
 
 TOKENIZER = tiny_tokenizers.byte_level()
 TOKENIZER.pad_token, TOKENIZER.padding_side = TOKENIZER.eos_token, "left"
-SIZES = {"vocab_size": len(TOKENIZER), "eos_token_id": 5, "pad_token_id": 3, "num_hidden_layers": 3}
+SIZES = {"vocab_size": len(TOKENIZER), "eos_token_id": 5, "pad_token_id": 3, "num_hidden_layers": 2}
 MODEL, UNTOUCHED = (tiny_model("llama", 1, **SIZES) for _ in range(2))
-ASSISTANT, UNTOUCHED_ASSISTANT = (tiny_model("llama", 2, **{**SIZES, "num_hidden_layers": 2}) for _ in range(2))
+ASSISTANT, UNTOUCHED_ASSISTANT = (tiny_model("llama", 2, **{**SIZES, "num_hidden_layers": 1}) for _ in range(2))
 EVERYTHING = {
     "top_k_blocks": "all", "kv_type": "FP32", "block_size": 16, "local_windows_len": 32, "sink_tokens": 16,
     "max_seq_len": 400,

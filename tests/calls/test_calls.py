@@ -139,7 +139,7 @@ def an_assistant_that_samples(call):
 def an_assistant_with_a_tokenizer_of_its_own(call):
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens(["unlike"])
-    assistant = tiny_model("llama", 2, **{**SIZES, "vocab_size": len(tokenizer), "num_hidden_layers": 2})
+    assistant = tiny_model("llama", 2, **{**SIZES, "vocab_size": len(tokenizer), "num_hidden_layers": 1})
     if call.assistant is ASSISTANT:
         inject(assistant, "quest", command_line=EVERYTHING)
     models = {"tokenizer": TOKENIZER, "assistant_tokenizer": tokenizer, "assistant_model": assistant}
@@ -147,7 +147,7 @@ def an_assistant_with_a_tokenizer_of_its_own(call):
 
 
 def assistant_early_exit(call):
-    return call.generate(assistant_early_exit=2, max_new_tokens=15)
+    return call.generate(assistant_early_exit=1, max_new_tokens=15)
 
 
 def gradient_checkpointing_in_eval(call):

@@ -18,7 +18,7 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = [{}, {}, {"num_hidden_layers": 2}]
+SHAPES = [{}, {}, {"num_hidden_layers": 1}]
 MODELS = [tiny_model("llama", seed, **{**SIZES, **shape}) for seed, shape in enumerate(SHAPES)]
 UNTOUCHED = [tiny_model("llama", seed, **{**SIZES, **shape}) for seed, shape in enumerate(SHAPES)]
 #: All of them cover whatever comes.
@@ -155,10 +155,10 @@ def test_a_cache_of_other_rules_is_refused_with_the_difference(llama, rules, cha
 
 
 def test_a_cache_of_another_model_is_told_of_both(llama):
-    other = tiny_model("llama", 1, **{**SIZES, "num_hidden_layers": 2})
+    other = tiny_model("llama", 1, **{**SIZES, "num_hidden_layers": 1})
     for model in (llama, other):
         inject(model, "quest", command_line=EVERYTHING)
-    assert "made for LlamaForCausalLM (2 layers, hidden size 64), and this is LlamaForCausalLM (3 layers" in refusal(
+    assert "made for LlamaForCausalLM (1 layers, hidden size 64), and this is LlamaForCausalLM (2 layers" in refusal(
         HeteroCache(other), llama
     )
 
@@ -170,7 +170,7 @@ def test_an_ejected_model_refuses_the_cache_and_takes_it_again_with_the_rules_it
     cache = HeteroCache(llama)
     llama(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     with suspended(llama):
-        assert "those of LlamaForCausalLM (3 layers, hidden size 64), under which it was made, have been ejected" in (
+        assert "those of LlamaForCausalLM (2 layers, hidden size 64), under which it was made, have been ejected" in (
             refusal(cache, llama)
         )
     torch.testing.assert_close(

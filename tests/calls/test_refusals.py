@@ -46,11 +46,11 @@ def another_attention_implementation(call):
 
 def another_depth(call):
     cache = call.model(PROMPT).past_key_values
-    call.model.model.config.num_hidden_layers = 2
+    call.model.model.config.num_hidden_layers = 1
     try:
         call.model(OTHER, past_key_values=cache)
     finally:
-        call.model.model.config.num_hidden_layers = 3
+        call.model.model.config.num_hidden_layers = 2
 
 
 def ran(call):
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     ),
     "another model's cache": (
         lambda call: call.generate(past_key_values=HeteroCache(call.assistant)),
-        r"made for LlamaForCausalLM \(2 layers.*and this is LlamaForCausalLM \(3 layers",
+        r"made for LlamaForCausalLM \(1 layers.*and this is LlamaForCausalLM \(2 layers",
     ),
     "an untouched model over a HeteroCache": (
         lambda call: UNTOUCHED.generate(PROMPT, past_key_values=HeteroCache(call.model), max_new_tokens=2),
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
     "a model that is copied": (lambda call: copy.deepcopy(call.model), "cannot be pickled or copied"),
     "training with gradient checkpointing": (in_training_with_checkpointing, "training with gradient checkpointing"),
     "set_attn_implementation after inject": (another_attention_implementation, r"'eager' after inject \(set_attn"),
-    "another number of layers": (another_depth, "num_hidden_layers of LlamaModel is 2, .* passed through 3 layers"),
+    "another number of layers": (another_depth, "num_hidden_layers of LlamaModel is 1, .* passed through 2 layers"),
     "another cache beside it": (
         lambda call: call.model(PROMPT, past_key_values=DynamicCache(), cache=HeteroCache(call.model)),
         "past_key_values, a DynamicCache",
@@ -160,6 +160,6 @@ def test_layers_that_wait_for_each_other_have_no_early_exit(one_thread):
     model = tiny_model("llama", 1, **SIZES)
     inject(model, "infinipot", command_line={"budget": 300})
     call = Call(model, None, lambda: None)
-    with pytest.raises(HeteroKVError, match=r"after 2 of 3 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
-        call.generate(assistant_early_exit=2)
+    with pytest.raises(HeteroKVError, match=r"after 1 of 2 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
+        call.generate(assistant_early_exit=1)
     assert tokens_of(call.generate()) == tokens_of(plain().generate())

@@ -28,7 +28,7 @@ class Campaign:
 
     Attributes:
         name: as the table shows it.
-        tries: how many `make test-slow` makes; `make test` makes a fifth.
+        tries: how many `make test-slow` makes; `make test` makes a fifth, of most.
         prepare: folder -> objects that all tries of a process share. Called once per process, each in another folder.
         attempt: (prepared, random, folder) -> one try. It returns where the input was taken, raises `HeteroKVError`
             where it was refused, and `WrongResultError` where what was taken is not right; whatever else it raises is

@@ -22,9 +22,14 @@ from tests.campaigns.campaign import (
 from tests.campaigns.runner import run
 from tests.support.slow_variants import with_few
 
+QUICK, WHOLE = 0.2, 1
+#: Their first tries take the longest. The others save contexts and open files as they do, and each wrong key, full disk
+#: and interrupted write has a test of its own.
+LONG = ("GGUF metadata", "kills of saves", "saves on full disks")
+FEW = [(name, QUICK) for name in campaigns() if name not in LONG]
 
-@pytest.mark.parametrize("share", with_few([0.2, 1]))
-@pytest.mark.parametrize("name", campaigns())
+
+@pytest.mark.parametrize(("name", "share"), with_few([*FEW, *((name, WHOLE) for name in campaigns())], FEW))
 def test_every_try_is_refused_by_name_or_right(name, share):
     tries = math.ceil(share * campaigns()[name].tries)
     tally = run(name, tries)
