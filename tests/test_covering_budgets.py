@@ -114,7 +114,7 @@ def _tokens(count, seed):
 
 
 # A prompt of several chunks and strides, an answer in which blocks enter the Context, and a second turn.
-PARTS = [_tokens(150, 0), *_tokens(12, 1).split(1, dim=1), _tokens(70, 2), *_tokens(4, 3).split(1, dim=1)]
+PARTS = [_tokens(150, 0), *_tokens(9, 1).split(1, dim=1), _tokens(70, 2), *_tokens(2, 3).split(1, dim=1)]
 IDS = torch.cat(PARTS, dim=1)
 
 

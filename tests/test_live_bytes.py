@@ -68,7 +68,7 @@ def test_no_more_lives_on_a_gpu_than_was_planned(architecture, recipe, dtype, to
 def test_no_turn_of_shadowkv_takes_more_than_was_planned(refactor_above):
     tokens = 480
     with simulated_cuda() as gpu:
-        model = model_on(torch.device("cuda"), tiny_model("llama").to(HALF))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=2).to(HALF))
         settings = {"rank": 32, "landmark_chunk_size": 4, "sparse_budget": 16, "outlier_chunks": 3, "local_chunks": 2}
         engine = {"max_seq_len": tokens + 64, "chunk_size": 64, "threads_num": 1, "hidden_device": "dram"}
         settings |= {"refactor_above": refactor_above, **engine}

@@ -18,12 +18,12 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 
-#: What a process keeps of 400 MB that it freed: by default, within the context, after it, and where it failed.
+#: What a process keeps of 100 MB that it freed: by default, within the context, after it, and where it failed.
 FREED = """
 import ctypes, psutil
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 
-library, size = ctypes.CDLL(None), 400 << 20
+library, size = ctypes.CDLL(None), 100 << 20
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 library.free.argtypes = [ctypes.c_void_p]
 start = psutil.Process().memory_info().rss

@@ -51,7 +51,7 @@ def test_activations_follow_the_chunk():
     weights=st.integers(0, 10**8),
     layers=st.integers(1, 40),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_the_largest_context_fits_and_one_token_more_does_not(dram, gpu, weights, layers):
     plan = Plan(footprint_of([PAGED] * layers, on_gpu=gpu is not None, weights=weights), dram, gpu, 10**5)
     largest = plan.largest()
@@ -123,7 +123,7 @@ def test_a_batch_and_its_forks_take_stores_of_their_own_and_one_prefill():
 
 
 @given(batch=st.integers(1, 6), forks=st.integers(0, 4), dram=st.integers(10**7, 10**9))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_a_refusal_names_a_length_a_batch_and_a_number_of_forks_that_fit(batch, forks, dram):
     plan = Plan(footprint_of([PAGED] * 10), dram, None, 5000, batch, forks)
     if plan.fits(20_000):

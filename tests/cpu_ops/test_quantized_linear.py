@@ -16,10 +16,12 @@ from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
 from hetero_kv.cpu_ops.weight_formats import FORMATS, format_named
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
-from tests.support.quantized_blocks import RARE, dequantized, random_blocks
+from tests.support.quantized_blocks import COMBINED, RARE, dequantized, random_blocks
 from tests.support.slow_variants import with_slow
 
 CODED = [name for name, layout in FORMATS.items() if not layout.number]
+#: A kernel is compiled for each.
+SELDOM = (*RARE, *COMBINED)
 
 
 def quantized_activations(x):
@@ -57,7 +59,7 @@ _SELDOM = [
     (name, isa)
     for number, name in enumerate(FORMATS)
     for rank, isa in enumerate(available())
-    if name in RARE or (rank and (number + rank) % 8)
+    if name in SELDOM or (rank and (number + rank) % 8)
 ]
 
 _CODED_BY_ISA, _SELDOM_CODED = ([each for each in pairs if each[0] in CODED] for pairs in (_BY_ISA, _SELDOM))
@@ -75,7 +77,7 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
 
 
 @pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
-@pytest.mark.parametrize("name", with_slow(CODED, slow=RARE))
+@pytest.mark.parametrize("name", with_slow(CODED, slow=SELDOM))
 def test_products_without_dot_product_instructions_are_the_same(name, monkeypatch):
     """A CPU with AVX2 alone multiplies pairs of bytes to 16 bits, whose sums must not saturate."""
     monkeypatch.setattr(weight_dots, "dot_instruction", lambda: "avx2")
@@ -103,7 +105,7 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
         require_products(out, x, dequantized(each, name), name)
 
 
-@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=RARE))
+@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=SELDOM))
 def test_a_row_does_not_depend_on_the_other_rows(name):
     columns = 2 * FORMATS[name].columns
     matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
@@ -145,10 +147,8 @@ def test_extreme_codes_do_not_overflow(name, isa):
         require_products(out, x, numbers, name)
 
 
-# The products above have the codes of the others, which a kernel unpacks that is compiled for each.
-@pytest.mark.parametrize(
-    "name", with_slow(list(FORMATS), slow=["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_XS", *RARE])
-)
+# The products above have the codes of most others, which a kernel unpacks that is compiled for each.
+@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=["Q4_1", "Q5_0", "Q2_K", *SELDOM]))
 def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     columns = 2 * FORMATS[name].columns
     blocks = random_blocks(name, 50, columns)

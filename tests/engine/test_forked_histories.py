@@ -185,4 +185,4 @@ class ForkedCaches(RuleBasedStateMachine):
 
 
 TestForkedCaches = ForkedCaches.TestCase
-TestForkedCaches.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestForkedCaches.settings = settings(max_examples=14, stateful_step_count=30, deadline=None)

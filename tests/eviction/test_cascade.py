@@ -67,7 +67,7 @@ class Cascade:
         return torch.tensor(index), marks
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 4), st.integers(1, 8), st.integers(0, 30), st.lists(st.integers(1, 70), max_size=40), st.integers(0)
 )

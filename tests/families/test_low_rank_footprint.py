@@ -112,6 +112,8 @@ def resident():
     return psutil.Process().memory_info().rss
 
 
+# The tensors' bytes are compared with the plan above, and a process's memory in test_planned_bytes.py.
+@pytest.mark.slow
 def test_memory_grows_by_what_is_planned():
     heads, dim, tokens, layers = 2, 128, 32_768, 4
     settings = ShadowKVSettings(rank=64, landmark_chunk_size=4)

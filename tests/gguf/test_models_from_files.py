@@ -51,8 +51,8 @@ def loaded(path):
 
 
 def in_turns(model, cache=None):
-    """Logits of a prompt, a second turn, and three single tokens."""
-    steps = (0, PROMPT, WHOLE - 3, WHOLE - 2, WHOLE - 1, WHOLE)
+    """Logits of a prompt, a second turn, and two single tokens."""
+    steps = (0, PROMPT, WHOLE - 2, WHOLE - 1, WHOLE)
     found = []
     for start, end in pairwise(steps):
         answer = model(IDS[:, start:end], past_key_values=cache, use_cache=True)

@@ -147,7 +147,7 @@ def test_shared_weights_are_hashed_once(quantized_file, monkeypatch):
     "architecture",
     with_slow(
         ["qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "jamba"],
-        slow=["gpt_oss", "deepseek_v3", "lfm2", "jamba"],
+        slow=["qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2", "jamba"],
     ),
 )
 def test_every_kind_of_model_can_be_shared(architecture):

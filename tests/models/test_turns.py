@@ -53,7 +53,7 @@ def control_tokens(tokenizer, tokens):
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("examples", with_slow([15, 60], slow=[60]))
+@pytest.mark.parametrize("examples", with_slow([8, 60], slow=[60]))
 def test_a_text_cannot_write_control_tokens(kind, examples):
     tokenizer = ALL[kind]
 
@@ -106,7 +106,7 @@ def test_a_control_token_in_the_text_changes_no_token_before_and_behind_it(kind,
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
-@pytest.mark.parametrize("examples", with_slow([15, 60], slow=[60]))
+@pytest.mark.parametrize("examples", with_slow([8, 60], slow=[60]))
 def test_a_texts_tokens_decode_to_the_text(kind, examples):
     tokenizer = LOSSLESS[kind]
 

@@ -97,6 +97,8 @@ def test_groups_are_kept_as_blocks_fill_and_turns_and_forks_part(llama, checked,
     assert any(0 < taken[4] < 2 * whole for whole, taken in checked)
 
 
+# Rows and beams of blocks without groups: test_ragged.py; forks with groups are above.
+@pytest.mark.slow
 def test_rows_of_several_lengths_and_beams_have_groups_of_their_own(llama, checked):
     cache = injected(llama)
     ids, mask = tokens(70, rows=2), torch.ones(2, 70, dtype=torch.long)

@@ -108,6 +108,8 @@ def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):
     assert (answers[1] - answers[0]).norm() < (1e-5 if dtype == torch.float32 else 0.02) * answers[0].norm()
 
 
+# The kernels that merge decode above; forks on a CPU: test_bounded_cache.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", with_slow(["cam", "d2o"], slow=["d2o"]))
 @torch.no_grad()
 def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(policy):

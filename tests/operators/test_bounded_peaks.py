@@ -116,7 +116,7 @@ LENGTHS = [(5, 25), (BUDGET, 25), (50, STRIDE), (160, BUDGET + STRIDE)]
 
 @pytest.mark.parametrize(
     ("length", "peak"),
-    with_slow(LENGTHS, slow=LENGTHS[:2]),
+    with_slow(LENGTHS, slow=LENGTHS[:3]),
 )
 @pytest.mark.parametrize(("policy", "settings"), IN_STRIDES)
 def test_attention_spans_at_most_the_budget_and_a_stride_for_every_prompt(

@@ -70,7 +70,7 @@ def test_progress_is_told_in_tokens_of_the_whole_prompt(llama):
     assert all(layers_done == 0 for layers_done, _, tokens_done, _ in told if tokens_done < 50)
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv"])
+@pytest.mark.parametrize("policy", ["streaming_llm", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_retrieval_in_other_layers_goes_with_both_kinds_of_policy(llama, policy):
     retrieval = {
         "match": {"name": r"layers\.[12]\.self_attn$"},

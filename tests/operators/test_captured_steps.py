@@ -158,6 +158,8 @@ def test_uncapturable_layers_run_uncaptured_and_are_named(gpu, llama, failed, be
     assert not failed
 
 
+# A layer that cannot be captured is named above as well.
+@pytest.mark.slow
 def test_rotations_that_change_with_the_length_are_not_captured(gpu, failed):
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = model_on(
@@ -194,7 +196,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
     [
         pytest.param("infinigen", None, "computes from the arguments", marks=pytest.mark.slow),
         ("shadowkv", asking, WAITS),
-        ("shadowkv", waiting, "not permitted when stream"),
+        pytest.param("shadowkv", waiting, "not permitted when stream", marks=pytest.mark.slow),
     ],
 )
 def test_impossible_graphs_are_refused_where_they_are_required(gpu, llama, recipe, hook, message, behind_mlp):
@@ -286,6 +288,8 @@ def test_it_is_tried_a_few_times_to_find_memory(gpu, llama, crowded):
     assert crowded.tries == 4
 
 
+# Where graphs are not required, above, memory runs out in the same way.
+@pytest.mark.slow
 def test_required_graphs_are_refused_where_no_memory_can_be_freed(gpu, llama, crowded):
     cache = injected(llama, small_recipe("shadowkv", cuda_graphs="on"))
     told(llama, cache, random_tokens(PROMPT + 11), prompt=PROMPT)

@@ -124,6 +124,8 @@ def pending_queries(device, *selections):
     return [(part.tensors["queries"], part.tensors["lse"]) for part in saved]
 
 
+# The same statistics of ShadowKV: test_shadowkv_prompts_on_cuda.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "selections",
     with_slow({"none": (), "as many": ([1, 0],), "more": ([1, 1, 0], [2, 0, 1])}, slow=["none", "as many"]),

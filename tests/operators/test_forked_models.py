@@ -92,6 +92,8 @@ def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, device):
     assert_forks_answer_as_if_each_were_alone(injected(case, device), forks=0)
 
 
+# Forks that share the room of one go the same ways above.
+@pytest.mark.slow
 def test_forks_that_have_room_of_their_own_answer_as_if_each_were_alone():
     assert_forks_answer_as_if_each_were_alone(injected("dynamic"), forks=2)
 

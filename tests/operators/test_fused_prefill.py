@@ -79,7 +79,7 @@ def test_prompts_are_the_same_the_short_way_in_bfloat16(architecture, taken):
     with_slow(
         ["adaptive", "cascade", "h2o", "infinigen", "infinipot", "infllm_stream", "minference", "self_extend",
          "shadowkv", "streaming_llm", "snapkv"],
-        slow=["infinipot", "self_extend", "snapkv", "streaming_llm"],
+        slow=["infinigen", "infinipot", "minference", "self_extend", "snapkv", "streaming_llm"],
     ),
 )  # fmt: skip
 def test_prompts_of_every_family_take_the_short_way(recipe, taken):

@@ -13,7 +13,7 @@ from tests.support.slow_variants import with_slow
 from tests.support.small_recipes import injected, small_recipe
 from tests.support.tiny_models import tiny_model
 
-CHUNK = 64
+CHUNK, LAYERS = 64, 2
 
 
 def ids(rows=1, tokens=180, seed=0):
@@ -53,7 +53,7 @@ def test_answers_are_the_same_wherever_hidden_states_lie(architecture):
 def test_batches_and_logits_to_keep_work_with_hidden_states_in_dram(call):
     prompts = [ids(rows=3)]
     with simulated_cuda():
-        model = model_on(torch.device("cuda"), tiny_model("llama"))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
         expected, actual = (answers(model, where, prompts, **call)[0] for where in ("gpu", "auto"))
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -63,10 +63,10 @@ def test_nothing_that_hidden_states_are_copied_through_is_pageable(monkeypatch):
     # As if the states were gigabytes, which torch's own allocator would round up.
     monkeypatch.setattr(page_locked, "_LARGEST_OF_TORCH", 50_000)
     with simulated_cuda() as gpu:
-        model = model_on(torch.device("cuda"), tiny_model("llama"))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
         answers(model, "dram", [ids(tokens=300)], logits_to_keep=1)
         copies = [copy for copy in gpu.record.copies if "chunk_stream" in copy.line]
-        assert len(copies) > 40
+        assert len(copies) > 30
         assert all(copy.is_pinned and not copy.is_blocking for copy in copies)
 
 
@@ -76,7 +76,7 @@ def test_nothing_that_hidden_states_are_copied_through_is_pageable(monkeypatch):
 @torch.no_grad()
 def test_nothing_of_a_prompt_is_copied_pageable(recipe):
     with simulated_cuda() as gpu:
-        model = model_on(torch.device("cuda"), tiny_model("llama"))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
         first = injected(model, small_recipe(recipe, hidden_device="dram", chunk_size=CHUNK))
         prompt = ids(rows=2, tokens=150).to("cuda")
         # How a module rotates is tried before its first prompt.
@@ -85,8 +85,8 @@ def test_nothing_of_a_prompt_is_copied_pageable(recipe):
         second = HeteroCache(model)
         gpu.record.clear()
         model(prompt, position_ids=places, past_key_values=second, logits_to_keep=1)
-        # Of three chunks what was embedded; to and from three layers and the norm.
-        assert sum("chunk_stream" in copy.line for copy in gpu.record.copies) == 3 + 2 * 3 * 4
+        # Of three chunks what was embedded; to and from the layers and the norm.
+        assert sum("chunk_stream" in copy.line for copy in gpu.record.copies) == 3 + 2 * 3 * (LAYERS + 1)
         assert gpu.record.pageable == []
         frequencies = model.model.rotary_emb.inv_freq
         assert frequencies.is_cuda
@@ -97,7 +97,7 @@ def test_a_long_prompt_takes_less_of_the_gpu_than_its_hidden_states():
     peaks = {}
     for where in ("gpu", "auto"):
         with simulated_cuda() as gpu:
-            model = model_on(torch.device("cuda"), tiny_model("llama"))
+            model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
             cache = injected(model, small_recipe("dense", hidden_device=where, chunk_size=48))
             before = gpu.memory.live[0]
             with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_long_prompt_takes_less_of_the_gpu_than_its_hidden_states():
 @pytest.mark.cuda
 def test_an_interrupted_prompt_leaves_no_copy_under_way():
     with simulated_cuda():
-        model = model_on(torch.device("cuda"), tiny_model("llama"))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
         expected = answers(model, "gpu", [ids()])
         cache = injected(model, small_recipe("dense", hidden_device="dram", chunk_size=CHUNK))
         layer = model.model.layers[1].wrapped
@@ -127,7 +127,7 @@ def test_an_interrupted_prompt_leaves_no_copy_under_way():
 @pytest.mark.cuda
 def test_parts_that_do_not_run_in_chunks_are_refused_by_name_or_keep_the_states_on_the_gpu():
     with simulated_cuda():
-        model = model_on(torch.device("cuda"), tiny_model("llama"))
+        model = model_on(torch.device("cuda"), tiny_model("llama", num_hidden_layers=LAYERS))
         model.model.adapter = torch.nn.Linear(4, 4)
         with pytest.raises(UnsupportedModelError, match=r"adapter \(Linear\).*set hidden_device to gpu"):
             answers(model, "dram", [ids()])

@@ -63,7 +63,7 @@ def test_groups_of_two_stores_attend_one_by_one(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "settings", "groups"),
     [
-        ("dense", {}, {4}),
+        pytest.param("dense", {}, {4}, marks=pytest.mark.slow),
         pytest.param("quest", {"top_k_blocks": 3}, {4}, marks=pytest.mark.slow),
         # With a schedule each group keeps its selection; the first layers attend to everything.
         ("quest", {"top_k_blocks": 3, "token_step": 2}, {1, 4}),

@@ -116,8 +116,7 @@ def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_dec
                 assert torch.equal(layer.pool.representatives[pool_id, head, 0], expected)
 
 
-@pytest.mark.parametrize("representative_type", ["MEAN", "QUEST"])
-@pytest.mark.parametrize("back", [3, 22])
+@pytest.mark.parametrize(("back", "representative_type"), combined([22, 3], ["MEAN", "QUEST"]))
 def test_after_a_crop_rewritten_blocks_have_new_representatives(deep_llama, representative_type, back):
     number = TYPES[representative_type]
     cache = injected(deep_llama, representative_type=representative_type, representative_num=number, top_k_blocks=3)

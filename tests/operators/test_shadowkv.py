@@ -34,7 +34,7 @@ from tests.support.tiny_models import ARCHITECTURES, tiny_model
 # Heads that share no keys, and rotations of a part, others have as well.
 @pytest.mark.parametrize(
     ("architecture", "device"),
-    on_both(ARCHITECTURES, slow={*ARCHITECTURES} - {"llama", "gpt_oss", "glm"}),
+    on_both(ARCHITECTURES, slow={*ARCHITECTURES} - {"gpt_oss", "glm"}),
     indirect=["device"],
 )
 def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture, device):
@@ -73,7 +73,7 @@ def test_scaled_rotations_are_undone_too(scaling):
     assert error < 2e-5
 
 
-@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("scaling", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plus", with_slow([False, True], slow=[True]))
 def test_keys_are_rebuilt_with_the_rotation_they_were_stored_with_where_it_changes_as_a_sequence_grows(scaling, plus):
     def new_model():

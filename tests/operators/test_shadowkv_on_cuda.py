@@ -62,6 +62,8 @@ def test_generated_tokens_are_projected_without_a_wait_in_a_layer():
     assert (stored.waits * 3, stored.pinned * 3, stored.pageable) == pytest.approx((1, 1 + (3 + 1) / 4, 0))
 
 
+# Values that leave the GPU later are waited for above as well.
+@pytest.mark.slow
 def test_values_of_a_chunk_that_is_projected_are_in_dram_when_a_later_token_asks_for_them(gpu):
     found = []
     for device in ("cpu", "cuda"):
@@ -76,6 +78,8 @@ def test_values_of_a_chunk_that_is_projected_are_in_dram_when_a_later_token_asks
     assert min(chunks) > 100 // 4
 
 
+# Beams on a CPU: test_shadowkv_cache.py; waits of tokens are above.
+@pytest.mark.slow
 def test_beams_select_their_rows_by_one_index_without_a_wait(gpu):
     model = model_on(torch.device("cuda", 0), llama())
     cache = injected(model, **SPARSE)

@@ -103,6 +103,8 @@ def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted
     assert found[1]["key_energy_outside"] == pytest.approx(found[0]["key_energy_outside"])
 
 
+# The counts of turns are compared with a CPU's above.
+@pytest.mark.slow
 def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_turn(gpu, monkeypatch):
     model = on_gpu(llama().to(torch.bfloat16))
     counted = []
@@ -156,6 +158,8 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     assert torch.cuda.memory_allocated() - live < of_one_layer / 4
 
 
+# What is undone on a CPU: test_shadowkv_cache.py.
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu", "in_small_pieces")
 def test_factors_that_a_turn_has_replaced_come_back_as_often_as_it_is_undone(monkeypatch):
     """They leave the GPU as others take their place, and are there again when a forward fails or a turn is undone."""
@@ -202,6 +206,8 @@ def test_a_chunk_is_launched_before_the_values_before_have_left(gpu):
     assert sum(line.startswith("hetero_kv/gpu_ops/write_out") for line in waits) == LAYERS * 4
 
 
+# Those of a decoded token: test_decode_on_cuda.py.
+@pytest.mark.slow
 def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu):
     model = on_gpu(llama())
     cache = injected(model, **SPARSE)

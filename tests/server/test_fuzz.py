@@ -54,7 +54,7 @@ VALUES = st.recursive(
 def test_no_field_of_any_kind_is_a_fault_of_the_server(http, route):
     fields = sorted(set(ROUTES[route].model_fields) - {"stream"})
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(given_fields=st.dictionaries(st.sampled_from(fields), VALUES, max_size=3))
     def ask(given_fields):
         small = {

@@ -31,7 +31,7 @@ DOCUMENT, QUESTION, OTHER, THIRD = (
 )
 
 
-@pytest.mark.parametrize("architecture", with_slow(STATEFUL, slow=ALIKE))
+@pytest.mark.parametrize("architecture", with_slow(STATEFUL, slow=[*ALIKE, "lfm2"]))
 def test_a_second_question_to_a_document_goes_on_from_the_documents_end(architecture):
     with engine_of("dense", architecture) as engine:
         engine.generate([*DOCUMENT, *QUESTION], GREEDY, question=len(QUESTION)).result()

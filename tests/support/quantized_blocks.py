@@ -10,6 +10,9 @@ from hetero_kv.weights.block_numbers import numbers_of_blocks
 #: Types of few files. IQ2_XS, IQ3_S and NVFP4 have what these have, and kernels are compiled for each type.
 RARE = ("Q1_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS")
 
+#: What each of these has, others have: minimums, fifth and third bits, tables, and scales of two levels.
+COMBINED = ("Q5_1", "Q3_K", "Q5_K", "IQ4_XS")
+
 #: Where the float16 scales and minimums of a block lie.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
