@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture
-def no_plots(monkeypatch):
+@pytest.fixture(scope="module")
+def no_plots():
     """Reports without plots, which take seconds to draw."""
-    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
+        yield

@@ -86,6 +86,8 @@ def test_two_runs_are_compared(evaluate, tmp_path):
     assert [line.split()[:2] for line in printed.splitlines() if "recite" in line] == [["recite", "1"]] * 2
 
 
+# Tables that fit are printed above.
+@pytest.mark.slow
 def test_a_table_too_wide_for_the_terminal_has_a_line_per_method(evaluate, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     words = ("--task", "recite", "--lengths", "200", "--depths", "50", *SPARSE, "--no_baseline", "--out", tmp_path)

@@ -12,6 +12,8 @@ from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import force, full_attention_continuation
 from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 QUESTION = "".join(f"Fact {n}: {n * 37 % 101} is the number of {chr(65 + n % 26)}. " for n in range(12))
 
 
@@ -29,7 +31,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def done(loaded, files, tmp_path_factory):
+def done(loaded, files, tmp_path_factory, no_plots):
     configs = config_specs(["dense:top_k_blocks=all", "quest", "streaming"])
     options = RunOptions(prompt_files=files, max_new_tokens=12)
     return run(["fidelity"], ConfiguredModel(loaded, configs, settings=SPARSE), tmp_path_factory.mktemp("out"), options)

@@ -77,7 +77,7 @@ def split(tokenizer, context, continuation):
     return before, tokenizer.encode(context + continuation)[len(before) :]
 
 
-@pytest.mark.parametrize("recipe", COVERING)
+@pytest.mark.parametrize("recipe", with_few(COVERING, ("quest",)))
 @pytest.mark.parametrize("decoded_context", with_few([0, 3], quick=[3]))
 def test_a_log_likelihood_under_a_covering_budget_is_that_of_teacher_forcing(
     tokenizer, untouched, recipe, decoded_context

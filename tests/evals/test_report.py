@@ -275,10 +275,12 @@ def test_a_run_of_data_files_alone_does_not_speak_of_lengths_and_depths(reported
         pytest.param(
             ("multi_turn_needle",), (), "essays.txt", {"lengths", "samples", "haystack"}, marks=pytest.mark.slow
         ),
-        (("ruler/cwe",), (), "essays.txt", {"lengths", "samples"}),
+        pytest.param(("ruler/cwe",), (), "essays.txt", {"lengths", "samples"}, marks=pytest.mark.slow),
         pytest.param(("fidelity",), ("notes.txt",), "essays.txt", {"prompt files"}, marks=pytest.mark.slow),
         (("fidelity", "kv_retrieval"), ("notes.txt",), None, {"prompt files", "lengths", "depths", "samples"}),
-        (("perplexity",), ("notes.txt",), None, {"prompt files", "lengths", "samples"}),
+        pytest.param(
+            ("perplexity",), ("notes.txt",), None, {"prompt files", "lengths", "samples"}, marks=pytest.mark.slow
+        ),
         pytest.param(("perplexity",), (), "essays.txt", {"lengths", "samples", "haystack"}, marks=pytest.mark.slow),
         (("somebody's",), (), None, {"lengths", "depths", "samples", "haystack"}),
     ],

@@ -119,9 +119,11 @@ def test_a_prompt_has_its_length_within_one_per_cent(generate, name, haystack):
 @pytest.mark.model
 @pytest.mark.parametrize("length", with_few([1024, 8192]))
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_prompt_has_its_length_within_one_per_cent_of_a_real_tokenizers_tokens(generate, smollm2, name, length):
+def test_a_prompt_has_its_length_within_one_per_cent_of_a_real_tokenizers_tokens(
+    generate, smollm2_tokenizer, name, length
+):
     def tokens(text: str) -> int:
-        return len(smollm2.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(smollm2_tokenizer(text, add_special_tokens=False)["input_ids"])
 
     for sample in generate(name, lengths=(length,), depths=(30.0,), samples=2, count_tokens=tokens):
         assert abs(prompt_tokens(sample, tokens) - length) <= 0.01 * length
