@@ -1,14 +1,9 @@
-"""The tokenizer follows the GGUF file, or the file is refused by name.
-
-How texts are split is compared with llama.cpp's splits in `gguf_splits.json`, which `make_gguf_splits.py` writes.
-"""
+"""The tokenizer follows the GGUF file, or the file is refused by name; how it splits texts: test_gguf_splits.py."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import unicodedata
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,162 +12,23 @@ from tokenizers import Tokenizer
 
 from hetero_kv.models import ModelError, load_model
 from hetero_kv.models.gguf.contract import check_metadata
-from hetero_kv.models.gguf.file import FileState, GGUFFile
-from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MalformedHeaderError, MetadataValue
-from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from hetero_kv.models.gguf.header import MalformedHeaderError
 from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
-from tests.models.make_gguf_splits import CHARACTERS, TEXTS, letters
-
-SPLITS = json.loads(Path(__file__).with_name("gguf_splits.json").read_text())
-UINT, INT, FLOAT = 4, 5, 6
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-NOBODY = (1 << 32) - 1
-
-
-def entry(value):
-    """A metadata value as a file would have it."""
-    if isinstance(value, bool):
-        return MetadataValue((BOOL,), int(value))
-    if isinstance(value, str):
-        return MetadataValue((STRING,), value.encode())
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], str):
-            return MetadataValue((ARRAY, STRING), tuple(text.encode() for text in value))
-        return MetadataValue((ARRAY, FLOAT if value and isinstance(value[0], float) else INT), tuple(value))
-    return MetadataValue((FLOAT if isinstance(value, float) else UINT,), value)
-
-
-def file_of(architecture="llama", **keys):
-    """A file's header; `x` stands for `tokenizer.ggml.x`, `x__y_` for `tokenizer.x.y`; None leaves a key out."""
-    metadata = {"general.architecture": entry(architecture)}
-    for name, value in keys.items():
-        key = f"tokenizer.{name[:-1].replace('__', '.')}" if name.endswith("_") else f"tokenizer.ggml.{name}"
-        if value is not None:
-            metadata[key] = entry(value)
-    return GGUFFile(Path("some.gguf"), metadata, (), FileState(0, 0, 0, 0), "")
-
-
-def byte_level(more=(), types=None, merges=("h e",), **keys):
-    """A byte-level vocabulary: the letters of all bytes, `he`, and `more`, which are control tokens by default."""
-    tokens = [*letters(), "he", *more]
-    kinds = [NORMAL] * 257 + list(types or [CONTROL] * len(more))
-    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": list(merges)}
-    return file_of(**{**metadata, **keys})
-
-
-WORDS = ["▁", *"helowrd!", "he", "ll", "hell", "hello", "▁hello", "lo"]
-
-
-def sentencepiece(words=WORDS, more=(), types=(), **keys):
-    """A SentencePiece vocabulary: `<unk>`, `<s>`, `</s>`, all bytes, the words by falling score, and `more`."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *more]
-    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *types]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1000.0] * len(more)
-    return file_of(**{"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, **keys})
-
-
-def lengths(tokenizer, text):
-    """How many characters each piece has that a text is split into."""
-    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    return " ".join(str(end - start) for _, (start, end) in pieces)
-
-
-def words_of(tokenizer, text, **settings):
-    return tokenizer.convert_ids_to_tokens(tokenizer(text, **settings).input_ids)
-
-
-def test_llama_cpps_splits_are_of_the_texts_that_the_script_has():
-    assert SPLITS["texts"] == TEXTS
-    in_bytes = {name for name, pre in PRE_TOKENIZERS.items() if pre.in_bytes}
-    assert {name for split in SPLITS["splits"] for name in split["pre"]} == in_bytes
-
-
-#: Where the models' own tokenizers split otherwise than llama.cpp, and why; see docs/gguf_files.md.
-MARKS = {
-    text for text in TEXTS if text.startswith(("e\u0301", "A\u030a", "\u0645\u0631", "\u0e2a\u0e27", "\u0928\u092e"))
-}
-CAPITALS = {text for text in TEXTS if text.startswith("\u00c9COLE")}
-CAMELS = {text for text in TEXTS if text.startswith("snake_case")}
-NUMBERS = {text for text in TEXTS if text.startswith("3.14159e")}
-SPACES = {text for text in TEXTS if text.startswith(("zero\u200b", "\u2028", "\u00a0\u00a0x"))}
-TAGS = {text for text in TEXTS if text.startswith("\U000e0041")}
-FORMATS = {text for text in TEXTS if text.startswith(("\u202e", "1\ufe0f"))} | TAGS
-DIFFERENT = {
-    # A letter's marks belong to it, and what a capital is, is so for every letter.
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken"), MARKS | CAPITALS),
-    "granite-embed-multi-97m": CAPITALS,
-    "kimi-k2": MARKS | CAPITALS | CAMELS | TAGS,
-    # Digits split off whatever stands before them.
-    "afmoe": FORMATS,
-    "youtu": CAPITALS | CAMELS,
-    # Digits are grouped in threes from the right where no letter follows them.
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), CAPITALS | CAMELS | NUMBERS),
-    # U+3000, U+2028 and U+2029 stand in the range U+0800 to U+4E00, which splits off.
-    **dict.fromkeys(("deepseek-llm", "deepseek-coder"), SPACES),
-}
-#: Those whose own tokenizers split by something else than llama.cpp does, whatever the text.
-OWN = ("falcon3", "gigachat")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        pytest.param(name, split["lengths"], id=name)
-        for split in SPLITS["splits"]
-        for name in split["pre"]
-        if name not in OWN
-    ],
+from tests.models.gguf_vocabularies import (
+    CONTROL,
+    NOBODY,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WORDS,
+    byte_level,
+    entry,
+    sentencepiece,
+    words_of,
 )
-def test_texts_are_split_as_llama_cpp_splits_them(name, expected):
-    tokenizer = tokenizer_of(byte_level(["<s>"], pre=name, bos_token_id=257))
-    found = [lengths(tokenizer, text) for text in TEXTS]
-    different = {text for text, ours, theirs in zip(TEXTS, found, expected, strict=True) if ours != theirs}
-    assert different == DIFFERENT.get(name, set())
-
-
-@pytest.mark.parametrize("name", CHARACTERS)
-def test_texts_are_the_ids_that_llama_cpp_gives_for_vocabularies_of_characters(name):
-    tokenizer = tokenizer_of(file_of(**CHARACTERS[name]))
-    assert [" ".join(map(str, tokenizer(text).input_ids)) for text in TEXTS] == SPLITS["ids"][name]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "pieces"),
-    [
-        ("gpt-4o", "camelCase e\u0301s\u00c9s's", ["camel", "Case", " e\u0301s", "\u00c9s's"]),
-        ("gigachat", "camelCase 1234\n\n  x", ["camel", "Case", " ", "123", "4", "\n\n", " ", " x"]),
-        ("tekken", "don't 12", ["don", "'t", " ", "1", "2"]),
-        ("kimi-k2", "\u4f60\u597dabC", ["\u4f60\u597d", "ab", "C"]),
-        ("falcon3", "(a) 12\n\n  x", ["(", "a", ")", " ", "1", "2", "\n\n ", " x"]),
-        ("tiny_aya", "1234 1234a", ["1", "234", " ", "123", "4", "a"]),
-    ],
-)
-def test_texts_are_split_as_the_models_own_tokenizers_split_them(name, text, pieces):
-    tokenizer = tokenizer_of(byte_level(["<s>"], pre=name, bos_token_id=257))
-    assert lengths(tokenizer, text) == " ".join(str(len(piece)) for piece in pieces)
-
-
-@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
-def test_a_text_is_its_tokens_decoded(name):
-    tokenizer = tokenizer_of(byte_level(pre=name) if PRE_TOKENIZERS[name].in_bytes else sentencepiece_with_merges(name))
-    for text in TEXTS:
-        composed = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].composes else text
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == composed
-
-
-def sentencepiece_with_merges(name):
-    file = sentencepiece(pre=name, merges=["h e", "l l"], add_space_prefix=False, bos_token_id=1)
-    file.metadata["tokenizer.ggml.model"] = entry("gpt2")
-    return file
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen35", "command-r", "olmo", "mpt"])
-def test_letters_and_their_marks_are_composed_where_the_models_own_tokenizer_does(name):
-    tokenizer = tokenizer_of(byte_level(pre=name))
-    assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids
-    plain = tokenizer_of(byte_level(pre="gpt-2"))
-    assert plain("e\u0301").input_ids != plain("\u00e9").input_ids
+from tests.models.make_gguf_splits import letters
 
 
 def test_a_piece_that_is_a_word_is_that_token_where_merges_are_ignored():
@@ -419,9 +275,3 @@ def test_a_models_settings_leave_out_the_tokens_that_the_file_suppresses(write_t
     settings = load_model(write_tiny_gguf(tmp_path / "some.gguf", change), device="cpu").model.generation_config
     assert settings.suppress_tokens == [3, 5]
     assert NOBODY not in settings.eos_token_id
-
-
-@pytest.mark.model
-def test_smollm2_splits_every_digit_from_what_stands_before_it(smollm2):
-    # By llama.cpp: of llama-cpp-python 0.3.36.
-    assert smollm2.tokenizer("\u00bd \u00b2 12").input_ids == [16738, 216, 19133, 216, 33, 34]
