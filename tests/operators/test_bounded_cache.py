@@ -10,7 +10,6 @@ from hetero_kv.errors import HeteroKVError
 from tests.operators.bounded_models import (
     ANY_STORED,
     MERGED_OR_ASKED,
-    STORED_APART,
     Letters,
     bounded,
     conversation,
@@ -87,7 +86,7 @@ def test_forks_go_their_own_ways(llama, policy):
         assert logits(llama, alone, *question).equal(answer)
 
 
-@pytest.mark.parametrize("policy", with_slow(STORED_APART, slow=["cascade", "h2o"]))
+@pytest.mark.parametrize("policy", MERGED_OR_ASKED)
 @pytest.mark.parametrize("at", with_slow([1, 3 * LAYERS], slow=[1]))
 def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
     cache = bounded(llama, policy=policy, budget=24)
