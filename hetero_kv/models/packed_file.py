@@ -103,7 +103,7 @@ class PackedFile:
         end = size - _TRAILER.size
         if end < len(MAGIC):
             raise DamagedPackedFileError(f"has {size:,} bytes only")
-        length, digest, magic = _TRAILER.unpack(self._read(end, np.empty(_TRAILER.size, np.uint8)))
+        length, digest, magic = _TRAILER.unpack(self._read(end, np.empty(_TRAILER.size, np.uint8)).tobytes())
         if magic != MAGIC or length > end - len(MAGIC):
             raise DamagedPackedFileError("is cut short")
         text = self._read(end - length, np.empty(length, np.uint8)).tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -156,10 +156,8 @@ class QuantizedWeight(PackedWeight):
         return room
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
-        """See PackedWeight."""
-        self.multiply(torch.zeros(1, self.matrix.columns))
-        self._unpacked(0, 1, dtype)
-        self.rows(torch.zeros(1, dtype=torch.int64), dtype)
+        """See PackedWeight. Nothing of this matrix is read, which may be mapped."""
+        _compile_kernels(self.name, dtype, isa())
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See PackedWeight."""
@@ -175,3 +173,14 @@ class QuantizedWeight(PackedWeight):
             rows = out[tile * TILE : tile * TILE + len(part)]
             rows.copy_(part[: len(rows)])
         return out
+
+
+@cache
+def _compile_kernels(name: str, dtype: torch.dtype, instruction_set: str) -> None:
+    """Compile a format's kernels for the instruction set in use, by a matrix of one tile: they fit every shape."""
+    columns = FORMATS[name].columns
+    data = np.zeros(FORMATS[name].packed_bytes(TILE, columns), np.uint8)
+    tile = QuantizedWeight(PackedMatrix(data, name, TILE, columns))
+    tile.multiply(torch.zeros(1, columns))
+    tile.unpacked(dtype)
+    tile.rows(torch.zeros(1, dtype=torch.int64), dtype)
