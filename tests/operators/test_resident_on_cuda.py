@@ -239,6 +239,18 @@ def test_a_greedy_answer_of_numbers_that_are_none_is_refused(llama):
         sampler.choose(found)
 
 
+def test_representatives_of_a_first_prompt_stay_on_the_gpu(gpu, llama):
+    cache = injected(llama)
+    told(llama, cache, random_tokens(80), prompt=80)
+    # A block enters the Context with the next token, but no other.
+    gpu.record.clear()
+    told(llama, cache, random_tokens(1))
+    of_block = 2 * 2 * 16 * 4
+    sizes = [copy.nbytes for copy in gpu.record.copies if copy.to_device and "resident_context.py" in copy.line]
+    assert sizes in ([], [of_block])
+    assert cache.layers[1].context_blocks > 3
+
+
 def test_what_crosses_the_bus_is_counted_and_bounded(gpu, llama):
     cache = injected(llama, top_k_blocks=2)
     told(llama, cache, random_tokens(90), prompt=80)

@@ -37,6 +37,8 @@ class PromptWriting:
     Attributes:
         largest: largest magnitudes of a stored key and of a stored value; complete once `finish` has returned.
         sums: the total of `sums_of` over all pieces, on the CPU, complete at the same time; None without `sums_of`.
+        on_represented: called with the first block of a piece and its representatives as stored, [rows, blocks, ...] on
+            the device; None if only the pool has them.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class PromptWriting:
         self._with_keys, self._sums_of, self._written = with_keys, sums_of, self._start
         self.largest = [0.0, 0.0]
         self.sums: torch.Tensor | None = None
+        self.on_represented: Callable[[int, torch.Tensor], None] | None = None
 
     @property
     def first_block(self) -> int:
@@ -119,6 +122,8 @@ class PromptWriting:
         if begin < end and self._vectors_of is not None:
             part = {name: blocks[:, begin:end] for name, blocks in stored.items()}
             derived = self._derived(part, None, self._vectors_of)
+            if self.on_represented is not None:
+                self.on_represented(first + begin, derived["representatives"])
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
             self._record_piece(*copies[: len(notes)])

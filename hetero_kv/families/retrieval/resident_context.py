@@ -87,6 +87,16 @@ class ResidentContext:
             self._vectors[first:end].copy_(pool.representatives[ids].pin_memory(), non_blocking=True)
         self._indexed = end
 
+    def take_computed(self, first: int, vectors: torch.Tensor) -> None:
+        """Take the representatives of blocks from the Context's block `first` on, if they follow those that are here.
+
+        vectors: [batch, blocks, kv_heads, representative_num, k_dim], as the pool stores them, on the device.
+        """
+        end = first + vectors.shape[1]
+        if first == self._indexed and len(self._vectors):
+            self._vectors[first:end].copy_(vectors.transpose(0, 1))
+            self._indexed = end
+
     @property
     def ids(self) -> torch.Tensor:
         """The block in each slot, [batch, kv_heads, n] int64; negative for none."""

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS
-from hetero_kv.families.gpu_prefill.writing import VectorsOf
+from hetero_kv.engine.step import Step
+from hetero_kv.families.gpu_prefill.writing import PromptWriting, VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
@@ -58,6 +60,16 @@ class ResidentLayer(RetrievalLayer):
             self.resident = ResidentContext(self._choice, pool, capacity, keys, values)
             self._memory_number = next(_memory_numbers)
         return pool
+
+    def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
+        writing = super()._begun_writing(step, buffer)
+        writing.on_represented = self._represented
+        return writing
+
+    def _represented(self, block: int, vectors: torch.Tensor) -> None:
+        """Keep a prompt's representatives, of blocks from `block` on, where they were computed."""
+        if self.resident is not None:
+            self.resident.take_computed(block - self.layout.sink_blocks, vectors)
 
     @property
     def _window_len(self) -> int:
