@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.engine.statistics import layer_means
 from hetero_kv.serving.answer_tokens import AnswerTokens
 from hetero_kv.serving.forward import ModelForward
@@ -91,8 +92,14 @@ class _WatchedSampler(Sampler):
         super().__init__(SamplingParams(), (), vocab_size, suppressed)
         self._on_logits = on_logits
 
-    def choose(self, logits: torch.Tensor) -> Choice:
+    @property
+    def takes_likeliest(self) -> bool:
+        """See Sampler; logits that are passed on are read besides."""
+        return self._on_logits is None and super().takes_likeliest
+
+    def choose(self, logits: torch.Tensor | Likeliest) -> Choice:
         if self._on_logits is not None:
+            assert isinstance(logits, torch.Tensor)
             self._on_logits(logits[None])
         return super().choose(logits)
 

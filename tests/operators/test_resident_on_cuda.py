@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.likeliest import Likeliest
+from hetero_kv.evals.generation import greedy
 from hetero_kv.families.retrieval import resident_context
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops import mapped_memory
@@ -224,6 +225,13 @@ def test_a_greedy_answer_takes_two_launches_and_one_wait_for_a_token(gpu, llama)
                 assert not gpu.record.pageable
         eject(llama)
     assert found["gpu"] == found["cpu"]
+
+
+def test_an_answer_whose_logits_are_read_has_them(llama):
+    cache, prompt, seen = injected(llama, cuda_graphs="on"), random_tokens(60)[0].tolist(), []
+    logits = ModelForward(llama).prompt(cache, prompt)
+    found = greedy(llama, cache, logits[None], 7, (), lambda each: seen.append(each.cpu()))
+    assert [int(each.argmax()) for each in seen] == found.tokens
 
 
 def test_a_greedy_answer_of_numbers_that_are_none_is_refused(llama):

@@ -76,7 +76,7 @@ class ResidentContext:
         #: Blocks of the Context whose representatives are here.
         self._indexed = 0
 
-    def take_in(self, pool: BlockPool, context: Sequence[np.ndarray]) -> None:
+    def take_in(self, pool: BlockPool, context: Sequence[np.ndarray] | np.ndarray) -> None:
         """Send representatives of the blocks that have entered the Context since the last call.
 
         context: the Context's blocks in the pool, for each row.
