@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 
@@ -10,29 +11,34 @@ class Holders:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
-        self._held: dict[int, frozenset[int]] = {}
+        self._held: defaultdict[int, set[int]] = defaultdict(set)
 
     def set(self, replica: int, hashes: Iterable[int]) -> None:
         """The replica has these beginnings, and no others any more."""
-        now, before, masks, bit = frozenset(hashes), self._held.get(replica, frozenset()), self._masks, 1 << replica
+        now, before, masks, bit = set(hashes), self._held[replica], self._masks, 1 << replica
         for each in before - now:
             mask = masks[each] & ~bit
             if mask:
                 masks[each] = mask
             else:
                 del masks[each]
-        for each in now - before:
-            masks[each] = masks.get(each, 0) | bit
-        self._held[replica] = now
+        self._held[replica] = before & now
+        self.add(replica, now - before)
 
-    def add(self, replica: int, hashes: Sequence[int]) -> None:
+    def add(self, replica: int, hashes: Iterable[int]) -> None:
         """The replica has these beginnings too."""
-        self.set(replica, self._held.get(replica, frozenset()).union(hashes))
+        held, masks, bit = self._held[replica], self._masks, 1 << replica
+        for each in hashes:
+            if each not in held:
+                held.add(each)
+                masks[each] = masks.get(each, 0) | bit
 
     def depths(self, hashes: Sequence[int]) -> dict[int, int]:
         """Replica -> how many of a prompt's blocks it has, of those that have any."""
         found: dict[int, int] = {}
         seen, masks = 0, self._masks
+        if not masks:
+            return found
         for depth in range(len(hashes), 0, -1):
             new = masks.get(hashes[depth - 1], 0) & ~seen
             seen |= new

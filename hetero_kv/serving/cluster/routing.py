@@ -81,6 +81,7 @@ class _Replica:
         came: when that came, seconds of the router's clock.
         sent: requests that count beside the report, the oldest first.
         in_flight: all requests that this router sent there and that have not ended.
+        has_added: whether the index has beginnings of sent requests beside the report's.
     """
 
     slot: int
@@ -88,6 +89,7 @@ class _Replica:
     came: float = -math.inf
     sent: list[_Sent] = field(default_factory=list)
     in_flight: int = 0
+    has_added: bool = False
 
 
 class Router:
@@ -172,6 +174,7 @@ class Router:
         known.sent.append(_Sent(request, missing))
         known.in_flight += 1
         self._resident.add(known.slot, request.hashes)
+        known.has_added = True
         self._write(known)
 
     def completed(self, request: RoutedRequest, replica: str) -> None:
@@ -216,7 +219,7 @@ class Router:
         if replicas.keys() != self._replicas.keys():
             for name in self._replicas.keys() - replicas.keys():
                 self._forget(self._replicas.pop(name))
-            for name in replicas.keys() - self._replicas.keys():
+            for name in [name for name in replicas if name not in self._replicas]:
                 self._replicas[name] = _Replica(self._vacant.pop() if self._vacant else self._new_slot())
                 self._write(self._replicas[name])
             self._names = list(self._replicas)
@@ -249,9 +252,16 @@ class Router:
         for each in known.sent:
             each.reports += 1
         known.sent = [each for each in known.sent if each.reports < 2]
-        self._resident.set(known.slot, (*report.resident, *(key for each in known.sent for key in each.request.hashes)))
-        self._stored.set(known.slot, report.stored)
-        self._measure()
+        # Tuples are compared by their items, even a tuple with itself.
+        is_same = before is not None and (before.resident is report.resident or before.resident == report.resident)
+        if known.has_added or not is_same:
+            sent = [key for each in known.sent for key in each.request.hashes]
+            self._resident.set(known.slot, (*report.resident, *sent))
+            known.has_added = bool(sent)
+        if before is None or before.stored != report.stored:
+            self._stored.set(known.slot, report.stored)
+        if before is None or before.prefill_tokens_per_s != report.prefill_tokens_per_s:
+            self._measure()
         self._write(known)
 
     def _measure(self) -> None:

@@ -256,3 +256,15 @@ def test_having_the_document_never_worsens_a_rank(replicas, number, data):
     others = {**replicas, name: has}
     ranks = [router().rank(request(number), reports, 0.0).index(name) for reports in (replicas, others)]
     assert ranks[0] >= ranks[1]
+
+
+def test_a_beginning_that_was_sent_and_is_not_kept_is_forgotten():
+    one, asked = router(), request(1)
+    one.rank(asked, {"a": IDLE, "b": IDLE}, 0.0)
+    one.sent(asked, "a")
+    one.completed(asked, "a")
+    for counter in (1, 2):
+        reports = {"a": replace(IDLE, counter=counter), "b": replace(IDLE, counter=counter, free_blocks=101)}
+        ranked = one.rank(request(1), reports, counter / 2)
+    assert ranked == ["b", "a"]
+    assert one._resident._masks == {}
