@@ -1,0 +1,1 @@
+"""A model of many replicas behind a router, for a discrete-event simulation."""
