@@ -32,7 +32,7 @@ def show(terminal: Terminal, _: str) -> None:
     with terminal.session.contexts() as store:
         stored = store.contexts()
         if not stored:
-            terminal.note(f"there are no contexts in {store.folder}; save one: /save NAME")
+            terminal.note(f"there are no contexts in {store.where}; save one: /save NAME")
             return
         terminal.console.print(contexts_table(stored))
 

@@ -73,12 +73,12 @@ def _list(store: ContextStore, _: Sequence[StoredContext], as_object: bool) -> i
     stored = store.contexts()
     if as_object:
         contexts = [as_json(each) for each in stored]
-        print(json_text({"folder": str(store.folder), "bytes": store.total_bytes(), "contexts": contexts}))
+        print(json_text({"folder": store.where, "bytes": store.total_bytes(), "contexts": contexts}))
     elif stored:
         console().print(contexts_table(stored))
-        _say(f"{store.total_bytes() / 1e6:,.1f} MB in {store.folder}")
+        _say(f"{store.total_bytes() / 1e6:,.1f} MB in {store.where}")
     else:
-        _say(f"there are no contexts in {store.folder}")
+        _say(f"there are no contexts in {store.where}")
     return 0
 
 

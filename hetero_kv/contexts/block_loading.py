@@ -33,13 +33,16 @@ class BlockLoader:
     Args:
         groups: the groups whose block tables contain these blocks.
         verify: whether to read and check every block.
+        first: how many of the first tokens need their blocks; None for all.
 
     Attributes:
         damaged: the first damage in each array.
     """
 
-    def __init__(self, context: OpenContext, groups: Sequence[EqualLengthGroup], *, verify: bool) -> None:
-        self._context, self._groups, self._verify = context, groups, verify
+    def __init__(
+        self, context: OpenContext, groups: Sequence[EqualLengthGroup], *, verify: bool, first: int | None = None
+    ) -> None:
+        self._context, self._groups, self._verify, self._first = context, groups, verify, first
         self.damaged: list[DamagedContextError] = []
         self._pools: dict[int, BlockPool] = {}
         self._mapped: dict[int, TensorFile] = {}
@@ -57,7 +60,8 @@ class BlockLoader:
             if array[0].numel()
         }
         start, count = 0, len(self._context.layout(number)[1])
-        for run in self._context.runs(number):
+        needed = count if self._first is None else min(count, -(-self._first // layout.block_size))
+        for run in self._context.first_runs(number, self._first):
             file = self._context.holder(number, run)
             stop = start + run.count
             if stop > count:
@@ -75,7 +79,7 @@ class BlockLoader:
                 self._note(file, mapped, pools, blocks)
                 row += blocks.stop - blocks.start
             start = stop
-        if start != count:
+        if start < needed:
             raise DamagedContextError(f"{self._context.file.where} lacks the positions of its {count} blocks")
 
     def mapped_files(self) -> tuple[MappedFile, ...]:

@@ -66,6 +66,12 @@ class OpenContext:
             raise
 
     @property
+    def layouts(self) -> int:
+        """How many layouts of blocks it has."""
+        layouts = self.metadata.get("layouts")
+        return len(layouts) if isinstance(layouts, list) else 0
+
+    @property
     def salt(self) -> str:
         """The salt of its addresses; "" for none. Raises DamagedContextError if it is no text."""
         salt = self.metadata.get("salt", "")
@@ -130,6 +136,19 @@ class OpenContext:
                     raise DamagedContextError(f"{self.file.where}: a run of blocks is {shown(run, 100)}")
         return runs
 
+    def first_runs(self, number: int, tokens: int | None) -> list[BlockRun]:
+        """The runs of a layout with the blocks of the first tokens; None for all."""
+        runs = self.runs(number)
+        if tokens is None:
+            return runs
+        blocks, found = -(-tokens // self.layout(number)[0]), list[BlockRun]()
+        for run in runs:
+            if blocks <= 0:
+                break
+            found.append(run)
+            blocks -= run.count
+        return found
+
     def damage(self) -> list[DamagedContextError]:
         """The damage in the file, and in its blocks in other files; one error per tensor."""
         found = []
@@ -139,8 +158,7 @@ class OpenContext:
                     self.file.tensor(name)
                 except DamagedContextError as error:
                     found.append(error)
-        layouts = self.metadata.get("layouts")
-        for number in range(len(layouts) if isinstance(layouts, list) else 0):
+        for number in range(self.layouts):
             for run in self.runs(number):
                 try:
                     found += damage_of(self.holder(number, run), number, run)

@@ -1,7 +1,8 @@
-"""Opens the context folder that the settings name."""
+"""Opens the contexts that the settings name: in a folder, or at an address."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from hetero_kv.contexts.settings import ContextSettings
@@ -9,17 +10,54 @@ from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.models.fetching import cache_home
 
+#: What a place that is no folder begins with, behind its protocol.
+_ADDRESS = "://"
+
 
 def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore:
-    """The store in the context folder.
+    """The contexts that the settings name.
 
     makes: whether a missing folder is created; if False, a folder that the settings name must exist.
 
-    Raises ContextError if the folder cannot be used.
+    Raises as `contexts_at`.
     """
     is_named = settings.context_folder != "auto"
     folder = settings.context_folder if is_named else cache_home() / "contexts"
-    if is_named and not makes and not Path(folder).expanduser().is_dir():
+    is_missing = is_named and not is_address(folder) and not Path(folder).expanduser().is_dir()
+    if is_missing and not makes:
         raise ContextError(f"there is no folder {folder} (context_folder); name one that holds contexts")
-    limit = None if isinstance(settings.context_cache_gb, str) else round(settings.context_cache_gb * 1e9)
-    return ContextStore(folder, limit)
+    return contexts_at(
+        folder, gigabytes(settings.context_cache_gb), gigabytes(settings.context_local_gb), settings.context_wait_s
+    )
+
+
+def contexts_at(
+    place: str | Path, limit: int | None = None, local_limit: int | None = None, wait_s: float = 10.0
+) -> ContextStore:
+    """The contexts in a folder, or at an fsspec address.
+
+    Args:
+        limit: bytes that all of them may take; None for no limit.
+        local_limit: bytes that the disk cache in front of an address may take; None for no limit.
+        wait_s: the longest wait for an address, seconds.
+
+    Raises ContextError if the folder cannot be used, and ConfigError for an address that fsspec cannot use.
+    """
+    if not is_address(place):
+        return ContextStore(place, limit)
+    # Imported here, because a folder needs none of it.
+    from hetero_kv.contexts.shared_store import SharedContextStore
+
+    address = str(place)
+    name = hashlib.sha256(address.encode()).hexdigest()[:16]
+    return SharedContextStore(address, limit, cache_home() / "context_cache" / name, local_limit, wait_s)
+
+
+def is_address(place: str | Path) -> bool:
+    """Whether contexts lie at an address, and not in a folder."""
+    return _ADDRESS in str(place)
+
+
+def gigabytes(setting: float | str | None) -> int | None:
+    """A setting in GB as bytes; None for "all"."""
+    return None if setting is None or isinstance(setting, str) else round(setting * 1e9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,8 @@ class Index:
     def __init__(self, folder: Path) -> None:
         """Open the index of an existing folder. Raises sqlite3.DatabaseError if the file is no valid index."""
         self.path = folder / self.NAME
-        # Threads may share it, one after the other.
+        self._changing = threading.RLock()
+        # Threads share it; `changing` lets one at a time begin a transaction.
         self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         try:
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
@@ -115,6 +117,11 @@ class Index:
 
         Raises ContextError if they cannot be written, as on a full disk.
         """
+        with self._changing, self._transaction():
+            yield
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -154,6 +161,10 @@ class Index:
         """The size of all files, bytes."""
         (total,) = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM contexts").fetchone()
         return int(total)
+
+    def needs_of(self, file: str) -> set[str]:
+        """The other files that contain blocks of a context."""
+        return {other for (other,) in self._database.execute("SELECT other FROM needs WHERE file = ?", (file,))}
 
     def block(self, address: bytes) -> tuple[str, int] | None:
         """The file that contains a block, and the block's row there; None for an unknown address."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.repair import can_roll_back_exactly
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.cache import HeteroCache
@@ -38,11 +39,13 @@ class PrefixCache:
         goes_back = can_roll_back_exactly(empty)
         model = empty.injection.model
         try:
-            found = self.store.longest(empty.injection.identity, prompt, whole=not goes_back)
+            identity = empty.injection.identity
+            self._fetch(identity, prompt, whole=not goes_back)
+            found = self.store.longest(identity, prompt, whole=not goes_back)
             if found is None:
                 return None
             stored, common = found
-            cache = self.store.load(stored, model, **settings).cache
+            cache = self.store.load(stored, model, first=common, **settings).cache
             if common < cache.get_seq_length():
                 cache.crop(common - cache.get_seq_length())
             for layer in cache.groups[0].family_layers:
@@ -52,6 +55,12 @@ class PrefixCache:
             _logger.warning("a stored context cannot be used: %s", error)
             return None
         return cache
+
+    def _fetch(self, identity: Identity, prompt: Sequence[int], *, whole: bool) -> None:
+        try:
+            self.store.fetch(identity, prompt, whole=whole)
+        except ContextError as error:
+            _logger.warning("a stored context is not fetched: %s", error)
 
     def keep(self, cache: HeteroCache, tokens: Sequence[int], notes: dict[str, Any]) -> None:
         """Store a cache of one sequence if the cache `writes`; a failure is logged as a warning."""

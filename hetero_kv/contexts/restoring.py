@@ -49,11 +49,15 @@ class Shapes:
         return RestoreTarget(keys, values, parts, made, state.tensors if state else {})
 
 
-def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool) -> None:
+def restore(
+    cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool, first: int | None = None
+) -> None:
     """Load a context, whose identity is checked already, into an empty cache.
 
     Args:
         verify: whether to read and check all blocks; if not, a block is first read when it is attended to.
+        first: how many of the first tokens are loaded, of layers that can roll back to there; the blocks behind them
+            have any content, and the caller rolls back. None for all.
 
     Raises:
         DamagedContextError: the file does not fit these layers; or some blocks are damaged. Then the cache is loaded,
@@ -70,7 +74,7 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
     ids = [_adopt(context, number, layout, groups, saved) for number, layout in enumerate(groups[0].layouts)]
     for group, each in zip(groups, saved, strict=True):
         _restore_group(group, each, parts, shapes, file.where)
-    filling = BlockLoader(context, groups, verify=verify)
+    filling = BlockLoader(context, groups, verify=verify, first=first)
     for number, layout in enumerate(groups[0].layouts):
         filling.fill(number, layout, ids[number])
     cache.mapped_files = filling.mapped_files()

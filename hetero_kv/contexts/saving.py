@@ -59,7 +59,7 @@ def save_context(
 
 def load_context(
     path: str | Path, model: Any, *, verify: bool = True, repair: bool = True, identity: Identity | None = None,
-    **settings: Any,
+    first: int | None = None, **settings: Any,
 ) -> LoadedContext:  # fmt: skip
     """Load a saved context into a cache that continues exactly as the saved one would have.
 
@@ -69,6 +69,7 @@ def load_context(
             in it goes unnoticed.
         repair: whether to recompute damaged KV from the context's tokens, with a warning; if not, damage is an error.
         identity: that of the model now, where it is known; None computes it.
+        first: as `restore` takes it.
         settings: further arguments of HeteroCache.
 
     Raises:
@@ -85,7 +86,7 @@ def load_context(
         computed = 0
         try:
             try:
-                restore(cache, context, shapes_of(injection), verify=verify)
+                restore(cache, context, shapes_of(injection), verify=verify, first=first)
             except DamagedContextError as damage:
                 if not repair or not context.tokens:
                     raise

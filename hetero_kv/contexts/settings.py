@@ -13,10 +13,24 @@ class ContextSettings(Settings):
     """Saved contexts."""
 
     context_folder: str = setting(
-        "auto", "folder of saved contexts; auto: contexts in HETERO_KV_HOME, or in ~/.cache/hetero_kv"
+        "auto",
+        "folder of saved contexts, or an address for fsspec that machines share: s3://BUCKET/PATH, gs://…, "
+        "file:///MOUNTED/FOLDER; auto: contexts in HETERO_KV_HOME, or in ~/.cache/hetero_kv",
     )
     context_cache_gb: float | Literal["all"] = setting(
         "all", "GB that all contexts may take; the least recently used are removed first; all: no limit", minimum=0
+    )
+    context_local_gb: float | Literal["all"] = setting(
+        20.0,
+        "GB of this machine's disk in front of an address; the least recently used files are removed first; all: no "
+        "limit",
+        minimum=0,
+    )
+    context_wait_s: float = setting(
+        10.0,
+        "the longest wait for an address; a prompt whose stored beginning does not come in time is computed",
+        unit="seconds",
+        minimum=0.1,
     )
 
 

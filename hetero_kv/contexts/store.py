@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import sqlite3
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from hetero_kv.contexts import addresses
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.index import Index, NewContext, StoredContext
+from hetero_kv.contexts.index_entries import index_entries, with_blocks
 from hetero_kv.contexts.names import require_name
 from hetero_kv.contexts.placement import Placement
 from hetero_kv.contexts.saving import LoadedContext, load_context
@@ -41,18 +41,50 @@ class ContextStore:
         folder: created if it is missing.
         limit: bytes that all files may take; the least recently used contexts are removed first. None for no limit.
 
+    Attributes:
+        where: the name of the place in messages.
+        is_remote: whether contexts must be fetched before they are loaded.
+        wait_s: the longest wait for one, seconds.
+
     Raises ContextError if the folder cannot be used.
     """
 
+    is_remote = False
+    wait_s = 0.0
+
     def __init__(self, folder: str | Path, limit: int | None = None) -> None:
         self.folder, self.limit = Path(folder).expanduser(), limit
+        self.where = str(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._index = self._opened()
+            self._open()
         except (OSError, sqlite3.Error) as error:
             raise ContextError(
                 f"{self.folder} cannot hold contexts ({brief_error(error)}); name another folder (context_folder)"
             ) from error
+
+    def _open(self) -> None:
+        self._opened_index = self._opened()
+        self._opened_status = os.stat(self._opened_index.path)
+
+    @property
+    def _index(self) -> Index:
+        """The index of the folder that is there now: one that was unmounted may come back, or another in its place.
+
+        Raises ContextError while there is none.
+        """
+        try:
+            if not os.path.samestat(os.stat(self._opened_index.path), self._opened_status):
+                self._opened_index.close()
+                self._open()
+        except FileNotFoundError as error:
+            if not self.folder.is_dir():
+                raise ContextError(
+                    f"{self.folder} is gone; mount or create it, and it is used again (context_folder)"
+                ) from error
+            self._opened_index.close()
+            self._open()
+        return self._opened_index
 
     def _opened(self) -> Index:
         is_there = (self.folder / Index.NAME).exists()
@@ -68,12 +100,12 @@ class ContextStore:
             with index.changing():
                 for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime):
                     with contextlib.suppress(ContextError), closing(OpenContext.at(path)) as context:
-                        index.add(_index_entries(path, context))
+                        index.add(self._entries(path, context))
         return index
 
     def close(self) -> None:
         """Close the index."""
-        self._index.close()
+        self._opened_index.close()
 
     def __enter__(self) -> ContextStore:
         return self
@@ -82,6 +114,11 @@ class ContextStore:
         self.close()
 
     # -- queries
+
+    @property
+    def failures(self) -> int:
+        """How often an address did not answer: a folder has none."""
+        return 0
 
     def contexts(self) -> list[StoredContext]:
         """All contexts, most recently used first."""
@@ -92,7 +129,7 @@ class ContextStore:
         found = self._index.named(name)
         if found is None:
             known = ", ".join(each.name for each in self.contexts() if each.name)
-            raise ContextError(f"there is no context {shown(name, 80)} in {self.folder}; there are: {known or 'none'}")
+            raise ContextError(f"there is no context {shown(name, 80)} in {self.where}; there are: {known or 'none'}")
         return found
 
     def total_bytes(self) -> int:
@@ -102,6 +139,11 @@ class ContextStore:
     def path(self, stored: StoredContext) -> Path:
         """The path of a context's own file."""
         return self.folder / stored.file
+
+    def fetch(
+        self, identity: Identity, tokens: Sequence[int], least: int = 0, *, whole: bool = False, salt: str = ""
+    ) -> None:
+        """Bring the context that `longest` finds here, if it has at least `least` of the tokens. In a folder it is."""
 
     # -- saving and loading
 
@@ -120,29 +162,23 @@ class ContextStore:
 
         Raises ContextError if it cannot be saved; earlier contexts are then unchanged.
         """
-        if name is not None:
-            require_name(name)
-        if len(cache.sequences) != 1:
-            raise ContextError(f"the cache has {len(cache.sequences)} sequences; store one at a time, or save a file")
-        if identity is None:
-            identity = cache.injection.identity
-        assert identity is not None
+        identity, kept = self._savable(cache, name, notes, identity)
         file = secrets.token_hex(16) + _SUFFIX
         path = self.folder / file
-        kept = dict(notes or {}) | {"name": name}
-        with self._index.changing():
+        index = self._index
+        with index.changing():
             try:
                 salted = addresses.salted(identity.digest, salt)
-                placement = Placement(self._index, self.folder, salted, list(tokens)[: cache.lengths[0]])
+                placement = Placement(index, self.folder, salted, list(tokens)[: cache.lengths[0]])
                 write_context(path, cache, identity, [list(tokens)], kept, placement, salt=salt)
                 # Read-only: other contexts may share its blocks.
                 path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
-                    new = _index_entries(path, context)
-                self._index.add(new)
-                for surplus in self._index.of_identity(salted)[most:] if most is not None else ():
-                    self._index.unlist(surplus.file)
-                unneeded = self._index.forget_unneeded() + self._over_limit(new.stored)
+                    new = self._entries(path, context)
+                index.add(new)
+                for surplus in index.of_identity(salted)[most:] if most is not None else ():
+                    index.unlist(surplus.file)
+                unneeded = index.forget_unneeded() + self._over_limit(new.stored)
             except BaseException:
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -150,11 +186,24 @@ class ContextStore:
         self._unlink(unneeded)
         return new.stored
 
+    def _savable(
+        self, cache: HeteroCache, name: str | None, notes: dict[str, Any] | None, identity: Identity | None
+    ) -> tuple[Identity, dict[str, Any]]:
+        """A cache's identity, and the notes with which it is saved. Raises ContextError if it cannot be."""
+        if name is not None:
+            require_name(name)
+        if len(cache.sequences) != 1:
+            raise ContextError(f"the cache has {len(cache.sequences)} sequences; store one at a time, or save a file")
+        if identity is None:
+            identity = cache.injection.identity
+        assert identity is not None
+        return identity, dict(notes or {}) | {"name": name}
+
     def load(self, stored: StoredContext, model: Any, **settings: Any) -> LoadedContext:
         """Load a context; see `load_context`."""
-        loaded = load_context(self.path(stored), model, **settings)
+        loaded = load_context(self.folder / stored.file, model, **settings)
         if stored.name is not None and loaded.notes.get("name") != stored.name:
-            raise DamagedContextError(f"{self.folder}: its index calls {stored.file} {shown(stored.name)}, wrongly")
+            raise DamagedContextError(f"{self.where}: its index calls {stored.file} {shown(stored.name)}, wrongly")
         self.use(stored)
         return loaded
 
@@ -164,7 +213,7 @@ class ContextStore:
             with self._index.changing():
                 self._index.use(stored.file)
         except ContextError as error:
-            _logger.debug("%s: the use of a context is not noted: %s", self.folder, error)
+            _logger.debug("%s: the use of a context is not noted: %s", self.where, error)
 
     def details(self, stored: StoredContext) -> dict[str, Any]:
         """The metadata of a context's file: version, dtype, operators, turns, and the files with its blocks."""
@@ -178,7 +227,7 @@ class ContextStore:
                 "weights": context.identity.weights[:12],
                 "operators": sorted(operators),
                 "turns": len(turns) if isinstance(turns, list) else None,
-                "files": [stored.file, *_index_entries(self.path(stored), context).needs],
+                "files": [stored.file, *self._entries(self.path(stored), context).needs],
             }
 
     def longest(
@@ -196,7 +245,7 @@ class ContextStore:
         for address in reversed(addresses.beginnings(salted, tokens[:-1])):
             best: tuple[StoredContext, int] | None = None
             for stored in self._index.beginning_with(address):
-                with contextlib.suppress(ContextError), closing(OpenContext.at(self.path(stored))) as context:
+                with contextlib.suppress(ContextError), closing(OpenContext.at(self.folder / stored.file)) as context:
                     saved = context.stored_tokens[0]
                     common = _common(saved, tokens[:-1])
                     if (best is None or common > best[1]) and not (whole and common < len(saved)):
@@ -213,15 +262,20 @@ class ContextStore:
         except ContextError as error:
             return [str(error)]
 
+    def _entries(self, path: Path, context: OpenContext) -> NewContext:
+        """The index entries of a file. Raises DamagedContextError if it is no context of one sequence."""
+        return with_blocks(index_entries(path, context), context)
+
     # -- removing
 
     def remove(self, stored: StoredContext) -> int:
         """Remove a context. Returns the bytes freed; blocks that other contexts need stay."""
-        with self._index.changing():
-            before = self._index.total_bytes()
-            self._index.unlist(stored.file)
-            unneeded = self._index.forget_unneeded()
-            freed = before - self._index.total_bytes()
+        index = self._index
+        with index.changing():
+            before = index.total_bytes()
+            index.unlist(stored.file)
+            unneeded = index.forget_unneeded()
+            freed = before - index.total_bytes()
         self._unlink(unneeded)
         return freed
 
@@ -230,11 +284,12 @@ class ContextStore:
 
         Returns the removed contexts, and the bytes freed in total.
         """
-        with self._index.changing():
+        index = self._index
+        with index.changing():
             sizes = self._file_sizes()
-            stray = [name for name in sizes if name not in self._index.files()]
-            before, gone = self._index.contexts(), self._over_limit(None, limit)
-            left = {each.file for each in self._index.contexts()}
+            stray = [name for name in sizes if name not in index.files()]
+            before, gone = index.contexts(), self._over_limit(None, limit)
+            left = {each.file for each in index.contexts()}
         self._unlink([*stray, *gone])
         return [each for each in before if each.file not in left], sum(sizes.values()) - sum(
             self._file_sizes().values()
@@ -271,34 +326,6 @@ class ContextStore:
                 os.unlink(self.folder / file)
         if files:
             sync_folder(self.folder)
-
-
-def _index_entries(path: Path, context: OpenContext) -> NewContext:
-    """The index entries of a file."""
-    identity, where = addresses.salted(context.identity.digest, context.salt), context.file.where
-    tokens = context.stored_tokens
-    if len(tokens) != 1:
-        raise DamagedContextError(f"{where} has {len(tokens)} sequences with tokens; a store has one per file")
-    blocks: list[tuple[bytes, int]] = []
-    needs: set[str] = set()
-    layouts = context.metadata.get("layouts")
-    for number in range(len(layouts) if isinstance(layouts, list) else 0):
-        start, block_size, contents = 0, context.layout(number)[0], context.contents(number)
-        found = addresses.block_addresses(identity, number, tokens[0], block_size, contents)
-        for run in context.runs(number):
-            if run.file:
-                needs.add(run.file)
-            else:
-                blocks += [(found[start + row], run.first + row) for row in range(run.count)]
-            start += run.count
-    notes = context.metadata.get("notes")
-    name = notes.get("name") if isinstance(notes, dict) else None
-    status = path.stat()
-    stored = StoredContext(
-        path.name, name if isinstance(name, str) else None, context.identity.model, len(context.tokens[0]),
-        status.st_size, status.st_mtime, max(status.st_mtime, time.time()), identity,
-    )  # fmt: skip
-    return NewContext(stored, blocks, sorted(needs), addresses.beginnings(identity, tokens[0]))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -77,10 +77,11 @@ def write_tensors(
         OSError: it cannot be written; an earlier file is unchanged.
         ValueError: the header exceeds the limit of safetensors.
     """
-    write_pieces_atomically(path, _written(pieces, metadata), survives=survives)
+    write_pieces_atomically(path, encoded_tensors(pieces, metadata), survives=survives)
 
 
-def _written(pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def encoded_tensors(pieces: Mapping[str, TensorPiece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in pieces. Raises ValueError as `write_tensors`."""
     entries = _entries(pieces)
     head = tensor_header.encoded(entries, metadata, mmap.PAGESIZE)
     yield head

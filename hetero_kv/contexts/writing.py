@@ -76,7 +76,8 @@ def write_context(
     for number, layout in enumerate(cache.groups[0].layouts):
         blocks = SavedBlocks.of(cache.groups, layout)
         runs = placing(number, blocks)
-        tensors |= _tables(blocks, f"layouts/{number}") | _block_pieces(cache, blocks, f"{BLOCKS}{number}", runs)
+        kept = np.concatenate([np.full(run.count, not run.file) for run in runs]) if runs else np.zeros(0, bool)
+        tensors |= _tables(blocks, f"layouts/{number}") | block_pieces(cache, blocks, f"{BLOCKS}{number}", kept)
         layouts.append(
             {"block_size": layout.block_size, "runs": [[run.file, run.first, run.count, run.digest] for run in runs]}
         )
@@ -119,10 +120,8 @@ def _tables(blocks: SavedBlocks, path: str) -> dict[str, TensorPiece]:
     return tables | {f"{path}/lengths": TensorPiece.of(torch.from_numpy(blocks.lengths))}
 
 
-def _block_pieces(
-    cache: HeteroCache, blocks: SavedBlocks, path: str, runs: Sequence[BlockRun]
-) -> dict[str, TensorPiece]:
-    kept = np.concatenate([np.full(run.count, not run.file) for run in runs]) if runs else np.zeros(0, bool)
+def block_pieces(cache: HeteroCache, blocks: SavedBlocks, path: str, kept: np.ndarray) -> dict[str, TensorPiece]:
+    """The blocks of a layout that are `kept` ([blocks] bool), an array each, under names that begin with `path`."""
     first = int(kept.argmax()) if kept.any() else 0
     pieces = {}
 

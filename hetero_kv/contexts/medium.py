@@ -1,0 +1,252 @@
+"""Objects under an fsspec address (S3, GCS, a mounted folder): each is written once, as a whole."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, NamedTuple, TypeVar
+
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.errors import ConfigError, brief_error
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+S = TypeVar("S")
+
+#: An object that every address with contexts has: without it a folder is one whose disk is not mounted.
+MARKER = "hetero-kv-contexts.txt"
+_MARKER_TEXT = b"Contexts saved by hetero-kv. Without this file their folder counts as not mounted.\n"
+#: Where objects lie until they are whole, on media that would show them before.
+PARTIAL = "partial"
+# Protocols under which an object appears whole or not at all.
+_WRITES_WHOLE = frozenset(
+    ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "ocilake", "tos", "tosfs", "hf", "memory")
+)
+# Names of an object's time of change in fsspec's details.
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+# Pauses before an address that failed is tried again, seconds: the first, and the longest.
+_PAUSES_S = (1.0, 30.0)
+_AT_ONCE = 8
+_TRIES = 5
+
+
+class UnreachableError(ContextError):
+    """An address with contexts does not answer, or not in time."""
+
+
+class ObjectInfo(NamedTuple):
+    """What a listing says of an object: bytes, and when it was written (seconds since 1970; None if unknown)."""
+
+    size: int
+    modified: float | None
+
+
+class Medium:
+    """The objects under an address. Where it does not answer, calls fail at once until it is tried again.
+
+    Args:
+        address: for fsspec, such as "s3://bucket/contexts".
+        seconds: how long a call may take.
+
+    Attributes:
+        failures: how often it did not answer.
+
+    Raises ConfigError for a protocol that fsspec does not know, or whose package is missing.
+    """
+
+    def __init__(self, address: str, seconds: float) -> None:
+        self.address, self._seconds = address, seconds
+        self._files, self._root = _file_system(address)
+        protocol = self._files.protocol
+        self._writes_whole = not _WRITES_WHOLE.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+        self.failures = 0
+        # Whether the marker was ever seen.
+        self._is_known = False
+        self._lock = threading.Lock()
+        self._pause, self._away_until, self._reason = 0.0, 0.0, ""
+
+    @property
+    def away_s(self) -> float:
+        """Seconds until it is tried again; 0 if it can be called."""
+        return max(0.0, self._away_until - time.monotonic())
+
+    # -- calls
+
+    def require_there(self) -> None:
+        """Raise UnreachableError unless the address answers and is what it was; the first call of all marks it."""
+        self._bounded(self._require_marker)
+
+    def _require_marker(self) -> None:
+        try:
+            self._files.info(self._path(MARKER))
+        except FileNotFoundError:
+            if self._is_known:
+                raise OSError(f"there is no {MARKER} any more; mount the folder, or restart to begin anew") from None
+            self._put(MARKER, _MARKER_TEXT)
+        self._is_known = True
+
+    def names(self, folder: str) -> dict[str, ObjectInfo]:
+        """The objects and folders in a folder. Raises UnreachableError."""
+        return self._bounded(lambda: self._listed(folder))
+
+    def _listed(self, folder: str) -> dict[str, ObjectInfo]:
+        path = self._path(folder)
+        for _ in range(_TRIES):
+            self._files.invalidate_cache(path)
+            try:
+                found = self._files.ls(path, detail=True)
+                break
+            except FileNotFoundError:
+                # The folder, or an object that was removed meanwhile.
+                if not self._files.isdir(path):
+                    found = []
+                    break
+        else:
+            raise OSError(f"{folder} changes while it is listed")
+        if not found:
+            self._require_marker()
+        return {each["name"].rstrip("/").rpartition("/")[2]: _info(each) for each in found}
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """What is known of an object; None if there is none. Raises UnreachableError."""
+        self._files.invalidate_cache(self._path(name).rpartition("/")[0])
+        with suppress(FileNotFoundError):
+            return _info(self._bounded(lambda: self._files.info(self._path(name)), may_lack=True))
+        return None
+
+    def read(self, name: str) -> bytes:
+        """An object's content. Raises FileNotFoundError, and UnreachableError."""
+        return self._bounded(lambda: self._files.cat_file(self._path(name)), may_lack=True)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, which then has this content; a reader never sees a part. Raises UnreachableError."""
+        self._bounded(lambda: self._put(name, content))
+
+    def _put(self, name: str, content: bytes) -> None:
+        path = self._path(name)
+        if self._writes_whole:
+            self._files.pipe_file(path, content)
+            return
+        partial = self._path(f"{PARTIAL}/{secrets.token_hex(16)}")
+        for each in (partial, path):
+            self._files.makedirs(each.rpartition("/")[0], exist_ok=True)
+        try:
+            self._files.pipe_file(partial, content)
+            self._files.mv(partial, path)
+        except BaseException:
+            with suppress(Exception):
+                self._files.rm_file(partial)
+            raise
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; missing ones are no error. Raises UnreachableError."""
+
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._bounded(lambda: self._files.rm_file(self._path(name)), may_lack=True)
+
+        at_once(remove, names)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    # -- being away
+
+    def _bounded(self, call: Callable[[], T], *, may_lack: bool = False) -> T:
+        """The result of a call, in a thread that nobody waits for if the medium hangs.
+
+        may_lack: whether FileNotFoundError means an object that is not there, and not a fault.
+        """
+        if self.away_s:
+            raise self._unreachable()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="hetero-kv medium", daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        if results:
+            self._is_back()
+            return results[0]
+        error = errors[0] if errors else TimeoutError(f"no answer within {self._seconds:g} s")
+        if may_lack and isinstance(error, FileNotFoundError):
+            self._is_back()
+            raise error
+        raise self._is_away(error) from error
+
+    def _is_away(self, error: BaseException) -> UnreachableError:
+        with self._lock:
+            self.failures += 1
+            if not self.away_s:
+                first, longest = _PAUSES_S
+                if not self._pause:
+                    _logger.warning(
+                        "%s is not reachable (%s); requests go on without it, and it is tried again",
+                        self.address, brief_error(error),
+                    )  # fmt: skip
+                self._pause = min(longest, 2 * self._pause or first)
+                self._away_until = time.monotonic() + self._pause
+                self._reason = brief_error(error)
+        return self._unreachable()
+
+    def _unreachable(self) -> UnreachableError:
+        return UnreachableError(f"{self.address} is not reachable ({self._reason}); check it (context_folder)")
+
+    def _is_back(self) -> None:
+        if self._pause:
+            with self._lock:
+                self._pause, self._away_until = 0.0, 0.0
+            _logger.warning("%s is reachable again", self.address)
+
+
+def at_once(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """The results of `work` for all items, several at a time. Raises the first error; items behind it are left out."""
+    with ThreadPoolExecutor(_AT_ONCE, "hetero-kv objects") as pool:
+        try:
+            return list(pool.map(work, items))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _file_system(address: str) -> tuple[Any, str]:
+    """fsspec's file system of an address, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ConfigError(
+            f"context_folder {address} is an address, for which fsspec is missing; pip install 'hetero-kv[cluster]', "
+            "or name a folder"
+        ) from error
+    try:
+        files, root = url_to_fs(address)
+    except ImportError as error:
+        raise ConfigError(
+            f"context_folder {address} needs a package that is missing: {brief_error(error)}; or name a folder"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"context_folder {address} is no address for fsspec ({brief_error(error)}); give one such as "
+            "s3://bucket/contexts or file:///mnt/contexts, or a folder"
+        ) from error
+    return files, root.rstrip("/")
+
+
+def _info(details: dict[str, Any]) -> ObjectInfo:
+    found = next((details[name] for name in _TIMES if details.get(name) is not None), None)
+    with suppress(ValueError):
+        found = datetime.fromisoformat(found) if isinstance(found, str) else found
+    modified = found.timestamp() if isinstance(found, datetime) else found
+    return ObjectInfo(int(details.get("size") or 0), float(modified) if isinstance(modified, int | float) else None)
