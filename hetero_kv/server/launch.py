@@ -185,6 +185,8 @@ def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings)
         "speculation": settings.speculation,
         "context_folder": None if contexts.context_cache == "off" else folder,
         "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
+        "context_local_gb": None if contexts.context_local_gb == "all" else contexts.context_local_gb,
+        "context_wait_s": contexts.context_wait_s,
         "contexts_per_tenant": None if settings.contexts_per_key == "all" else settings.contexts_per_key,
     }
 

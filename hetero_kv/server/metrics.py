@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.stream import Completion
@@ -93,6 +93,10 @@ class _EngineGauges:
         capacity = GaugeMetricFamily("hetero_kv_capacity_tokens", "Tokens that the store takes", labels=("model",))
         dram = GaugeMetricFamily("hetero_kv_dram_bytes", "DRAM of blocks that were ever used", labels=("model",))
         kept = GaugeMetricFamily("hetero_kv_kept_prefixes", "Sequences of ended requests", labels=("model",))
+        failures = CounterMetricFamily(
+            "hetero_kv_context_failures", "Saved contexts that could not be looked up, fetched, loaded or stored",
+            labels=("model",),
+        )  # fmt: skip
         for served in self._models():
             status = served.engine.status()
             states = [each.state for each in status.requests]
@@ -104,4 +108,5 @@ class _EngineGauges:
             capacity.add_metric(name, status.capacity)
             dram.add_metric(name, status.dram_bytes)
             kept.add_metric(name, status.kept_prefixes)
-        yield from (requests, free, capacity, dram, kept)
+            failures.add_metric(name, status.context_failures)
+        yield from (requests, free, capacity, dram, kept, failures)

@@ -104,6 +104,8 @@ class Admission:
         """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
         stored, cached = self._prefixes.stored, reuse.tokens
         found = None if stored is None else stored.longest(request.tokens, cached + stored.least, request.tenant)
+        if request.is_store_away and reuse.reason != "all":
+            reuse = replace(reuse, reason="store_away")
         if stored is None or found is None:
             return resident, reuse
         context, tokens = found

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from hetero_kv.contexts.folder import contexts_at, gigabytes
 from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError, shown
@@ -78,9 +79,15 @@ class Engine:
         context_folder: a folder to which these sequences go as saved contexts, so that prompts find them when they have
             left memory, and after a restart. They are written once no request has been there for a second; one that
             must leave memory before holds up all others for as long as the disk takes to write it, and `close` writes
-            what is left. Files that cannot be written or used are logged. None for no such folder.
+            what is left. Files that cannot be written or used are logged. Or an address for fsspec that machines
+            share, such as "s3://bucket/contexts": contexts are uploaded behind the answers, and what a prompt needs is
+            fetched while it waits. None for no such folder.
         context_cache_gb: GB that all contexts in the folder may take; the least recently used are removed first. None
             for no limit.
+        context_local_gb: GB of this machine's disk in front of an address; the least recently used files go first. None
+            for no limit.
+        context_wait_s: the longest wait for an address, seconds. A prompt whose stored beginning does not come in time
+            is computed.
         contexts_per_tenant: how many contexts of this model a tenant may have in the folder; its least recently used
             ones go. None for no limit.
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
@@ -107,6 +114,8 @@ class Engine:
         checkpoint_gb: float = 1.0,
         context_folder: str | Path | None = None,
         context_cache_gb: float | None = None,
+        context_local_gb: float | None = 20.0,
+        context_wait_s: float = 10.0,
         contexts_per_tenant: int | None = None,
         longest_gap_s: float = 0.25,
         part: int = 2048,
@@ -130,6 +139,10 @@ class Engine:
         for name, (value, smallest) in least.items():
             if value < smallest:
                 raise HeteroKVError(f"Engine: {name} is {value}; it must be at least {smallest}")
+        if context_local_gb is not None and not context_local_gb >= 0:
+            raise HeteroKVError(f"Engine: context_local_gb is {context_local_gb}; it must be at least 0, or None")
+        if not context_wait_s > 0:
+            raise HeteroKVError(f"Engine: context_wait_s is {context_wait_s}; it must be more than 0")
         if not longest_gap_s > 0:
             raise HeteroKVError(f"Engine: longest_gap_s is {longest_gap_s}; it must be more than 0")
         # No request waits for the kernels that draw tokens.
@@ -149,9 +162,18 @@ class Engine:
         self._injection = injection
         self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
         if context_folder is not None:
-            self._prefixes.stored = self._stored_prefixes(
-                forward, context_folder, context_cache_gb, contexts_per_tenant
-            )
+            empty = forward.new_cache(self._store)
+            if self._prefixes.can_share(empty):
+                contexts = contexts_at(
+                    context_folder, gigabytes(context_cache_gb), gigabytes(context_local_gb), context_wait_s
+                )
+                self._prefixes.stored = StoredPrefixes(contexts, empty, self._store, contexts_per_tenant)
+            else:
+                _logger.warning(
+                    "context_folder %s is not used: under these rules a prompt behind a stored beginning is not "
+                    "computed exactly as a whole one",
+                    context_folder,
+                )
         self._swaps = SwapFolder(injection)
         self._queues = Queues()
         memory = Memory(self._store, self._prefixes, self._swaps)
@@ -173,20 +195,6 @@ class Engine:
         self._loop = EngineLoop(
             self._scheduler, self._queues, self._prefixes, self._swaps, turn, starts_thread=starts_thread
         )
-
-    def _stored_prefixes(
-        self, forward: ModelForward, folder: str | Path, gigabytes: float | None, most: int | None
-    ) -> StoredPrefixes | None:
-        empty = forward.new_cache(self._store)
-        if not self._prefixes.can_share(empty):
-            _logger.warning(
-                "context_folder %s is not used: under these rules a prompt behind a stored beginning is not computed "
-                "exactly as a whole one",
-                folder,
-            )
-            return None
-        limit = None if gigabytes is None else round(gigabytes * 1e9)
-        return StoredPrefixes(folder, limit, empty, self._store, most)
 
     # -- requests
 
@@ -224,6 +232,7 @@ class Engine:
             decode_step_s=step_s,
             decode_row_s=row_s,
             bytes_per_token=self._bytes_per_token,
+            context_failures=0 if self._prefixes.stored is None else self._prefixes.stored.failures,
         )
 
     def sequences(self) -> list[SequenceStatus]:

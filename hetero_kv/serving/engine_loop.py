@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.serving.arrivals import Arrivals
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
@@ -21,6 +22,8 @@ from hetero_kv.serving.turns import Turn
 _logger = logging.getLogger(__name__)
 # How long an engine's thread is idle before it writes a kept sequence to the disk, seconds.
 _IDLE_S = 1.0
+# How long a step without requests waits for one whose stored beginning is being fetched, seconds.
+_ARRIVAL_S = 0.1
 
 
 class EngineLoop:
@@ -50,6 +53,7 @@ class EngineLoop:
         self._prefixes = prefixes
         self._swaps = swaps
         self._turn = turn
+        self._arrivals = Arrivals(prefixes, self._arrive)
         self._new: deque[Request] = deque()
         self._cancelled: deque[ResultStream[Any]] = deque()
         self._changed = threading.Condition()
@@ -72,7 +76,7 @@ class EngineLoop:
     @property
     def new(self) -> list[Request]:
         """Requests that no step has received yet."""
-        return list(self._new)
+        return [*self._arrivals.waiting, *self._new]
 
     def new_stream(self) -> ResultStream[Any]:
         """A stream for a request, which cancels it, and computes when it is read if no thread does."""
@@ -83,14 +87,19 @@ class EngineLoop:
         with self._changed:
             if self._is_closed:
                 raise HeteroKVError("the engine is closed; make another one")
+            self._arrivals.add(request)
+        return request.stream
+
+    def _arrive(self, request: Request) -> None:
+        with self._changed:
             self._new.append(request)
             self._changed.notify_all()
-        return request.stream
 
     def _cancel(self, stream: ResultStream[Any]) -> None:
         with self._changed:
             self._cancelled.append(stream)
             self._changed.notify_all()
+        self._arrivals.cancel(stream)
         # While a prompt passes, its chunks look at the request itself.
         for request in self._queues.all:
             if request.stream is stream:
@@ -108,10 +117,17 @@ class EngineLoop:
             self._receive()
             if not self._queues.all:
                 self._prefixes.write_one()
-                return False
+                return self._has_arrivals()
             with self._turn:
                 self._scheduler.step()
             return True
+
+    def _has_arrivals(self) -> bool:
+        """Whether requests come; where no thread computes, it waits for one for a while."""
+        with self._changed:
+            if self._thread is None and self._arrivals.waiting and not self._new:
+                self._changed.wait(_ARRIVAL_S)
+            return bool(self._arrivals.waiting or self._new)
 
     def _receive(self) -> None:
         with self._changed:
@@ -146,6 +162,7 @@ class EngineLoop:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._arrivals.close()
         for request in self._queues.all:
             request.is_cancelled = True
         if self._thread is not None and self._thread is not threading.current_thread():

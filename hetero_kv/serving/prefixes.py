@@ -171,6 +171,11 @@ class ResidentPrefixes:
                 finally:
                     beginning.reset()
 
+    def common(self, prompt: Sequence[int], tenant: str = "") -> int:
+        """How many of a tenant's prompt's first tokens a kept sequence has. Other threads may call it."""
+        new = np.array(prompt)
+        return max((_common(each.tokens, new) for each in list(self._kept) if each.tenant == tenant), default=0)
+
     def find(self, prompt: Sequence[int], live: Iterable[Known] = (), tenant: str = "") -> Prefix:
         """The longest beginning of a tenant's prompt in memory, in a fork of its sequence.
 

@@ -34,6 +34,7 @@ class Request:
         reuses: whether it may take over what was computed before.
         tenant: whose it is; it takes over only from requests of the same tenant.
         reuse: what of the prompt was computed before.
+        is_store_away: whether the address of stored contexts did not answer in time.
         checkpoints: where its layers can go back to, if they do not keep every token.
         drafter: guesses its tokens; None without speculation. Made with the first token.
         counts: its drafted tokens, and those of them that were right.
@@ -56,7 +57,7 @@ class Request:
         self.reuse = Reuse()
         self.checkpoints: list[KeptCheckpoint] = []
         self._new_drafter, self.counts = new_drafter, DraftCounts()
-        self.is_cancelled = False
+        self.is_cancelled = self.is_store_away = False
         self._answer = answer
         self.began = time.perf_counter()
 

@@ -64,6 +64,7 @@ class EngineStatus:
         decode_step_s: seconds of a decode step of one request; None before steps were measured.
         decode_row_s: seconds that each further request adds to a step, up to `max_batch`.
         bytes_per_token: of keys and values, bytes.
+        context_failures: how often saved contexts could not be looked up, fetched, loaded or stored.
     """
 
     requests: tuple[RequestStatus, ...]
@@ -78,6 +79,7 @@ class EngineStatus:
     decode_step_s: float | None
     decode_row_s: float
     bytes_per_token: float
+    context_failures: int
 
     def is_stuck(self, seconds: float) -> bool:
         """Whether requests wait and nothing has happened for so long."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hetero_kv.contexts.addresses import PIECE
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.index import StoredContext
+from hetero_kv.contexts.medium import UnreachableError
 from hetero_kv.contexts.repair import can_roll_back_exactly
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.cache import HeteroCache
@@ -26,19 +26,21 @@ class StoredPrefixes:
     prompts that begin with all of it, and so the caller writes its beginnings up to its checkpoints too.
 
     Args:
-        folder: see ContextStore.
-        limit: bytes of all its files; None for no limit.
+        contexts: the folder, which `close` closes.
         empty: a cache of the model without tokens.
         store: the common store into which sequences are loaded.
         most: how many sequences a tenant may have in the folder; its least recently used ones go. None for no limit.
 
-    Raises ContextError if the folder cannot be used, or hooks in the model compute what is unknown.
+    Raises ContextError if hooks in the model compute what is unknown.
     """
 
-    def __init__(
-        self, folder: str | Path, limit: int | None, empty: HeteroCache, store: Store, most: int | None = None
-    ) -> None:
-        self._contexts, self._store, self._most = ContextStore(folder, limit), store, most
+    def __init__(self, contexts: ContextStore, empty: HeteroCache, store: Store, most: int | None = None) -> None:
+        self._contexts, self._store, self._most = contexts, store, most
+        self._failures = 0
+        #: Whether `fetch` must come before `longest`.
+        self.is_remote = contexts.is_remote
+        #: The longest wait for `fetch`, seconds.
+        self.wait_s = contexts.wait_s
         self._injection = empty.injection
         #: Whether any beginning of a sequence can be reused.
         self.goes_back = can_roll_back_exactly(empty)
@@ -55,6 +57,29 @@ class StoredPrefixes:
             self._identity = now, self._injection.identity
         return self._identity[1]
 
+    @property
+    def failures(self) -> int:
+        """How often the folder could not be used."""
+        return self._failures + self._contexts.failures
+
+    def fetch(self, prompt: Sequence[int], least: int, tenant: str = "") -> bool:
+        """Bring here what `longest` finds of the same arguments, from other machines. Other threads may call it.
+
+        Returns whether the address answered in time; if not, it is logged.
+        """
+        if len(prompt) <= max(least, PIECE):
+            return True
+        try:
+            self._contexts.fetch(self._present(), prompt, least, whole=not self.goes_back, salt=tenant)
+        except UnreachableError as error:
+            # The first one of many is logged as a warning.
+            _logger.info("a prompt is computed without stored contexts: %s", error)
+            return False
+        except Exception as error:
+            self._failures += 1
+            _logger.warning("a stored context is not fetched, and the prompt is computed: %s", _text(error))
+        return True
+
     def longest(self, prompt: Sequence[int], least: int, tenant: str = "") -> tuple[StoredContext, int] | None:
         """The tenant's sequence that has at least `least` of the prompt's first tokens, and how many: most of all.
 
@@ -65,7 +90,8 @@ class StoredPrefixes:
         try:
             found = self._contexts.longest(self._present(), prompt, whole=not self.goes_back, salt=tenant)
         except Exception as error:
-            _logger.warning("no context is looked up in %s: %s", self._contexts.folder, _text(error))
+            self._failures += 1
+            _logger.warning("no context is looked up in %s: %s", self._contexts.where, _text(error))
             return None
         return found if found is not None and found[1] >= least else None
 
@@ -73,10 +99,11 @@ class StoredPrefixes:
         """The first `tokens` of a sequence, in blocks of the common store; None, with a warning, if it is unusable."""
         try:
             cache = self._contexts.load(
-                stored, self._injection.model, identity=self._present(), repair=False, store=self._store,
-                tokenizer=tokenizer,
+                stored, self._injection.model, identity=self._present(), repair=False, first=tokens,
+                store=self._store, tokenizer=tokenizer,
             ).cache  # fmt: skip
         except Exception as error:
+            self._failures += 1
             _logger.warning("a stored context cannot be used, and the prompt is computed: %s", _text(error))
             return None
         if tokens < cache.get_seq_length():
@@ -96,12 +123,13 @@ class StoredPrefixes:
             if known is None or len(tokens) - known[1] >= self.least:
                 self._contexts.save(cache, tokens, identity=identity, salt=tenant, most=self._most)
         except Exception as error:
+            self._failures += 1
             _logger.warning(
-                "the sequence of an ended request is not stored in %s: %s", self._contexts.folder, _text(error)
+                "the sequence of an ended request is not stored in %s: %s", self._contexts.where, _text(error)
             )
 
     def close(self) -> None:
-        """Close the folder's index."""
+        """Close the folder; what is not uploaded to an address is, as long as it answers in time."""
         self._contexts.close()
 
 

@@ -221,3 +221,26 @@ def test_who_asks_right_behind_an_answer_does_not_wait_for_the_disk(tmp_path, mo
             engine.generate(tokens, GREEDY).result()
             assert not written.is_set()
         assert written.wait(20)
+
+
+def test_a_folder_that_is_gone_is_used_again_when_it_is_back(tmp_path, caplog):
+    folder, elsewhere = tmp_path / "contexts", tmp_path / "elsewhere"
+    saved_first(folder, "dense")
+    with engine_of("dense", context_folder=folder) as engine:
+        folder.rename(elsewhere)
+        found = engine.generate(FOLLOWING, GREEDY).result()
+        assert found.cached_tokens == 0
+        assert found.tokens == alone(engine, FOLLOWING)
+        engine.step()
+        assert f"{folder} is gone; mount or create it" in caplog.text
+        assert not folder.exists()
+        failures = engine.status().context_failures
+        assert failures >= 2
+        while engine._prefixes.drop_oldest():
+            pass
+        elsewhere.rename(folder)
+        # Another process has used it meanwhile.
+        (folder / "index.sqlite").unlink()
+        saved_first(folder, "dense")
+        assert engine.generate([*FIRST, 7], ONE).result().cached_tokens == len(FIRST)
+        assert engine.status().context_failures == failures
