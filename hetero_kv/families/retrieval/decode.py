@@ -111,7 +111,7 @@ class RetrievalDecode(RetrievalPrefill):
             with one_kernel_at_a_time:
                 if fetching is not None:
                     fetching.by_rehearsal(native, (*inputs, *results))
-                stored = native(*inputs, *results, *([tokens] if tokens.size else []), later=later)
+                stored = native(*inputs, *results, tokens, later)
                 # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()
             if chooses:
