@@ -23,9 +23,6 @@ SMALL = {
 }
 #: Every policy, for tests of what all have in common; slow are those that score as another does, or not at all.
 POLICIES = with_slow(eviction.names(), slow=("bigbird", "cam", "roco", "snapkv", "tova"))
-_STORED = ("cascade", "d2o", "h2o", "infinipot")
-#: Every policy, for tests of what becomes of what a cache holds: dropped, merged, in strides, and behind a catalyst.
-STORED_APART = with_slow(eviction.names(), slow=[name for name in eviction.names() if name not in _STORED])
 #: Every policy, for tests of one such thing: what is merged, and what is kept behind a catalyst; both drop others.
 MERGED_OR_ASKED = with_slow(eviction.names(), slow={*eviction.names()} - {"d2o", "infinipot"})
 #: Every policy, for tests that ask of a cache what none has by itself.
