@@ -82,6 +82,7 @@ bench-report: $(READY)  ## the tables of the documents, from benchmarks/results/
 	$(BIN)/python -m benchmarks.report
 	$(BIN)/python -m benchmarks.results_plots docs/results.md
 	$(BIN)/python -m benchmarks.peers --recorded --plot docs/peers.png
+	$(BIN)/python -m benchmarks.cluster_simulation --recorded docs/cluster_simulation.png
 
 gpu-check: $(READY)  ## whether everything computes and fits on this machine's GPU; a few minutes, no network
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)

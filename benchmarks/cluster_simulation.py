@@ -63,7 +63,9 @@ def plot(path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("conversations per second, 100 replicas")
     axes.set_ylabel("seconds to the first token")
-    axes.margins(x=0.25)
+    axes.set_xticks(loads)
+    # Room for the names at the right.
+    axes.set_xlim(loads[0] - 1, 1.6 * loads[-1])
     label_decades(axes.yaxis, lambda value: f"{value:g}")
     axes.set_title("Simulated time to the first token: median, and 99th percentile (dotted)", fontsize=10)
     label_lines(figure, axes, labels)
