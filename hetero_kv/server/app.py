@@ -85,6 +85,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
+        400: "the body cannot be read; send JSON in UTF-8",
         404: f"there is no route {request.url.path}; docs/server.md lists them",
         405: f"{request.method} is not a method of {request.url.path}",
     }

@@ -122,7 +122,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head", [b"x-a: " + b"y" * 200_000, b"x-a: y\r\n" * 20_000, b"\0" * 100], ids=["long", "many", "zero"]
+    "head", [b"x-a: " + b"y" * 200_000, b"x-a: y\r\n" * 20_000, b"\0: y\r\n\r\n"], ids=["long", "many", "zero"]
 )
 def test_a_head_without_end_closes_its_connection_alone(tmp_path, head):
     with started(tmp_path) as (_, address):
