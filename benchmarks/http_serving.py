@@ -169,7 +169,10 @@ def overhead(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
     ):
         port = free_port()
-        served = ServedModel(loaded.name, arguments.recipe, loaded, engine, Gate(rows, 64, 600.0))
+        gate = Gate(rows, 64, 600.0)
+        served = ServedModel(
+            loaded.name, arguments.recipe, loaded.tokenizer, loaded.context_length, engine, gate
+        )  # fmt: skip
         host = Host.of(ServedModels([served]), ServerSettings(), folder=scratch)
         server = uvicorn.Server(uvicorn.Config(application(host), port=port, log_config=None, access_log=False))
         thread = threading.Thread(target=server.run, daemon=True)

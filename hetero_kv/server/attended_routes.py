@@ -63,7 +63,7 @@ async def attended(body: AttendedRequest, request: Request) -> Response:
 
 
 def _form(answer: RecentAnswer, found: Attended) -> dict[str, Any]:
-    tokenizer = answer.served.loaded.tokenizer
+    tokenizer = answer.served.tokenizer
     edges, total, chosen = found.edges.tolist(), found.total.tolist(), found.chosen.mean(axis=0).tolist()
     bins = []
     for number, (first, stop) in enumerate(pairwise(edges)):

@@ -98,7 +98,7 @@ async def apply_template(body: ChatRequest, request: Request) -> Response:
     host = host_of(request)
     served = host.models.named(body.model)
     _, prompt = await in_thread(_prepared, host, served, body, request.state.key)
-    text = await in_thread(lambda: served.loaded.tokenizer.decode(prompt.tokens, skip_special_tokens=False))
+    text = await in_thread(lambda: served.tokenizer.decode(prompt.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
 
 
@@ -145,7 +145,7 @@ class _Writer:
         deltas = [delta for each in token.events if (delta := _delta(each))]
         logprobs = None
         if token.piece.logprob is not None:
-            logprobs = {"content": [chat_logprobs(self._served.loaded.tokenizer, token.piece)]}
+            logprobs = {"content": [chat_logprobs(self._served.tokenizer, token.piece)]}
             deltas = deltas or [{}]
         chunks = [self._chunk(token.choice, delta) for delta in deltas]
         for chunk in chunks:
@@ -198,7 +198,7 @@ class _Writer:
     def _all_logprobs(self, ended: ChatEnded) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": [chat_logprobs(self._served.loaded.tokenizer, each) for each in ended.completion.pieces]}
+        return {"content": [chat_logprobs(self._served.tokenizer, each) for each in ended.completion.pieces]}
 
     def _chunk(self, choice: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         return self._form([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason}])

@@ -58,7 +58,7 @@ class ChatPrompt:
 def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
     """The tokens of a conversation, in the model's chat template.
 
-    Raises HeteroKVError as `Engine.encode`.
+    Raises HeteroKVError as `TurnTokens.conversation`.
     """
     turns, messages = served.turns, list(dialogue.messages)
     begun = None
@@ -70,7 +70,7 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
                 "user's message", param="messages",
             )  # fmt: skip
     variables, unused = _variables(served, dialogue)
-    tokens = served.engine.encode(messages, tools=list(dialogue.tools) or None, variables=variables)
+    tokens = turns.conversation(messages, tools=list(dialogue.tools) or None, variables=variables)
     question, opening = None, tokens
     last = messages[-1] if messages else {}
     if begun is not None:
@@ -97,7 +97,7 @@ def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any],
             thinks = effort not in _NO_EFFORT
     if thinks is not None:
         try:
-            given.setdefault(thinking_variable(served.loaded.tokenizer), thinks)
+            given.setdefault(thinking_variable(served.tokenizer), thinks)
         except HeteroKVError:
             unused.append("thinking" if effort is None else "reasoning_effort")
     unused += [name for name in given if name not in known]

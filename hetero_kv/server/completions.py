@@ -125,7 +125,7 @@ class _Writer:
         if piece.logprob is not None:
             start = self._offsets.get(token.choice, 0)
             self._offsets[token.choice] = start + len(piece.text)
-            choice["logprobs"] = completion_logprobs(self._served.loaded.tokenizer, [piece], start)
+            choice["logprobs"] = completion_logprobs(self._served.tokenizer, [piece], start)
         elif not piece.text:
             return []
         return [event(self._form([choice]))]
@@ -151,7 +151,7 @@ class _Writer:
     def whole(self, ended: list[Ended]) -> dict[str, Any]:
         """The response that is not streamed."""
         completions = [each.completion for each in ended]
-        tokenizer = self._served.loaded.tokenizer
+        tokenizer = self._served.tokenizer
         choices = [
             {
                 "index": number,

@@ -80,7 +80,7 @@ class Host:
     def answers(self, prompt: Prompt, request: Request) -> Answers:
         """Queue a prompt. Raises ApiError as `Answers`."""
         if self.settings.log_prompts:
-            decode = prompt.served.loaded.tokenizer.decode
+            decode = prompt.served.tokenizer.decode
             for tokens in prompt.prompts:
                 _logger.info("request_id=%s prompt=%r", request.state.request_id, decode(tokens))
         return Answers(prompt, request.state.key, self.tenant(request), self.rates, self.metrics, self.active)

@@ -59,7 +59,7 @@ def serve(
             if defaults.thinks is not None:
                 # Models without the switch are refused now, not told with every answer.
                 for each in served:
-                    thinking_variable(each.loaded.tokenizer)
+                    thinking_variable(each.tokenizer)
             models = ServedModels(served, _aliases(flags.alias, served[0]))
             folder = (
                 cache_home() / "files" if settings.file_folder == "auto" else Path(settings.file_folder).expanduser()
@@ -162,7 +162,8 @@ def _served(
         if warning := beyond_training(engine.max_seq_len, loaded.context_length):
             _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
         gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
-        return ServedModel(loaded.name, named_config(recipe, rules["trust_rules"]).name, loaded, engine, gate)
+        name = named_config(recipe, rules["trust_rules"]).name
+        return ServedModel(loaded.name, name, loaded.tokenizer, loaded.context_length, engine, gate)
 
     first = load_model(model, gguf_path=gguf_path, config=flags.rules[0], **loading, **rules)
     served = [serve(first, flags.rules[0])]

@@ -42,7 +42,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     piece = PromptPiece(body.content, is_template=body.parse_special)
     tokens = await in_thread(lambda: served.encoder.encode([piece], add_special_tokens=body.add_special))
     if body.with_pieces:
-        tokenizer = served.loaded.tokenizer
+        tokenizer = served.tokenizer
         return json_response({"tokens": [{"id": each, "piece": token_text(tokenizer, each)} for each in tokens]})
     return json_response({"tokens": tokens})
 
@@ -56,7 +56,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
             raise ApiError(
                 400, f"tokens has {token}; the model has tokens 0 to {served.engine.vocab_size - 1}", param="tokens"
             )
-    text = await in_thread(lambda: served.loaded.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await in_thread(lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_response({"content": text})
 
 
@@ -96,16 +96,16 @@ async def props(request: Request, model: str | None = None) -> Response:
         "frequency_penalty": defaults.frequency_penalty,
         "n_predict": -1,
     }
-    template = served.loaded.tokenizer.chat_template
+    template = served.tokenizer.chat_template
     return json_response(
         {
             "default_generation_settings": {"n_ctx": served.engine.max_seq_len, "params": params},
             "total_slots": host.settings.max_batch,
             "model_alias": served.id,
-            "model_path": served.loaded.name,
+            "model_path": served.model,
             "chat_template": template if isinstance(template, str) else (template or {}).get("default", ""),
-            "bos_token": served.loaded.tokenizer.bos_token or "",
-            "eos_token": served.loaded.tokenizer.eos_token or "",
+            "bos_token": served.tokenizer.bos_token or "",
+            "eos_token": served.tokenizer.eos_token or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"hetero-kv {metadata.version('hetero-kv')}",
         }
@@ -154,7 +154,7 @@ def _model(served: Any) -> dict[str, Any]:
         "owned_by": "hetero-kv",
         "meta": {
             "n_ctx": served.engine.max_seq_len,
-            "n_ctx_train": served.loaded.context_length,
+            "n_ctx_train": served.context_length,
             "n_vocab": served.engine.vocab_size,
             "recipe": served.recipe,
         },

@@ -6,16 +6,48 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.text_encoding import TextEncoder
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.limits import Gate
 from hetero_kv.serving.answers import AnswerForm
-from hetero_kv.serving.engine import Engine
+from hetero_kv.serving.attended import Attended
 from hetero_kv.serving.grammar import Grammars
+from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.status import EngineStatus
+from hetero_kv.serving.stream import ResultStream, Stream
+
+
+class ServedEngine(Protocol):
+    """What computes the answers: `hetero_kv.serving.engine.Engine` in this process, or the replicas of a cluster.
+
+    Members are those of `Engine`.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, question: int | None = None,
+        priority: int = 0, markers: Mapping[int, str] | None = None, reuses: bool = True,
+        speculation: str | None = None,
+    ) -> Stream: ...  # fmt: skip
+
+    def attended(
+        self, tokens: Sequence[int], position: int, *, prompt_tokens: int | None = None,
+        bins: int | Sequence[int] = 256, priority: int = 0,
+    ) -> ResultStream[Attended]: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,35 +57,38 @@ class ServedModel:
     Attributes:
         model: the model's name in requests.
         recipe: the recipe's, behind a colon.
+        tokenizer: the model's.
+        context_length: the length that the model was trained for, tokens.
         gate: admits requests to the engine.
     """
 
     model: str
     recipe: str
-    loaded: LoadedModel
-    engine: Engine
+    tokenizer: Any
+    context_length: int
+    engine: ServedEngine
     gate: Gate
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
     def grammars(self) -> Grammars:
         """Grammars over the model's tokens."""
-        return Grammars(self.loaded.tokenizer, self.engine.vocab_size, self.engine.ends)
+        return Grammars(self.tokenizer, self.engine.vocab_size, self.engine.ends)
 
     @cached_property
     def encoder(self) -> TextEncoder:
         """Tokens of texts without the chat template."""
-        return TextEncoder(self.loaded.tokenizer)
+        return TextEncoder(self.tokenizer)
 
     @cached_property
     def form(self) -> AnswerForm:
         """The form in which the model writes thoughts and tool calls."""
-        return AnswerForm(self.loaded.tokenizer)
+        return AnswerForm(self.tokenizer)
 
     @cached_property
     def turns(self) -> TurnTokens:
         """The model's chat template."""
-        return TurnTokens(self.loaded.tokenizer)
+        return TurnTokens(self.tokenizer)
 
     @property
     def id(self) -> str:

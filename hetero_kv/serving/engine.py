@@ -32,6 +32,7 @@ from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.sampler import Choice
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation import Speculation
@@ -289,6 +290,7 @@ class Engine:
         reuses: bool = True,
         speculation: str | None = None,
         tenant: str = "",
+        answered: Sequence[int] = (),
     ) -> Stream:
         """Ask for the continuation of a prompt.
 
@@ -304,13 +306,16 @@ class Engine:
             speculation: how its tokens are guessed, as for the engine; None takes the engine's.
             tenant: whose request it is. A beginning is taken over only from requests of the same tenant, in memory and
                 on the disk; "" is a tenant too.
+            answered: the first tokens of the answer, which another engine chose with the same `sampling`; its random
+                numbers, penalties and grammar go on behind them. The stream has the tokens that follow, and the
+                completion has all.
 
         Returns the stream of its tokens.
 
         Raises:
             CacheFullError: the prompt does not fit into `max_seq_len`.
-            HeteroKVError: the prompt is empty or has tokens that the model has not, there is no such `speculation`, or
-                the engine is closed.
+            HeteroKVError: the prompt is empty or has tokens that the model has not, there is no such `speculation`,
+                `answered` has more tokens than the answer may have, or the engine is closed.
         """
         params = sampling or SamplingParams()
         for token in params.ends:
@@ -319,19 +324,31 @@ class Engine:
         self._require_room(tokens)
         if speculation is not None:
             require_way(speculation)
+        # The last token of an answer is not stored.
+        limit = min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens))
+        if len(answered) > limit:
+            raise HeteroKVError(f"answered has {len(answered)} tokens; give at most the answer's {limit}")
+        sampler, answer = self._answers.sampler(params, tokens), self._answers.begun(params, limit, markers or {})
+        sampler.skip(answered)
+        reason = None
+        for token in answered:
+            reason = answer.take(Choice(token))
         request = Request(
             tokens,
             params,
-            self._answers.sampler(params, tokens),
-            # The last token of an answer is not stored.
-            self._answers.begun(params, min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens)), markers or {}),
+            sampler,
+            answer,
             self._loop.new_stream(),
             question=question,
             priority=priority,
             reuses=reuses,
             tenant=tenant,
-            new_drafter=partial(self._speculation.drafter, tokens, speculation),
+            new_drafter=partial(self._speculation.drafter, [*tokens, *answered], speculation),
+            answered=answered,
         )
+        if reason is not None:
+            request.complete(reason)
+            return request.stream
         return self._loop.submit(request)
 
     def attended(

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,31 @@ from hetero_kv.errors import ConfigError, HeteroKVError, shortened
 LONGEST = 1 << 20
 
 
+class GrammarText(NamedTuple):
+    """A grammar as it is written.
+
+    Attributes:
+        name: what errors call it.
+        compiler: the function of LLMatcher that reads it.
+        text: the grammar.
+    """
+
+    name: str
+    compiler: str
+    text: str
+
+
 class GrammarMask:
     """The tokens that may follow in one answer, by a grammar (`SamplingParams.mask`).
 
     Args:
         matcher: an LLMatcher before the answer's first token.
         vocab_size: number of logits.
+        grammar: what was compiled, from which another process makes the same mask.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocab_size: int, grammar: GrammarText) -> None:
+        self._matcher, self.grammar = matcher, grammar
         self._bits = np.zeros(-(-vocab_size // 32), np.int32)
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -68,7 +83,7 @@ class Grammars:
 
         Raises ConfigError if it cannot be compiled, naming the part at fault.
         """
-        return self._mask("json_schema", "grammar_from_json_schema", json.dumps(schema))
+        return self.mask(GrammarText("json_schema", "grammar_from_json_schema", json.dumps(schema)))
 
     def json_object(self) -> GrammarMask:
         """Any JSON object."""
@@ -76,19 +91,21 @@ class Grammars:
 
     def lark(self, grammar: str) -> GrammarMask:
         """Texts of a grammar in llguidance's form of Lark. Raises ConfigError if it cannot be compiled."""
-        return self._mask("the grammar", "grammar_from_lark", grammar)
+        return self.mask(GrammarText("the grammar", "grammar_from_lark", grammar))
 
     def regex(self, expression: str) -> GrammarMask:
         """Texts that a regular expression matches as a whole. Raises ConfigError if it cannot be compiled."""
-        return self._mask("the regular expression", "grammar_from_regex", expression)
+        return self.mask(GrammarText("the regular expression", "grammar_from_regex", expression))
 
-    def _mask(self, name: str, compiler: str, source: str) -> GrammarMask:
+    def mask(self, written: GrammarText) -> GrammarMask:
+        """The mask of a grammar for a new answer. Raises ConfigError if it cannot be compiled."""
         from llguidance import LLMatcher
 
-        if len(source) > LONGEST:
-            raise ConfigError(f"{name} has {len(source):,} characters; give at most {LONGEST:,}")
+        name, compiler, text = written
+        if len(text) > LONGEST:
+            raise ConfigError(f"{name} has {len(text):,} characters; give at most {LONGEST:,}")
         try:
-            grammar = getattr(LLMatcher, compiler)(source)
+            grammar = getattr(LLMatcher, compiler)(text)
             fault = LLMatcher.validate_grammar(grammar, self._tokenizer)
             matcher = None if fault else LLMatcher(self._tokenizer, grammar, log_level=0)
             fault = fault or (matcher.get_error() if matcher is not None and matcher.is_error() else "")
@@ -96,7 +113,7 @@ class Grammars:
             fault = str(error)
         if fault:
             raise ConfigError(f"{name} cannot be compiled: {shortened(fault, 500)}; give another one")
-        return GrammarMask(matcher, self._vocab_size)
+        return GrammarMask(matcher, self._vocab_size, written)
 
     @property
     def _tokenizer(self) -> Any:

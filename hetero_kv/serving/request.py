@@ -45,10 +45,11 @@ class Request:
     def __init__(
         self, prompt: Sequence[int], params: SamplingParams, sampler: Sampler, answer: GrowingAnswer,
         stream: ResultStream[Any], *, question: int | None = None, priority: int = 0, reuses: bool = True,
-        tenant: str = "", new_drafter: Callable[[], Drafter | None] = lambda: None,
+        tenant: str = "", new_drafter: Callable[[], Drafter | None] = lambda: None, answered: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.tokens = list(prompt)
-        self.prompt_tokens = len(self.tokens)
+        # Like a preempted request it passes the tokens that its answer has already.
+        self.tokens = [*prompt, *answered]
+        self.prompt_tokens = len(prompt)
         self.params, self.sampler, self.stream = params, sampler, stream
         self.limit, self.question, self.priority, self.reuses = answer.limit, question, priority, reuses
         self.tenant = tenant

@@ -100,17 +100,28 @@ class Sampler:
                     "return nothing"
                 )
         token = _likeliest(own) if params.is_greedy else self._drawn(own)
-        if params.mask is not None:
-            params.mask.accept(token)
-        if self._penalizes:
-            self._counts[token] = self._counts.get(token, 0) + 1
-        if params.repetition_penalty != 1:
-            self._seen.add(token)
+        self._took(token)
         if found is None:
             return Choice(token)
         best = found.topk(params.logprobs) if params.logprobs else None
         alternatives = {} if best is None else dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         return Choice(token, float(found[token]), alternatives)
+
+    def skip(self, tokens: Iterable[int]) -> None:
+        """Go on behind tokens that were chosen with the same parameters elsewhere."""
+        for token in tokens:
+            if not self.params.is_greedy:
+                self._random.random()
+            self._took(token)
+
+    def _took(self, token: int) -> None:
+        """Take note of a token of the answer."""
+        if self.params.mask is not None:
+            self.params.mask.accept(token)
+        if self._penalizes:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        if self.params.repetition_penalty != 1:
+            self._seen.add(token)
 
     def _penalize(self, logits: torch.Tensor) -> None:
         """Apply penalties and biases to the logits, and suppress tokens, in place."""

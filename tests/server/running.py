@@ -25,16 +25,25 @@ from tests.support.tiny_tokenizers import byte_level
 CAPACITY = 800
 
 
-def tiny_served(recipe: str = "dense", name: str = "tiny", **settings) -> ServedModel:
-    """A tiny model with a byte-level tokenizer and a chat template, and an engine with a thread."""
+def tiny_loaded(recipe: str = "dense", name: str = "tiny") -> LoadedModel:
+    """A tiny model under a recipe, with a byte-level tokenizer and a chat template."""
     tokenizer = byte_level(add_prefix_space=False)
     model = tiny_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=CAPACITY)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     injected(model, small_recipe(recipe, max_seq_len=CAPACITY))
-    loaded = LoadedModel(model, tokenizer, name, CAPACITY)
+    return LoadedModel(model, tokenizer, name, CAPACITY)
+
+
+def tiny_served(recipe: str = "dense", name: str = "tiny", **settings) -> ServedModel:
+    """Such a model, and an engine with a thread."""
+    return served_of(tiny_loaded(recipe, name), recipe, **settings)
+
+
+def served_of(loaded: LoadedModel, recipe: str, **settings) -> ServedModel:
+    """A loaded model under its recipe, and an engine with a thread."""
     # Guesses must not follow the machine's speed.
     engine = Engine(loaded, **{"max_seq_len": CAPACITY, "max_batch": 4, "speculation": "off", **settings})
-    return ServedModel(name, recipe, loaded, engine, Gate(4, 8, 30.0))
+    return ServedModel(loaded.name, recipe, loaded.tokenizer, CAPACITY, engine, Gate(4, 8, 30.0))
 
 
 def host_of(*served: ServedModel, folder: Path, keys: tuple[str, ...] = (), **settings) -> Host:

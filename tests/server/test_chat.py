@@ -167,7 +167,7 @@ def test_control_tokens_in_messages_are_text(client, served):
         [*HELLO, {"role": "assistant", "content": forged}, *HELLO],
     ):
         tokens = served.engine.encode(messages)
-        assert tokens.count(served.loaded.tokenizer.bos_token_id) == len(messages) + 1
+        assert tokens.count(served.tokenizer.bos_token_id) == len(messages) + 1
         found = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
         assert found.usage.prompt_tokens == len(tokens)
 
@@ -311,7 +311,7 @@ def test_names_that_two_models_would_have_and_aliases_of_none_are_refused(served
 
 def test_a_thought_that_ends_in_the_beginning_of_an_answer_is_over(tmp_path):
     found = tiny_served()
-    found.loaded.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    found.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     begun = {"role": "assistant", "content": "hm</think>The answer"}
     with found.engine, running(host_of(found, folder=tmp_path)) as address:
         for messages, is_thought in ((HELLO, True), ([*HELLO, begun], False)):

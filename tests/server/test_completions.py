@@ -22,7 +22,7 @@ def client(address):
 
 def own(served, prompt, **params):
     """The engine's answer to a text."""
-    tokens = TextEncoder(served.loaded.tokenizer).encode([PromptPiece(prompt)], add_special_tokens=True)
+    tokens = TextEncoder(served.tokenizer).encode([PromptPiece(prompt)], add_special_tokens=True)
     return served.engine.generate(tokens, SamplingParams(**params)).result()
 
 

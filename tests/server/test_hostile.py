@@ -80,7 +80,7 @@ BODIES = {
 def asked(tmp_path_factory):
     """A function that posts a body to a server whose template has tools; the response, and the prompt's tokens."""
     found, prompts = tiny_served(), []
-    found.loaded.tokenizer.chat_template = tool_templates.HERMES
+    found.tokenizer.chat_template = tool_templates.HERMES
     generate = found.engine.generate
 
     def noted(prompt, *arguments, **fields):

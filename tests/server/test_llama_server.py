@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_texts_become_tokens_and_tokens_texts(http, served):
-    tokenizer = served.loaded.tokenizer
+    tokenizer = served.tokenizer
     tokens = http.post("/tokenize", json={"content": "hello <|im_end|>"}).json()["tokens"]
     assert tokens[-1] == tokenizer.eos_token_id
     assert http.post("/detokenize", json={"tokens": tokens}).json()["content"] == "hello <|im_end|>"

@@ -22,7 +22,7 @@ QUESTION = {"role": "user", "content": "What stands in the minutes of the meetin
 def serving(template, folder):
     """A tiny model with a chat template, and a server of it."""
     found = tiny_served()
-    found.loaded.tokenizer.chat_template = template
+    found.tokenizer.chat_template = template
     return found, running(host_of(found, folder=folder))
 
 

@@ -31,7 +31,7 @@ TOOL = {
 def caller(tmp_path_factory):
     """A client of a server whose model calls tools and thinks."""
     found = tiny_served()
-    found.loaded.tokenizer.chat_template = tool_templates.HERMES
+    found.tokenizer.chat_template = tool_templates.HERMES
     host = host_of(found, folder=tmp_path_factory.mktemp("files"))
     with found.engine, running(host) as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
@@ -84,7 +84,7 @@ def test_no_chunk_has_the_beginning_of_a_stop_text_that_ends_the_answer(http):
 
 def test_a_character_of_several_tokens_is_streamed_whole(served, http):
     """vLLM 931, mlx-vlm 1076, text-generation-webui (SillyTavern 354): each byte became a replacement character."""
-    word = served.loaded.tokenizer("你好🎭", add_special_tokens=False)["input_ids"]
+    word = served.tokenizer("你好🎭", add_special_tokens=False)["input_ids"]
     assert len(word) == 10
     grammar = 'start: "你好🎭"'
     texts = [
@@ -180,7 +180,7 @@ def test_tools_that_run_at_anthropic_are_named_and_left_out(caller):
 def test_a_template_that_ends_with_an_opened_thought_and_a_stop_text_in_it_leaves_no_mark(tmp_path):
     """vLLM 14170: with a stop text, the end of a thought was shown as content."""
     found = tiny_served()
-    tokenizer = found.loaded.tokenizer
+    tokenizer = found.tokenizer
     tokenizer.chat_template = tokenizer.chat_template.removesuffix("{% endif %}") + "<think>\n{% endif %}"
     body = {"messages": QUESTION, "max_tokens": 20, "ignore_eos": True}
     with (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import httpx2 as httpx
 import openai
 import pytest
 
-from hetero_kv.models.loading import LoadedModel
-from tests.server.running import host_of, running, tiny_served
+from tests.server.running import host_of, running, served_of, tiny_loaded, tiny_served
 from tests.support import tool_templates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +31,7 @@ PAYLOAD = [{"role": "user", "content": "weather?"}]
 def address(tmp_path_factory):
     """A server of a model whose template has tools in Hermes' form."""
     found = tiny_served()
-    found.loaded.tokenizer.chat_template = tool_templates.HERMES
+    found.tokenizer.chat_template = tool_templates.HERMES
     with found.engine, running(host_of(found, folder=tmp_path_factory.mktemp("files"))) as where:
         yield where
 
@@ -159,13 +157,12 @@ def test_without_a_notion_of_tools_they_are_refused(served, tmp_path):
 
 
 def test_several_recipes_of_one_model_are_served_and_named(tmp_path):
-    from hetero_kv import Engine
     from hetero_kv.loading import with_rules
     from tests.support.small_recipes import small_recipe
 
-    dense = tiny_served("dense")
-    other: LoadedModel = with_rules(dense.loaded, small_recipe("quest", max_seq_len=800))
-    quest = replace(dense, recipe="quest", loaded=other, engine=Engine(other, max_seq_len=800, max_batch=2))
+    loaded = tiny_loaded()
+    dense = served_of(loaded, "dense")
+    quest = served_of(with_rules(loaded, small_recipe("quest", max_seq_len=800)), "quest", max_batch=2)
     payload = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 6}
     with (
         dense.engine,

@@ -30,7 +30,7 @@ def test_a_document_is_uploaded_and_asked_about(page, served):
     expect_answers(page, 1)
     expect(page.locator(".question")).to_contain_text("brest.txt")
     expect(page.locator(".figures")).to_contain_text("12 tokens")
-    tokens = len(served.loaded.tokenizer.encode(DOCUMENT))
+    tokens = len(served.tokenizer.encode(DOCUMENT))
     expect(page.locator("#context .use-documents dd")).to_have_text(str(tokens))
     expect(page.locator("#context .use-answer dd")).to_have_text("12")
     expect(page.locator(".context-sum")).to_contain_text("of 800 tokens")
@@ -78,7 +78,7 @@ def test_an_answer_is_stopped_and_a_second_question_goes_on(page, served, way):
     ask(page, "And then?")
     expect_answers(page, 2)
     cached = re.search(r"(\d+) of \d+ cached", page.locator(".figures").last.inner_text())
-    assert int(cached[1]) >= len(served.loaded.tokenizer.encode(DOCUMENT))
+    assert int(cached[1]) >= len(served.tokenizer.encode(DOCUMENT))
     assert not [each for each in served.engine.status().requests if each.state != "waiting"]
 
 
