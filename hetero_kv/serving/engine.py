@@ -446,6 +446,13 @@ class Engine:
         """
         return self._loop.step()
 
+    def save_kept(self) -> None:
+        """Write the sequences of ended requests to `context_folder` now, so that other engines find them there.
+
+        Requests wait for the disk meanwhile. A failure is logged.
+        """
+        self._loop.save_kept()
+
     def close(self) -> None:
         """End all requests as cancelled, and the engine's thread; free all blocks. Further calls do nothing."""
         self._loop.close()

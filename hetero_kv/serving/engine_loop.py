@@ -156,6 +156,12 @@ class EngineLoop:
                 self._scheduler.fail_all(error)
                 self._scheduler.tell()
 
+    def save_kept(self) -> None:
+        """Write all kept sequences to the context folder, where there is one; steps wait."""
+        with self._stepping:
+            while self._prefixes.is_writing:
+                self._prefixes.write_one()
+
     def close(self) -> None:
         """End all requests as cancelled, and the thread; free all blocks. Further calls do nothing."""
         atexit.unregister(self.close)

@@ -186,6 +186,11 @@ class Router:
         known.sent = [each for each in known.sent if each.request is not request]
         self._write(known)
 
+    def missing(self, request: RoutedRequest) -> int:
+        """How many of the prompt's tokens neither any replica has nor the shared store."""
+        resident = int(self._resident_tokens(request).max(initial=0))
+        return request.tokens - max(resident, self._stored_tokens(request))
+
     # -- costs
 
     def _resident_tokens(self, request: RoutedRequest) -> np.ndarray:
