@@ -2,11 +2,13 @@
 FROM python:3.12-slim
 
 RUN useradd --create-home --uid 1000 hetero && mkdir /data && chown hetero /data
+# cluster,documents for a node of a cluster.
+ARG EXTRAS=server,documents
 WORKDIR /app
 COPY . .
 # torch alone first: a CPU build where the index has one.
 RUN pip install --no-cache-dir -c constraints.txt torch \
-    && pip install --no-cache-dir -c constraints.txt '.[server,documents]' \
+    && pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]" \
     && rm -rf /app
 WORKDIR /data
 USER 1000

@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 TESTED := $(VENV)/.installed-for-tests
+CLUSTER := $(VENV)/.installed-for-clusters
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CONFIG ?= injection_rules/adaptive.yaml
 # Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
@@ -14,13 +15,16 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat serve test test-newest test-cuda test-slow test-page test-agents test-schema campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve cluster test test-newest test-cuda test-slow test-page test-agents test-schema test-cluster campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
 
 serve: $(READY)  ## install, fetch the default model, answer programs that speak OpenAI's or Anthropic's API
 	$(BIN)/hetero-kv serve --config $(CONFIG) $(ARGS)
+
+cluster: $(CLUSTER)  ## two replicas on this machine with a small model, and questions about two documents
+	$(BIN)/python docs/examples/ask_cluster.py $(ARGS)
 
 # In the order of their names, for those that compile most kernels come early, and the last ones take moments. Modules
 # are compiled once for all processes that tests start.
@@ -55,6 +59,9 @@ test-schema: $(TESTED)  ## random requests by the server's OpenAPI document; SEC
 	$(PYTHON) -m venv .venv-schema
 	.venv-schema/bin/python -m pip install --quiet --disable-pip-version-check schemathesis
 	SCHEMATHESIS=$(CURDIR)/.venv-schema/bin/st $(BIN)/python -m pytest -m slow tests/server/test_schema.py $(ARGS)
+
+test-cluster: $(CLUSTER)  ## replicas on Ray Serve that answer, are killed, hang, and lose their folder; minutes
+	$(BIN)/python -m pytest tests/server/cluster $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the slow tests' tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
@@ -102,4 +109,9 @@ $(READY): pyproject.toml constraints.txt
 # Apart, so that nobody who wants to chat waits for a compiler of GPU kernels.
 $(TESTED): $(READY)
 	$(PIP) -e '.[test,documents,plots,eval,server]'
+	touch $@
+
+# Apart, for Ray has a hundred megabytes that one machine's server does not need.
+$(CLUSTER): $(TESTED)
+	$(PIP) -e '.[test,documents,plots,eval,server,cluster]'
 	touch $@

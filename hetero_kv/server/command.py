@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from pathlib import Path
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.rules.context_settings import context_settings
-from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.server.cluster.settings import ClusterSettings
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
-from hetero_kv.settings.mapping import settings_from_mapping
 from hetero_kv.start_up import collection_deferred
 
 _MISSING = "the server needs FastAPI and others; pip install 'hetero-kv[server]', or `make serve` in the repository"
+_MISSING_RAY = "a cluster needs Ray Serve; pip install 'hetero-kv[cluster]', or `make cluster` in the repository"
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -70,6 +68,13 @@ def add_flags(parser: FlagParser) -> None:
         metavar="ORIGIN",
         help="an origin (https://example.org) whose pages may use the server, * for all; may be repeated",
     )
+    cluster = parser.add_settings("cluster", "cluster_settings", ClusterSettings)
+    cluster.add_argument(
+        "--cluster",
+        action="store_true",
+        help="answer by several processes on Ray Serve, here or on the machines of a running Ray cluster "
+        "(RAY_ADDRESS); docs/cluster.md",
+    )
     parser.add_settings("contexts", "contexts", ServedContextSettings)
     parser.add_settings("sampling", "sampling", SamplingSettings)
     add_setting_flags(parser, lambda flags: flags.rules or [DEFAULT_RECIPE])
@@ -81,28 +86,20 @@ def run(flags: argparse.Namespace) -> int:
     Raises:
         HeteroKVError: a mistake in the flags, a model that cannot be loaded, or too little memory for it.
     """
-    from hetero_kv.server.keys import Keys, keys_in
+    from hetero_kv.server.checked_flags import checked
 
-    settings = settings_from_mapping(ServerSettings, flags.server, where=COMMAND_LINE)
-    defaults = settings_from_mapping(SamplingSettings, flags.sampling, where=COMMAND_LINE)
-    keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
-    if not (keys or settings.insecure or _is_loopback(settings.host)):
-        raise ConfigError(
-            f"--host {settings.host} can be reached from other machines, and there is no --api_key; give one, or "
-            "--insecure if everybody there may use the server"
-        )
-    contexts = context_settings(ServedContextSettings, flags.contexts)
-    flags.rules = flags.rules or [DEFAULT_RECIPE]
+    found = checked(flags)
     try:
         with collection_deferred():
             from hetero_kv.server.launch import serve
+            from hetero_kv.server.plan import ServerPlan
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from error
-    return serve(flags, settings, defaults, contexts, keys)
-
-
-def _is_loopback(host: str) -> bool:
+    plan = ServerPlan.of(flags, found)
+    if found.cluster is None:
+        return serve(plan)
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        from hetero_kv.server.cluster.launch import serve_cluster
+    except ImportError as error:
+        raise ConfigError(f"{_MISSING_RAY} ({error})") from error
+    return serve_cluster(plan, found.cluster)

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.loading import load_model, with_rules
-from hetero_kv.models import DEFAULT_MODEL, LoadedModel
-from hetero_kv.models.chat_template import thinking_variable
-from hetero_kv.models.fetching import cache_home
-from hetero_kv.planning.plan import beyond_training
-from hetero_kv.rules.named_config import named_config
-from hetero_kv.rules.setting_flags import settings_of
-from hetero_kv.rules.settings_file import read_settings_file
-from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.server.app import application
-from hetero_kv.server.host import Host
-from hetero_kv.server.keys import Keys
-from hetero_kv.server.limits import Gate
-from hetero_kv.server.served import ServedModel, ServedModels
-from hetero_kv.server.settings import ServedContextSettings, ServerSettings
-from hetero_kv.serving.engine import Engine
-from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.server.plan import ServerPlan
+from hetero_kv.server.settings import ServerSettings
 from hetero_kv.start_up import collection_deferred
 
 _logger = logging.getLogger(__name__)
@@ -41,32 +25,22 @@ _logger = logging.getLogger(__name__)
 _MOST_HEADERS = 64 * 1024
 
 
-def serve(
-    flags: argparse.Namespace, settings: ServerSettings, defaults: SamplingSettings, contexts: ServedContextSettings,
-    keys: Keys,
-) -> int:  # fmt: skip
+def serve(plan: ServerPlan) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Raises HeteroKVError for a mistake in the flags, a port in use, a model that cannot be loaded, or too little memory.
     """
-    _log_to_standard_error()
+    log_to_standard_error()
+    settings = plan.settings
     # Bound before the model is loaded: a port in use shows at once.
-    listener = _listener(settings)
+    listener = bound(settings)
     try:
         with ExitStack() as engines:
             with collection_deferred():
-                served = _served(flags, settings, contexts, engines)
-            if defaults.thinks is not None:
-                # Models without the switch are refused now, not told with every answer.
-                for each in served:
-                    thinking_variable(each.tokenizer)
-            models = ServedModels(served, _aliases(flags.alias, served[0]))
-            folder = (
-                cache_home() / "files" if settings.file_folder == "auto" else Path(settings.file_folder).expanduser()
-            )
-            host = Host.of(models, settings, folder=folder, defaults=defaults, keys=keys)
+                served = plan.models.load(settings, plan.contexts, engines)
+            host = plan.host(served)
             config = uvicorn.Config(
-                application(host, origins=flags.allow_origin),
+                application(host, origins=plan.origins),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -77,7 +51,7 @@ def serve(
                 # Answers end by themselves before.
                 timeout_graceful_shutdown=round(settings.shutdown_s) + 10,
             )
-            _announce(listener, models)
+            announce(listener.getsockname(), host.models.lengths)
             _Server(config, host.stop_answers, settings.shutdown_s).run(sockets=[listener])
     finally:
         listener.close()
@@ -118,7 +92,7 @@ class _Server(uvicorn.Server):
         loop.call_soon_threadsafe(loop.call_later, seconds, self._stop)
 
 
-def _log_to_standard_error() -> None:
+def log_to_standard_error() -> None:
     """A line for every request, and for what goes wrong."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -128,7 +102,7 @@ def _log_to_standard_error() -> None:
     ours.propagate = False
 
 
-def _listener(settings: ServerSettings) -> socket.socket:
+def bound(settings: ServerSettings) -> socket.socket:
     """A socket that listens at the server's address. Raises ConfigError if it cannot."""
     try:
         family, *_, address = socket.getaddrinfo(
@@ -147,64 +121,10 @@ def _listener(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _served(
-    flags: argparse.Namespace, settings: ServerSettings, contexts: ServedContextSettings, engines: ExitStack
-) -> list[ServedModel]:
-    """The model under every recipe of the flags, and the further models, with engines that `engines` closes."""
-    model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
-    if flags.model is None and gguf_path is not None:
-        model, gguf_path = gguf_path, None
-    rules = {"trust_rules": trusted_modules(flags), "settings_file": read_settings_file(), **settings_of(flags)}
-    loading = {"dtype": flags.dtype, "device": flags.device, "trust_remote_code": flags.trust_remote_code}
-
-    def serve(loaded: LoadedModel, recipe: str) -> ServedModel:
-        engine = engines.enter_context(Engine(loaded, **_engine_arguments(settings, contexts)))
-        if warning := beyond_training(engine.max_seq_len, loaded.context_length):
-            _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
-        gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
-        name = named_config(recipe, rules["trust_rules"]).name
-        return ServedModel(loaded.name, name, loaded.tokenizer, loaded.context_length, engine, gate)
-
-    first = load_model(model, gguf_path=gguf_path, config=flags.rules[0], **loading, **rules)
-    served = [serve(first, flags.rules[0])]
-    # The weights are not in memory a second time.
-    served += [serve(with_rules(first, recipe, **rules), recipe) for recipe in flags.rules[1:]]
-    for word in flags.also:
-        name, _, recipe = word.partition("=")
-        recipe = recipe or flags.rules[0]
-        served.append(serve(load_model(name, config=recipe, **loading, **rules), recipe))
-    return served
-
-
-def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings) -> dict[str, Any]:
-    """The arguments of engines that follow from the settings."""
-    folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
-    return {
-        "max_batch": settings.max_batch,
-        "kept_prefixes": settings.kept_prefixes,
-        "longest_gap_s": settings.longest_gap_s,
-        "speculation": settings.speculation,
-        "context_folder": None if contexts.context_cache == "off" else folder,
-        "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
-        "context_local_gb": None if contexts.context_local_gb == "all" else contexts.context_local_gb,
-        "context_wait_s": contexts.context_wait_s,
-        "contexts_per_tenant": None if settings.contexts_per_key == "all" else settings.contexts_per_key,
-    }
-
-
-def _aliases(words: Sequence[str], first: ServedModel) -> Mapping[str, str]:
-    """Other name -> name, from `--alias`."""
-    aliases = {}
-    for word in words:
-        name, equals, target = word.partition("=")
-        aliases[name] = target if equals else first.id
-    return aliases
-
-
-def _announce(listener: socket.socket, models: ServedModels) -> None:
-    """Say where the server is, on standard error."""
-    host, port = listener.getsockname()[:2]
+def announce(address: tuple[Any, ...], lengths: Mapping[str, int]) -> None:
+    """Say on standard error where the server is, and how long the requests to its models may be."""
+    host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(f"{each.id} ({each.engine.max_seq_len:,} tokens)" for each in models.all)
+    names = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in lengths.items())
     print(f"serving {names}\nOpenAI's API: http://{shown}:{port}/v1 · page: http://{shown}:{port}/", file=sys.stderr)
     sys.stderr.flush()

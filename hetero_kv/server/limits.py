@@ -111,6 +111,11 @@ class Gate:
         self._waiting.setdefault(row.ticket.key, []).append(row)
         self._admit()
 
+    def resize(self, rows: int) -> None:
+        """Let `rows` answers be computed at a time from now on; those that are computed go on."""
+        self._rows = rows
+        self._admit()
+
     def refusal(self, reason: str) -> ApiError:
         """The error of a request for which there is no room."""
         seconds = self._usual_s * (self.waiting + 1) / self._rows

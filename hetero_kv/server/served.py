@@ -41,12 +41,12 @@ class ServedEngine(Protocol):
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, question: int | None = None,
         priority: int = 0, markers: Mapping[int, str] | None = None, reuses: bool = True,
-        speculation: str | None = None,
+        speculation: str | None = None, tenant: str = "",
     ) -> Stream: ...  # fmt: skip
 
     def attended(
         self, tokens: Sequence[int], position: int, *, prompt_tokens: int | None = None,
-        bins: int | Sequence[int] = 256, priority: int = 0,
+        bins: int | Sequence[int] = 256, priority: int = 0, tenant: str = "",
     ) -> ResultStream[Attended]: ...  # fmt: skip
 
 
@@ -123,6 +123,11 @@ class ServedModels:
             if target not in self._names:
                 known = ", ".join(each.id for each in self.all)
                 raise ConfigError(f"--alias {name}={target}: there is no model {target!r}; there are: {known}")
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The name of each model -> the longest request, prompt and answer, tokens."""
+        return {each.id: each.engine.max_seq_len for each in self.all}
 
     def named(self, name: str | None) -> ServedModel:
         """The model that a request names.

@@ -116,6 +116,25 @@ class FlagParser(argparse.ArgumentParser):
         """Whether `flag` is one of the parser's."""
         return flag in self._option_string_actions
 
+    def words(self, values: Mapping[str, Any]) -> list[str]:
+        """The words of a command line with these flags: name -> value, a list for a flag that is given several times.
+
+        Raises ConfigError for a value that no flag has.
+        """
+        found = []
+        for name, given in values.items():
+            flag = f"--{name.replace('-', '_')}"
+            action = self._option_string_actions.get(flag)
+            is_switch = action is not None and action.nargs == 0
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if not isinstance(value, str | int | float):
+                    raise ConfigError(f"{name} is {value!r}; give a text, a number, true, false, or a list of them")
+                if is_switch and isinstance(value, bool):
+                    found += [flag] if value else []
+                else:
+                    found.append(f"{flag}={value}")
+        return found
+
 
 class _CollectSetting(argparse.Action):
     def __call__(

@@ -1,0 +1,63 @@
+"""The flags of `hetero-kv serve`, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from typing import NamedTuple
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.context_settings import context_settings
+from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.recipes import DEFAULT_RECIPE
+from hetero_kv.server.cluster.settings import ClusterSettings
+from hetero_kv.server.keys import Keys, keys_in
+from hetero_kv.server.settings import ServedContextSettings, ServerSettings
+from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.settings.mapping import settings_from_mapping
+
+
+class CheckedFlags(NamedTuple):
+    """Settings and keys. `cluster` is None for a server in one process."""
+
+    settings: ServerSettings
+    defaults: SamplingSettings
+    contexts: ServedContextSettings
+    keys: Keys
+    cluster: ClusterSettings | None
+
+
+def checked(flags: argparse.Namespace) -> CheckedFlags:
+    """What the flags say; `flags.rules` gets its default.
+
+    Raises ConfigError for a value that is not valid, and for a server that everybody could use without being told so.
+    """
+    settings = settings_from_mapping(ServerSettings, flags.server, where=COMMAND_LINE)
+    defaults = settings_from_mapping(SamplingSettings, flags.sampling, where=COMMAND_LINE)
+    cluster = settings_from_mapping(ClusterSettings, flags.cluster_settings, where=COMMAND_LINE)
+    if flags.cluster_settings and not flags.cluster:
+        name = next(iter(flags.cluster_settings))
+        raise ConfigError(f"--{name} is of a cluster; give --cluster too, or leave it out")
+    keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
+    if not (keys or settings.insecure or _is_loopback(settings.host)):
+        raise ConfigError(
+            f"--host {settings.host} can be reached from other machines, and there is no --api_key; give one, or "
+            "--insecure if everybody there may use the server"
+        )
+    contexts = context_settings(ServedContextSettings, flags.contexts)
+    if cluster.prefill_replicas and contexts.context_cache == "off":
+        raise ConfigError("--prefill_replicas hands prompts over in the context folder; leave out --context_cache off")
+    if cluster.prefill_replicas and "://" in contexts.context_folder:
+        raise ConfigError(
+            f"--prefill_replicas hands prompts over in --context_folder, which is {contexts.context_folder}; give a "
+            "folder that all machines have, because an address gets what is saved some time later"
+        )
+    flags.rules = flags.rules or [DEFAULT_RECIPE]
+    return CheckedFlags(settings, defaults, contexts, keys, cluster if flags.cluster else None)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,100 @@
+"""The models and recipes that a server is to load, as plain data, and the engines that come of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hetero_kv.loading import load_model, with_rules
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel
+from hetero_kv.models.fetching import cache_home
+from hetero_kv.planning.plan import beyond_training
+from hetero_kv.rules.named_config import named_config
+from hetero_kv.rules.setting_flags import settings_of
+from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.rules.trust import trusted_modules
+from hetero_kv.server.limits import Gate
+from hetero_kv.server.served import ServedModel
+from hetero_kv.server.settings import ServedContextSettings, ServerSettings
+from hetero_kv.serving.engine import Engine
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelsToLoad:
+    """What a server loads. It can be sent to another process.
+
+    Attributes:
+        model, gguf_path: of the first model, as `load_model` takes them.
+        recipes: rules of the first model; the first of them is also the further models'.
+        also: further models, each "MODEL" or "MODEL=RECIPE".
+        loading: arguments of `load_model` for all models.
+        rules: settings of the rules, and what they may import.
+    """
+
+    model: str
+    gguf_path: str | None
+    recipes: Sequence[str]
+    also: Sequence[str]
+    loading: Mapping[str, Any]
+    rules: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, flags: argparse.Namespace) -> Self:
+        """What the flags of `hetero-kv serve` name. Raises ConfigError for settings that are not valid."""
+        model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
+        if flags.model is None and gguf_path is not None:
+            model, gguf_path = gguf_path, None
+        return cls(
+            model,
+            gguf_path,
+            flags.rules,
+            flags.also,
+            {"dtype": flags.dtype, "device": flags.device, "trust_remote_code": flags.trust_remote_code},
+            {"trust_rules": trusted_modules(flags), "settings_file": read_settings_file(), **settings_of(flags)},
+        )
+
+    def load(
+        self, settings: ServerSettings, contexts: ServedContextSettings, engines: ExitStack
+    ) -> list[ServedModel]:  # fmt: skip
+        """The first model under every recipe, and the further models, with engines that `engines` closes."""
+
+        def serve(loaded: LoadedModel, recipe: str) -> ServedModel:
+            engine = engines.enter_context(Engine(loaded, **_engine_arguments(settings, contexts)))
+            if warning := beyond_training(engine.max_seq_len, loaded.context_length):
+                _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
+            gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
+            name = named_config(recipe, self.rules["trust_rules"]).name
+            return ServedModel(loaded.name, name, loaded.tokenizer, loaded.context_length, engine, gate)
+
+        usual = self.recipes[0]
+        first = load_model(self.model, gguf_path=self.gguf_path, config=usual, **self.loading, **self.rules)
+        served = [serve(first, usual)]
+        # The weights are not in memory a second time.
+        served += [serve(with_rules(first, recipe, **self.rules), recipe) for recipe in self.recipes[1:]]
+        for word in self.also:
+            name, _, recipe = word.partition("=")
+            recipe = recipe or usual
+            served.append(serve(load_model(name, config=recipe, **self.loading, **self.rules), recipe))
+        return served
+
+
+def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings) -> dict[str, Any]:
+    """The arguments of engines that follow from the settings."""
+    folder = cache_home() / "contexts" if contexts.context_folder == "auto" else contexts.context_folder
+    return {
+        "max_batch": settings.max_batch,
+        "kept_prefixes": settings.kept_prefixes,
+        "longest_gap_s": settings.longest_gap_s,
+        "speculation": settings.speculation,
+        "context_folder": None if contexts.context_cache == "off" else folder,
+        "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
+        "context_local_gb": None if contexts.context_local_gb == "all" else contexts.context_local_gb,
+        "context_wait_s": contexts.context_wait_s,
+        "contexts_per_tenant": None if settings.contexts_per_key == "all" else settings.contexts_per_key,
+    }

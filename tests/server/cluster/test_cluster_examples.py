@@ -1,0 +1,61 @@
+"""The documented configurations are what Ray Serve and the command take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hetero_kv.server.checked_flags import checked
+from hetero_kv.server.command import add_flags
+from hetero_kv.settings.flags import FlagParser
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+
+
+def serve_configurations():
+    """What each file hands to Ray Serve."""
+    kuberay = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text(encoding="utf-8"))
+    return {
+        "cluster": yaml.safe_load((EXAMPLES / "cluster.yaml").read_text(encoding="utf-8")),
+        "kuberay": yaml.safe_load(kuberay["spec"]["serveConfigV2"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["cluster", "kuberay"])
+def test_the_arguments_are_flags_of_the_command(name, tmp_path):
+    (application,) = serve_configurations()[name]["applications"]
+    assert application["import_path"] == "hetero_kv.serving.cluster:app"
+    keys = tmp_path / "keys"
+    keys.write_text("team:SECRET-KEY", encoding="utf-8")
+    parser = FlagParser("hetero-kv serve", "")
+    add_flags(parser)
+    values = {**application["args"], "api_key_file": str(keys), "cluster": True}
+    found = checked(parser.parse(parser.words(values)))
+    assert (found.cluster.replicas, found.cluster.most_replicas) == ("auto", 4)
+    assert found.keys
+
+
+@pytest.mark.parametrize("name", ["cluster", "kuberay"])
+def test_ray_serve_takes_the_configuration(name):
+    schema = pytest.importorskip("ray.serve.schema")
+    assert schema.ServeDeploySchema.model_validate(serve_configurations()[name]).applications[0].name == "hetero-kv"
+
+
+def test_the_pods_of_the_manifest_run_what_the_application_needs():
+    manifest = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    cluster = manifest["spec"]["rayClusterConfig"]
+    arguments = serve_configurations()["kuberay"]["applications"][0]["args"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["maxReplicas"] == arguments["most_replicas"]
+    for group in (cluster["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
+        paths = [each["mountPath"] for each in container["volumeMounts"]]
+        volumes = {each["name"] for each in group["template"]["spec"]["volumes"]}
+        assert {each["name"] for each in container["volumeMounts"]} == volumes
+        for flag in ("context_folder", "file_folder", "api_key_file"):
+            assert any(arguments[flag].startswith(f"{path}/") for path in paths), flag
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert float(worker["resources"]["limits"]["cpu"]) >= arguments["replica_cpus"]

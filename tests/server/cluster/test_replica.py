@@ -1,0 +1,154 @@
+"""A replica and what the ingress knows of it, without Ray between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from hetero_kv import SamplingParams
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.server.checked_flags import checked
+from hetero_kv.server.cluster.arriving_result import ArrivingResult
+from hetero_kv.server.cluster.autoscaling import LOAD
+from hetero_kv.server.cluster.engine_replica import EngineReplica
+from hetero_kv.server.cluster.messages import RemoteRequest, Taken
+from hetero_kv.server.cluster.placement import Placement
+from hetero_kv.server.command import add_flags
+from hetero_kv.server.plan import ServerPlan
+from hetero_kv.serving.cluster.prefix_hashes import block_hashes
+from hetero_kv.serving.cluster.routing import RoutedRequest
+from hetero_kv.serving.grammar import GrammarText
+from hetero_kv.serving.stream import Completion, Piece, ResultStream
+from hetero_kv.settings.flags import FlagParser
+from tests.server.cluster.tiny_folder import CAPACITY, tiny_folder
+
+MODEL = "tiny:dense"
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory):
+    parser = FlagParser("hetero-kv serve", "")
+    add_flags(parser)
+    model = tiny_folder(tmp_path_factory.mktemp("replica") / "tiny")
+    values = {
+        "model": str(model),
+        "config": ["dense"],
+        "context_cache": "off",
+        "max_seq_len": CAPACITY,
+        "cluster": True,
+    }
+    flags = parser.parse(parser.words(values))
+    found = EngineReplica(ServerPlan.of(flags, checked(flags)), "first")
+    yield found
+    found._open.close()
+
+
+def asked(tokens, sampling=None, **fields):
+    routed = RoutedRequest(len(tokens), block_hashes(tokens))
+    sampling = sampling or SamplingParams(max_new_tokens=4, ignore_eos=True)
+    return RemoteRequest(MODEL, np.array(tokens, np.int32), routed, fields.pop("arguments", {}), sampling, **fields)
+
+
+def messages(replica, request, most=1000):
+    """What the replica sends; the caller leaves after `most` of them."""
+
+    async def read():
+        found, source = [], await replica.generate(request)
+        async for each in source:
+            found.append(each)
+            if len(found) == most:
+                await source.aclose()
+        return found
+
+    return asyncio.run(read())
+
+
+def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
+    taken, *pieces, result = messages(replica, asked([5, 6, 7]))
+    assert taken == Taken("first")
+    assert all(isinstance(each, Piece) for each in pieces)
+    assert isinstance(result, Completion)
+    assert list(result.pieces) == pieces
+    assert len(pieces) == 4
+
+
+def test_an_error_of_the_request_comes_as_a_message(replica):
+    _, error = messages(replica, asked([1] * (CAPACITY + 1)))
+    assert isinstance(error, CacheFullError)
+
+
+def test_a_grammar_holds_at_the_replica(replica):
+    written = GrammarText("the regular expression", "grammar_from_regex", "(ab){3}")
+    *_, result = messages(replica, asked([1, 2], SamplingParams(max_new_tokens=20), grammar=written))
+    assert result.text == "ababab"
+
+
+def test_who_leaves_cancels_the_answer(replica):
+    engine = replica._engines[MODEL]
+    messages(replica, asked([1, 2, 3], SamplingParams(max_new_tokens=1500, ignore_eos=True)), most=3)
+    found = engine.generate([1], SamplingParams(max_new_tokens=1)).result(60)
+    assert len(found.pieces) == 1
+    assert engine.status().requests == ()
+
+
+def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica):
+    request = asked([4, 5, 6], SamplingParams(max_new_tokens=9, temperature=1.5, seed=7, ignore_eos=True))
+    whole = messages(replica, request)[-1]
+    stream = ResultStream(lambda _: None)
+    result = ArrivingResult(stream)
+    for message in messages(replica, request, most=4)[1:]:
+        result.take(message)
+    again = result.going_on(request, "first")
+    assert again.avoided == {"first"}
+    for message in messages(replica, again)[1:]:
+        result.take(message)
+    found = stream.result(0)
+    assert (found.tokens, found.text, found.finish_reason) == (whole.tokens, whole.text, whole.finish_reason)
+    assert [piece.token for piece in stream] == list(whole.tokens)
+
+
+def test_a_cancelled_answer_ends_as_it_is(replica):
+    request = asked([4, 5, 6])
+    stream = ResultStream(lambda _: None)
+    result = ArrivingResult(stream)
+    for message in messages(replica, request, most=3)[1:]:
+        result.take(message)
+    result.cancelled(request)
+    assert (stream.result(0).finish_reason, len(stream.result(0).pieces)) == ("stopped", 2)
+
+
+def test_a_replica_is_known_by_its_reports_and_gets_the_prompts_that_it_has(replica):
+    document = [7, 8, 9, 10] * 50
+    messages(replica, asked(document))
+    # The next one begins once the sequence is kept.
+    messages(replica, asked([1]))
+    stats = asyncio.run(replica.record_routing_stats())
+    # It travels as plain data.
+    stats = json.loads(json.dumps(stats))
+    placement = Placement(0.5)
+    placement.learn({"first": stats, "second": {**stats, MODEL: {**stats[MODEL], "report": other(stats)}}})
+    for number in range(4):
+        request = asked([*document, number])
+        assert placement.ranked(request, ["second", "first"]) == ["first", "second"]
+        assert placement.ended(request) == "first"
+    avoiding = asked(document, avoided={"first"})
+    assert placement.ranked(avoiding, ["second", "first"]) == ["second", "first"]
+    assert [each.max_batch for each in placement.statuses(MODEL)] == [8, 8]
+    assert 0 <= replica.record_autoscaling_stats()[LOAD] < 1
+    replica.check_health()
+
+
+def other(stats):
+    """The report of a replica like it that has nothing in memory."""
+    return {**stats[MODEL]["report"], "resident": []}
+
+
+def test_a_report_of_another_version_leaves_its_replica_unknown(replica, caplog):
+    placement = Placement(0.5)
+    placement.learn({"first": {MODEL: {"report": {"from": "the future"}, "status": {}}}})
+    assert "cannot be read" in caplog.text
+    assert placement.ranked(asked([1, 2]), ["first"]) == ["first"]
+    assert placement.statuses(MODEL) == []
