@@ -173,7 +173,8 @@ def test_a_killed_replica_makes_no_answer_wrong_and_the_other_one_has_its_contex
 
 
 def test_answers_of_a_replica_that_hangs_go_on_elsewhere(cluster):
-    documents = [document(200 + number) for number in range(6)]
+    # In the answer about document 203 two tokens are equally likely but for rounding.
+    documents = [document(number) for number in (200, 201, 202, 204, 205)]
     expected = [text_of(ask(cluster, each, max_tokens=200)) for each in documents]
     hanging = cluster.replicas[0]
 
