@@ -116,7 +116,6 @@ def test_rays_prefix_router_stays_with_a_full_replica_unless_it_has_a_threshold(
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_every_question_is_answered_though_replicas_fail(router):
-    pytest.importorskip("simpy")
     scenario = replace(SMALL, router=router, life_s=60.0, repaired_s=10.0)
     outcome = Simulation(scenario).run()
     assert outcome.sent_again > 0
@@ -130,14 +129,12 @@ def test_every_question_is_answered_though_replicas_fail(router):
 
 
 def test_our_router_computes_fewer_documents_than_round_robin():
-    pytest.importorskip("simpy")
     ours, turns = (Simulation(replace(SMALL, router=name)).run() for name in ("ours", "round robin"))
     assert ours.prefills_per_document < 0.7 * turns.prefills_per_document
     assert np.median(ours.first_token_s) < np.median(turns.first_token_s)
 
 
 def test_with_a_shared_store_documents_are_fetched():
-    pytest.importorskip("simpy")
     alone, shared = (
         Simulation(replace(SMALL, router="round robin", shared_store=each)).run() for each in (False, True)
     )
