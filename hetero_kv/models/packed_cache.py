@@ -75,9 +75,9 @@ class PackedCache:
         path = folder / WEIGHTS_FILE
         found = self._intact(path, identity)
         if found is None:
-            if not makes_room(size, self.limit, besides=folder):
-                return None
             try:
+                if not makes_room(size, self.limit, besides=folder):
+                    return None
                 folder.mkdir(parents=True, exist_ok=True)
                 write_packed(path, identity, tensors)
                 found = PackedFile(path, identity)

@@ -27,33 +27,42 @@ def packed_sizes() -> dict[Path, int]:
 
 
 def clear_packed() -> int:
-    """Remove all packed weights; returns the bytes freed. Processes that have them open go on."""
+    """Remove all packed weights; returns the bytes freed. Processes that have them open go on.
+
+    Raises OSError for what cannot be removed.
+    """
     freed = sum(packed_sizes().values())
-    shutil.rmtree(packed_home(), ignore_errors=True)
+    if packed_home().is_dir():
+        shutil.rmtree(packed_home())
     return freed
 
 
 def makes_room(size: int, limit: int, *, besides: Path) -> bool:
     """Whether `size` bytes fit on the disk; removes the least recently used weights until all take `limit` bytes.
 
-    besides: the folder that the bytes are for, which stays.
+    Nothing is removed if they do not fit even then.
+
+    besides: the folder that the bytes are for, which stays. Raises OSError if the folder or the disk cannot be read.
     """
     home = packed_home()
     sizes = packed_sizes()
     sizes.pop(besides, None)
-    left = sum(sizes.values())
+    left, removed = sum(sizes.values()), []
     for path, freed in sizes.items():
         if left + size <= limit:
             break
-        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path)
         left -= freed
     free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
+    free += sum(sizes[path] for path in removed)
     if size > _FREE_SHARE * free:
         _logger.warning(
             "packed weights are not kept: they take %.1f GB, and %.1f GB are free at %s; packed_cache_gb=0 keeps none",
             size / 1e9, free / 1e9, home,
         )  # fmt: skip
         return False
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
     return True
 
 

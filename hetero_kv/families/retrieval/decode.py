@@ -88,7 +88,8 @@ class RetrievalDecode(RetrievalPrefill):
             )
         is_scored, largest = which == CHOSEN, self._takes_largest
         fetching = None
-        if layer.pool is not None and layer.pool.reads_ahead():
+        # Blocks of several groups are read ahead by each of them, in a call of its own.
+        if len(groups) == 1 and layer.pool is not None and layer.pool.reads_ahead():
             first, end = ranges[1:, 0].tolist()
             fetching = BlockReadAhead(layer.pool, table, first, end, which, positions, allowed)
             if isinstance(native, RetrievalStep):
@@ -110,7 +111,7 @@ class RetrievalDecode(RetrievalPrefill):
                 tokens = np.full((*positions.shape[:2], capacity), -1, np.int32)
             with one_kernel_at_a_time:
                 if fetching is not None:
-                    fetching.by_rehearsal(native, (*inputs, *results))
+                    fetching.by_rehearsal(native, (*inputs, *results, NOTHING_FORBIDDEN, later))
                 stored = native(*inputs, *results, tokens, later)
                 # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()

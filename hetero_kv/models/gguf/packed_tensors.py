@@ -119,7 +119,7 @@ def load_from_cache(
             return False
         try:
             found = _read(kept, tensors, kept.mapped if cache.maps(size) else kept.copied, report)
-        except DamagedPackedFileError as error:
+        except (DamagedPackedFileError, OSError) as error:
             discard(kept.path, error)
             continue
         finally:
