@@ -168,9 +168,8 @@ def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, ou
     """
     rows, columns = codes.shape
     stride = out.shape[1] * 4
-    # So few rows that row by row is less work than filling a pass.
-    by_row = 2 * rows <= per_pass
-    if rows < per_pass and not by_row and first < end:
+    # Up to half a pass of rows is less work row by row.
+    if per_pass < 2 * rows < 2 * per_pass and first < end:
         _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
         return
     # If rows take several passes, process as many tiles at a time as stay in a core's cache between passes.
@@ -180,7 +179,7 @@ def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, ou
     while chunk < end:
         chunk_end, row = min(chunk + together, end), 0
         while row < rows:
-            count = 1 if by_row or rows - row == 1 else per_pass
+            count = per_pass if 2 * (rows - row) > per_pass else 1
             # The last pass overlaps the one before, and computes the shared rows again with equal bits.
             row = min(row, rows - count)
             call_dots(
