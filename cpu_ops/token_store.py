@@ -158,7 +158,7 @@ def store_token(
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
     )
-    positions = np.broadcast_to(position, len(table)).astype(np.int64)
+    positions = np.full(len(table), position) if isinstance(position, int) else position
     largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
     if largest < 0 or positions.min() < 0:
         raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")

@@ -157,7 +157,8 @@ class AttentionOperator(Operator):
     def _attend_in_arrays(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor | None:
         """`attend` by `attend_arrays`, for several steps; None where these need `decode_step` each."""
         dtype = ARRAY_DTYPES.get(call.q.dtype)
-        if dtype is None or call.q.device.type != "cpu" or call.sink is not None or call.sliding_window is not None:
+        is_plain = call.q.device.type == "cpu" and call.sink is None and call.sliding_window is None
+        if dtype is None or not is_plain or not cache.steps[0].is_decode:
             return None
         prepared = self.prepare_arrays(cache, dtype, call.softcap)
         if prepared is None:

@@ -154,11 +154,12 @@ class RetrievalAttention(ResidentDecode):
             lse = attend_draft(groups, arrays, scale, softcap, self.threads)
             taken = [SelectionStatistics(group.context_blocks) for group in groups]
             self._count_read(groups, taken)
-            estimated = (np.stack((lse, lse)), taken) if isinstance(native, EstimatingStep) else None
-        else:
-            q, k, v = arrays.q, arrays.k, arrays.v
-            lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-            estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
+            if isinstance(native, EstimatingStep):
+                self._count(groups, (lse, lse), taken)
+            return
+        q, k, v = arrays.q, arrays.k, arrays.v
+        lse = np.empty((len(q), k.shape[1], native.group), np.float32)
+        estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
         if estimated is not None:
             self._count(groups, *estimated)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -183,7 +184,9 @@ class RetrievalDecode(RetrievalPrefill):
             assert layer.reading is not None
             layer.read = layer.read.plus(layer.reading.of_step(group.step.length, group.context_blocks, each))
 
-    def _count(self, groups: list[GroupRows], masses: np.ndarray, taken: list[SelectionStatistics]) -> None:
+    def _count(
+        self, groups: list[GroupRows], masses: np.ndarray | Sequence[np.ndarray], taken: list[SelectionStatistics]
+    ) -> None:
         """Record a step's block counts and the estimated shares of the attention mass that it covered.
 
         masses: as those of `EstimatingStep`, of the rows of all groups.
@@ -193,8 +196,8 @@ class RetrievalDecode(RetrievalPrefill):
             # Of one group, or tokens of one draft.
             each = list(run)
             state, times = layer.state, len(each)
-            own = masses[:, each[0][0].step.rows.start - start : each[-1][0].step.rows.stop - start]
-            covered = covered_share(own[0], own[1])
+            rows = slice(each[0][0].step.rows.start - start, each[-1][0].step.rows.stop - start)
+            covered = covered_share(masses[0][rows], masses[1][rows])
             # NaN means that nothing was estimated.
             share = state.share.plus(covered, times) if covered == covered else state.share
             attended = sum(of_group.attended for _, of_group in each) / times
