@@ -60,6 +60,9 @@ KEYS_VALUES = register(FootprintTerm("keys_values", "keys and values, in blocks"
 REPRESENTATIVES = register(FootprintTerm("representatives", "representatives of the blocks", in_dram=True))
 SLIDING = register(FootprintTerm("sliding", "the model's own sliding windows"))
 MASKS = register(FootprintTerm("masks", "the mask of a chunk, in layers without an operator"))
+RESIDENT = register(
+    FootprintTerm("resident", "representatives and chosen blocks, or all blocks, on a GPU that attends to them")
+)
 FOLLOWING = register(FootprintTerm("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
 UNTOUCHED = register(FootprintTerm("untouched", "layers without an operator"))
 STATES = register(FootprintTerm("states", "states of layers without attention"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_kv.adapter.footprint import FOLLOWING, MASKS
+from hetero_kv.adapter.footprint import FOLLOWING, MASKS, RESIDENT
 from hetero_kv.planning.footprint import TRANSIENT, MemoryUse
 from hetero_kv.planning.plan import LONGEST, Plan
 
@@ -27,11 +27,14 @@ class CommonPlan(Plan):
 
     def memory(self, tokens: int) -> MemoryUse:
         """The memory of sequences with `tokens` together, while the longest prompt passes, term by term."""
+        longest = min(tokens, self.longest)
         kept = self.footprint.memory(-(-tokens // self.batch), self.batch).sizes
-        passing = self.footprint.memory(min(tokens, self.longest)).sizes
-        return MemoryUse(
-            {term: (passing if term in _OF_A_PROMPT else kept).get(term, 0) for term in {**kept, **passing}}
-        )
+        passing = self.footprint.memory(longest).sizes
+        sizes = {term: (passing if term in _OF_A_PROMPT else kept).get(term, 0) for term in {**kept, **passing}}
+        if RESIDENT in sizes:
+            # A GPU takes it for the longest sequence, whatever a sequence's length is.
+            sizes[RESIDENT] = self.footprint.memory(longest, self.batch).sizes[RESIDENT]
+        return MemoryUse(sizes)
 
     def contents(self, tokens: int) -> str:
         """See Plan."""

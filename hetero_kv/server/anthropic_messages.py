@@ -13,6 +13,8 @@ from hetero_kv.server.messages import embedded_text
 #: A line that Claude Code puts at the head of the system message. It changes with every request, and would make every
 #: prompt a new one.
 _BILLING = "x-anthropic-billing-header:"
+# How the types of tools begin that Anthropic's own servers run; clients run all others.
+_RUN_AT_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset")
 
 FileText = Callable[[str], str]
 
@@ -161,9 +163,16 @@ def openai_tools(tools: list[Any] | None) -> tuple[list[dict[str, Any]], list[st
     for number, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
             raise ApiError(400, f"tools[{number}] is {shown(tool, 80)}; give an object with name and input_schema")
-        if tool.get("type") not in (None, "custom"):
-            others.append(f"tools[{number}] ({tool.get('type')})")
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind.startswith(_RUN_AT_ANTHROPIC):
+            others.append(f"tools[{number}] ({kind})")
             continue
+        if kind not in (None, "custom"):
+            raise ApiError(
+                400,
+                f"tools[{number}] has the type {shown(kind, 80)}, whose arguments only Anthropic's models know; give "
+                "it with name, description and input_schema, and without a type",
+            )
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
         if isinstance(tool.get("description"), str):
             function["description"] = tool["description"]

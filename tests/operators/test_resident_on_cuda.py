@@ -120,6 +120,28 @@ def test_a_covering_budget_is_full_attention(llama):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-3, atol=1e-3)
 
 
+def test_a_token_that_fails_between_its_slots_leaves_none_that_lies(llama, monkeypatch):
+    tokens = random_tokens(90)
+    expected = told(llama, injected(llama), tokens, prompt=80)
+    eject(llama)
+    cache = injected(llama)
+    found = told(llama, cache, tokens[:, :80], prompt=80)
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fetch(*arguments)
+
+    monkeypatch.setattr(resident_context, "fetch", failing)
+    with pytest.raises(KeyboardInterrupt):
+        told(llama, cache, tokens[:, 80:])
+    found += told(llama, cache, tokens[:, 80:])
+    eject(llama)
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_rows_of_several_lengths_equal_each_row_alone(llama):
     lengths, tokens, count = (70, 52), random_tokens(76, rows=2), 6

@@ -162,6 +162,14 @@ def test_an_answer_longer_than_what_is_left_is_given_as_far_as_it_fits(http):
     assert found["choices"][0]["finish_reason"] == "length"
 
 
+def test_tools_that_a_client_runs_are_refused_without_a_schema(caller):
+    """Anthropic's bash has no schema in the request, and a model here would never hear of it."""
+    tools = [{"type": "bash_20250124", "name": "bash"}]
+    found = caller.post("/v1/messages", json={"model": "", "max_tokens": 2, "messages": QUESTION, "tools": tools})
+    assert found.status_code == 400
+    assert "bash_20250124" in found.json()["error"]["message"]
+
+
 def test_tools_that_run_at_anthropic_are_named_and_left_out(caller):
     """unsloth 5141 (of Codex), and Claude Code's search of the web: an unknown type of tool ended the session."""
     own = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}

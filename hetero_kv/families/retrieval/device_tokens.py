@@ -75,10 +75,11 @@ class DeviceTokens:
         # From memory of its own, because the copy before may not have arrived where a forward has failed.
         self.numbers.copy_(numbers.pin_memory(), non_blocking=True)
         if not np.array_equal(context, self._table):
-            self._table = context
             # Of the whole width, so that it is one copy and no launch.
             table = np.pad(context, ((0, 0), (0, self.table.shape[1] - context.shape[1])))
             self.table.copy_(torch.from_numpy(table).pin_memory(), non_blocking=True)
+            # Only now: an interrupted copy is made again.
+            self._table = context
         step.host_copies.append(HostCopy(self._sent, lambda sent: self._store(step, sent)))
 
     def _store(self, step: Step, sent: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_kv.adapter.footprint import (
+    RESIDENT,
     BytesPerToken,
     FootprintTerm,
     LayerFootprint,
@@ -25,7 +26,6 @@ from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
-RESIDENT = register(FootprintTerm("resident", "representatives and chosen blocks on a GPU that attends to them"))
 WRITE_OUT = register(FootprintTerm("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
 
 _FLOAT_BYTES, _ID_BYTES = 4, 8
@@ -128,8 +128,9 @@ class PagedFootprint(LayerFootprint):
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.on_gpu:
-            window = self.device_window + (demand.tokens if self.has_whole_window else 0)
-            yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(window, demand))
+            yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
+            if self.has_whole_window:
+                yield MemoryShare(RESIDENT, demand.sequences * self.kv_bytes(demand.tokens, demand))
             if self.slots:
                 blocks = math.ceil(demand.tokens / self.block_size)
                 slots = self.kv_bytes(min(self.slots, blocks) * self.block_size, demand)

@@ -123,6 +123,10 @@ class ResidentContext:
             self._indexed = context
             self._ids.masked_fill_(self._ids >= context, NONE)
 
+    def empty_slots(self) -> None:
+        """Forget what slots have: a token that failed may have named blocks that did not arrive."""
+        self._ids.fill_(NONE)
+
     def attended(
         self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
         sent: SentToken,

@@ -113,6 +113,8 @@ class ResidentLayer(RetrievalLayer):
         before, self.from_dram = snapshot
         super().rollback(before)
         self._shorten(self.group.length)
+        if self.resident is not None:
+            self.resident.empty_slots()
 
     def _shorten(self, length: int) -> None:
         if self.resident is not None:
