@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 State = Literal["answering", "prefilling", "waiting"]
 
@@ -84,3 +84,26 @@ class EngineStatus:
     def is_stuck(self, seconds: float) -> bool:
         """Whether requests wait and nothing has happened for so long."""
         return bool(self.requests) and self.idle_s > seconds
+
+
+def together(statuses: Sequence[EngineStatus]) -> EngineStatus:
+    """Several engines as one; without any, one that is closed."""
+
+    def total(name: str) -> Any:
+        return sum(getattr(each, name) for each in statuses)
+
+    return EngineStatus(
+        tuple(request for each in statuses for request in each.requests),
+        kept_prefixes=total("kept_prefixes"),
+        capacity=total("capacity"),
+        free=total("free"),
+        dram_bytes=total("dram_bytes"),
+        idle_s=min((each.idle_s for each in statuses), default=0.0),
+        is_open=any(each.is_open for each in statuses),
+        max_batch=total("max_batch"),
+        prefill_tokens_per_s=sum(each.prefill_tokens_per_s or 0.0 for each in statuses) or None,
+        decode_step_s=min((each.decode_step_s for each in statuses if each.decode_step_s is not None), default=None),
+        decode_row_s=min((each.decode_row_s for each in statuses), default=0.0),
+        bytes_per_token=max((each.bytes_per_token for each in statuses), default=0.0),
+        context_failures=total("context_failures"),
+    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 
 from hetero_kv import SamplingParams
+from hetero_kv.serving.status import EngineStatus, RequestStatus, together
 from tests.serving.tiny_engine import PROMPTS, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,3 +55,27 @@ def test_an_engine_with_requests_and_no_steps_is_stuck():
         engine.generate(PROMPTS[0])
         assert engine.status().is_stuck(0.0)
         assert not engine.status().is_stuck(60.0)
+
+
+#: No field is as of an engine that is closed.
+BUSY = EngineStatus(
+    (RequestStatus("answering", 5, 5, 2),), kept_prefixes=1, capacity=640, free=64, dram_bytes=4096, idle_s=0.5,
+    is_open=True, max_batch=8, prefill_tokens_per_s=100.0, decode_step_s=0.25, decode_row_s=0.125, bytes_per_token=2.0,
+    context_failures=3,
+)  # fmt: skip
+
+
+def test_several_engines_are_one_in_every_field():
+    assert together([BUSY]) == BUSY
+    closed = EngineStatus((), 0, 0, 0, 0, 0.0, False, 0, None, None, 0.0, 0.0, 0)
+    assert all(getattr(BUSY, each.name) != getattr(closed, each.name) for each in fields(EngineStatus))
+    assert together([]) == closed
+    busier = replace(
+        BUSY, idle_s=0.25, prefill_tokens_per_s=None, decode_step_s=None, decode_row_s=0.5, bytes_per_token=4.0,
+        is_open=False,
+    )  # fmt: skip
+    assert together([BUSY, busier]) == EngineStatus(
+        BUSY.requests * 2, kept_prefixes=2, capacity=1280, free=128, dram_bytes=8192, idle_s=0.25, is_open=True,
+        max_batch=16, prefill_tokens_per_s=100.0, decode_step_s=0.25, decode_row_s=0.125, bytes_per_token=4.0,
+        context_failures=6,
+    )  # fmt: skip

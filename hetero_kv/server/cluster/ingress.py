@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI
@@ -17,6 +18,8 @@ from hetero_kv.server.launch import log_to_standard_error
 from hetero_kv.server.limits import Gate
 from hetero_kv.server.plan import ServerPlan
 from hetero_kv.server.served import ServedModel
+
+_logger = logging.getLogger(__name__)
 
 
 class Ingress:
@@ -52,8 +55,12 @@ class Ingress:
     async def _watch(self, host: Host) -> None:
         """Admit as many requests at a time as the replicas that there are answer."""
         while True:
-            for each in host.models.all:
-                each.gate.resize(max(self._plan.settings.max_batch, each.engine.status().max_batch))
+            try:
+                for each in host.models.all:
+                    each.gate.resize(max(self._plan.settings.max_batch, each.engine.status().max_batch))
+            except Exception:
+                # A fault of ours; requests go on, as many at a time as before.
+                _logger.exception("the gates do not follow the number of replicas")
             await asyncio.sleep(self._cluster.report_s)
 
     def lengths(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from hetero_kv.serving.cluster.prefix_hashes import block_hashes
 from hetero_kv.serving.cluster.routing import RoutedRequest
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.status import EngineStatus
+from hetero_kv.serving.status import EngineStatus, together
 from hetero_kv.serving.stream import Completion, ResultStream, Stream
 
 _logger = logging.getLogger(__name__)
@@ -230,25 +230,3 @@ def _api_error(error: Exception) -> Exception:
         _logger.error("a request failed", exc_info=error)
         return ApiError(503, "no replica of the cluster could answer; its log says why", code="no_replica")
     return error
-
-
-def together(statuses: Sequence[EngineStatus]) -> EngineStatus:
-    """Several engines as one; without any, one that is closed."""
-
-    def total(name: str) -> Any:
-        return sum(getattr(each, name) for each in statuses)
-
-    return EngineStatus(
-        tuple(request for each in statuses for request in each.requests),
-        kept_prefixes=total("kept_prefixes"),
-        capacity=total("capacity"),
-        free=total("free"),
-        dram_bytes=total("dram_bytes"),
-        idle_s=min((each.idle_s for each in statuses), default=0.0),
-        is_open=any(each.is_open for each in statuses),
-        max_batch=total("max_batch"),
-        prefill_tokens_per_s=sum(each.prefill_tokens_per_s or 0.0 for each in statuses) or None,
-        decode_step_s=min((each.decode_step_s for each in statuses if each.decode_step_s is not None), default=None),
-        decode_row_s=min((each.decode_row_s for each in statuses), default=0.0),
-        bytes_per_token=max((each.bytes_per_token for each in statuses), default=0.0),
-    )
