@@ -118,7 +118,7 @@ class Admission:
         if loaded is None:
             return resident, missed
         free(resident)
-        return loaded, _from_disk(reuse, tokens, context.tokens, request.prompt_tokens)
+        return loaded, _from_disk(reuse, tokens, context.tokens, len(request.tokens))
 
     def _make_room(self, request: Request, cache: HeteroCache) -> bool:
         """Preempt less urgent requests until a request can enter with this cache; returns whether it can.
@@ -161,7 +161,7 @@ class Admission:
         """Another token of every row, and the prompt that passes."""
         goals = [(cache, request.stored + 1) for request, cache in with_caches(rows)]
         passing = [] if self._queues.prefilling is None else [self._queues.prefilling]
-        return goals + [(cache, request.prompt_tokens) for request, cache in with_caches(passing)]
+        return goals + [(cache, len(request.tokens)) for request, cache in with_caches(passing)]
 
     def _least_urgent(self) -> Request:
         """Whose blocks are taken: the request that came last among the least urgent ones.

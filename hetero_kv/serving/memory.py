@@ -26,7 +26,7 @@ Goal = tuple[HeteroCache, int]
 class Memory:
     """The blocks of a store that requests share.
 
-    A request enters with blocks for its prompt and `AHEAD` tokens more, because few answers are as long as they may be.
+    A request enters with blocks for its tokens and `AHEAD` more, because few answers are as long as they may be.
     Where sequences cannot be written to the disk, it enters with blocks for its longest answer.
 
     Args:
@@ -54,7 +54,7 @@ class Memory:
         """What a request needs to enter with this cache, or to stay when another one enters."""
         if not self._swaps.is_usable:
             return cache, request.most_stored
-        return cache, min(request.most_stored, max(request.stored, request.prompt_tokens) + AHEAD)
+        return cache, min(request.most_stored, len(request.tokens) + AHEAD)
 
     def fits(self, goals: Collection[Goal], without: Sequence[Request] = ()) -> bool:
         """Whether there are blocks for all goals, once sequences of ended requests are dropped, the oldest first.

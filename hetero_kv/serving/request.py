@@ -73,7 +73,7 @@ class Request:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were computed before."""
-        return self.reuse.tokens
+        return min(self.prompt_tokens, self.reuse.tokens)
 
     def begin(self, reuse: Reuse, checkpoints: Sequence[KeptCheckpoint]) -> None:
         """Its prompt begins to pass behind what is reused, with these checkpoints."""
@@ -114,8 +114,9 @@ class Request:
         if self._admitted is None:
             self._admitted = time.perf_counter()
         self.stream.progress = Progress(
-            self.prompt_tokens, self.cached_tokens, round(processed), time.perf_counter() - self._admitted
-        )
+            self.prompt_tokens, self.cached_tokens, min(self.prompt_tokens, round(processed)),
+            time.perf_counter() - self._admitted,
+        )  # fmt: skip
 
     def sequence(self, state: State, goes_back: bool) -> SequenceStatus:
         """Its prompt, for prompts that begin alike; it is in `state`.

@@ -105,7 +105,11 @@ class Scheduler:
     def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
         """The next part of a request's prompt; all that is left of it unless it `splits`."""
         stop = self._stop_of(request, len(request.tokens), splits, beside)
-        return Part(request.tokens, request.stored, stop, request.cached_tokens, request.question)
+        question = request.question
+        if question is not None:
+            # Behind it pass the tokens that the answer has already.
+            question += len(request.tokens) - request.prompt_tokens
+        return Part(request.tokens, request.stored, stop, request.reuse.tokens, question)
 
     def _stop_of(self, request: Request, end: int, splits: bool, beside: bool) -> int:
         """The end of the next part of a request's tokens up to `end`."""

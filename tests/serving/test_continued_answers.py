@@ -53,7 +53,24 @@ def test_an_answer_goes_on_behind_any_of_its_tokens(engine, settings):
         found = stream.result()
         assert following == list(whole.tokens[given:])
         assert (found.tokens, found.text, found.finish_reason) == (whole.tokens, whole.text, whole.finish_reason)
-        assert found.prompt_tokens == len(PROMPTS[1])
+        assert found.prompt_tokens == len(PROMPTS[1]) >= found.cached_tokens
+        assert stream.progress is None or stream.progress.processed_tokens == len(PROMPTS[1])
+
+
+def test_the_question_of_an_answer_that_goes_on_is_that_of_its_prompt(monkeypatch):
+    questions = []
+    with engine_of("dense") as engine:
+        forward = engine._scheduler.forward
+        passed = forward.prefill
+
+        def prefill(cache, part):
+            questions.append(part.prompt[-part.question :])
+            return passed(cache, part)
+
+        monkeypatch.setattr(forward, "prefill", prefill)
+        params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+        engine.generate(PROMPTS[1], params, question=10, answered=[1, 2, 3]).result()
+    assert questions == [[*PROMPTS[1][-10:], 1, 2, 3]]
 
 
 def test_more_tokens_than_the_answer_may_have_are_refused(engine):
