@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError
@@ -56,6 +56,8 @@ class EngineLoop:
         self._arrivals = Arrivals(prefixes, self._arrive)
         self._new: deque[Request] = deque()
         self._cancelled: deque[ResultStream[Any]] = deque()
+        # Of callers who wait until the kept sequences are saved.
+        self._saving: deque[Future[None]] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
         # For the steps of `step`: the interpreter raises KeyboardInterrupt in the main thread alone.
@@ -115,6 +117,7 @@ class EngineLoop:
     def _step(self) -> bool:
         with self._stepping:
             self._receive()
+            self._save()
             if not self._queues.all:
                 self._prefixes.write_one()
                 return self._has_arrivals()
@@ -139,7 +142,7 @@ class EngineLoop:
             request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
 
     def _has_requests(self) -> bool:
-        return bool(self._is_closed or self._new or self._queues.all)
+        return bool(self._is_closed or self._new or self._queues.all or self._saving)
 
     def _run(self) -> None:
         while True:
@@ -157,10 +160,28 @@ class EngineLoop:
                 self._scheduler.tell()
 
     def save_kept(self) -> None:
-        """Write all kept sequences to the context folder, where there is one; steps wait."""
-        with self._stepping:
-            while self._prefixes.is_writing:
-                self._prefixes.write_one()
+        """Write all kept sequences to the context folder, where there is one, before the next step."""
+        saved: Future[None] = Future()
+        with self._changed:
+            if self._is_closed:
+                return
+            self._saving.append(saved)
+            self._changed.notify_all()
+        if self._thread is None:
+            self.step()
+        saved.result()
+
+    def _save(self) -> None:
+        """Write all kept sequences, if somebody waits for that."""
+        while self._saving:
+            saved = self._saving.popleft()
+            try:
+                while self._prefixes.is_writing:
+                    self._prefixes.write_one()
+            except Exception as error:
+                saved.set_exception(error)
+            else:
+                saved.set_result(None)
 
     def close(self) -> None:
         """End all requests as cancelled, and the thread; free all blocks. Further calls do nothing."""
@@ -178,6 +199,7 @@ class EngineLoop:
             self._receive()
             self._scheduler.retire_all()
             self._scheduler.tell()
+            self._save()
             while self._prefixes.drop_oldest():
                 pass
             if self._prefixes.stored is not None:

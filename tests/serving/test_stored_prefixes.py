@@ -57,6 +57,18 @@ def test_after_a_restart_a_prompt_begins_with_what_was_stored(recipe, tmp_path):
         require_only_kept(engine)
 
 
+@pytest.mark.parametrize("starts_thread", [False, True])
+def test_kept_sequences_are_saved_while_another_request_is_answered(starts_thread, tmp_path):
+    with engine_of("dense", context_folder=tmp_path, starts_thread=starts_thread) as engine:
+        engine.generate(FIRST, ONE).result()
+        stream = engine.generate(PROMPTS[1], SamplingParams(max_new_tokens=300, ignore_eos=True))
+        next(iter(stream))
+        engine.save_kept()
+        assert len(files_in(tmp_path)) == 1
+        stream.cancel()
+    engine.save_kept()
+
+
 def test_layers_that_cannot_go_back_find_whole_sequences_only(tmp_path):
     saved_first(tmp_path, "quest", "qwen3_5_text")
     with engine_of("quest", "qwen3_5_text", context_folder=tmp_path) as engine:

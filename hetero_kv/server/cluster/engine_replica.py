@@ -66,9 +66,15 @@ class EngineReplica:
 
     async def prefill(self, asked: RemoteRequest) -> AsyncIterator[Message]:
         """As `generate`; before the completion, the sequence is in the context folder."""
+        last = Alive(None)
         async for message in await self.generate(asked):
+            if isinstance(message, Alive):
+                last = message
             if isinstance(message, Completion):
-                await asyncio.to_thread(self._engines[asked.model].save_kept)
+                saving = asyncio.create_task(asyncio.to_thread(self._engines[asked.model].save_kept))
+                while not (await asyncio.wait({saving}, timeout=ALIVE_S))[0]:
+                    yield last
+                await saving
             yield message
 
     async def attended(self, asked: RemoteRequest) -> AsyncIterator[Message]:
