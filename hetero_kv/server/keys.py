@@ -40,8 +40,8 @@ class Keys:
         return bool(self._names)
 
     def tenant(self, name: str) -> str:
-        """What the stored contexts and kept sequences of a key are told apart by; "" where there is one key at most."""
-        return owner_of(name) if len(set(self._names.values())) > 1 else ""
+        """What the stored contexts and kept sequences of a key are told apart by; "" where no key is needed."""
+        return owner_of(name) if self._names else ""
 
     def name(self, headers: Mapping[str, str]) -> str:
         """The name of the key in a request's headers (`Authorization: Bearer`, or `x-api-key`).

@@ -48,8 +48,7 @@ class ServerSettings(Settings):
     )
     share_beginnings: bool = setting(
         False,
-        "API keys share what is known of prompts' beginnings, in memory and on the disk; otherwise, where there are "
-        "several keys, each has its own",
+        "API keys share what is known of prompts' beginnings, in memory and on the disk; otherwise each has its own",
     )
     body_mb: float = setting(64.0, "the largest body of a request, MB", minimum=0.001)
     read_s: float = setting(60.0, "the longest time in which a client sends its request", unit="seconds", minimum=0.1)

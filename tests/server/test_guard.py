@@ -56,6 +56,14 @@ def test_a_key_that_is_none_is_refused_at_the_start(secret):
         Keys([secret])
 
 
+def test_a_key_is_the_same_tenant_whatever_other_keys_there_are():
+    alone, two = Keys(["ann:secret-of-ann"]), Keys(["ann:secret-of-ann", "bob:secret-of-bob"])
+    assert alone.tenant("ann") == two.tenant("ann")
+    assert two.tenant("bob") == Keys(["bob:secret-of-bob"]).tenant("bob")
+    assert len({two.tenant("ann"), two.tenant("bob"), Keys().tenant("anybody")}) == 3
+    assert Keys().tenant("anybody") == ""
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(guarded):
     found = guarded.post("/v1/completions", content=b"x" * 20_000, headers=bearer("secret-of-ann"))
     assert found.status_code == 413
