@@ -27,8 +27,10 @@ class CheckedFlags(NamedTuple):
     cluster: ClusterSettings | None
 
 
-def checked(flags: argparse.Namespace) -> CheckedFlags:
+def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
     """What the flags say; `flags.rules` gets its default.
+
+    listens: whether the server listens at `--host`; otherwise at an address that is not known here.
 
     Raises ConfigError for a value that is not valid, and for a server that everybody could use without being told so.
     """
@@ -39,10 +41,11 @@ def checked(flags: argparse.Namespace) -> CheckedFlags:
         name = next(iter(flags.cluster_settings))
         raise ConfigError(f"--{name} is of a cluster; give --cluster too, or leave it out")
     keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
-    if not (keys or settings.insecure or _is_loopback(settings.host)):
+    if not (keys or settings.insecure or (listens and _is_loopback(settings.host))):
+        place = f"--host {settings.host} can" if listens else "the address of Ray Serve's proxies may"
         raise ConfigError(
-            f"--host {settings.host} can be reached from other machines, and there is no --api_key; give one, or "
-            "--insecure if everybody there may use the server"
+            f"{place} be reached from other machines, and there is no --api_key; give one, or --insecure if everybody "
+            "there may use the server"
         )
     contexts = context_settings(ServedContextSettings, flags.contexts)
     if cluster.prefill_replicas and contexts.context_cache == "off":

@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from hetero_kv.errors import ConfigError
 from hetero_kv.server.checked_flags import checked
 from hetero_kv.server.cluster.autoscaling import replicas_for_load
 from hetero_kv.server.cluster.engine_replica import EngineReplica
@@ -89,11 +90,14 @@ def app(arguments: Mapping[str, Any]) -> Application:
     Args:
         arguments: flag without dashes -> its value, a list for one that is given several times.
 
-    Raises ConfigError for an unknown flag, or a value that is not valid.
+    Raises ConfigError for an unknown flag, a value that is not valid, and an address, which Ray Serve's `http_options`
+    have; and if there are no keys, unless `insecure`.
     """
+    for name in {"host", "port"} & arguments.keys():
+        raise ConfigError(f"{name} has no effect here; give it in Ray Serve's http_options, and leave it out of args")
     parser = FlagParser("hetero-kv serve", "")
     add_flags(parser)
     flags = parser.parse(parser.words({**arguments, "cluster": True}))
-    found = checked(flags)
+    found = checked(flags, listens=False)
     assert found.cluster is not None
     return application_of(ServerPlan.of(flags, found), found.cluster)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hetero_kv.errors import ConfigError
 from hetero_kv.server.checked_flags import checked
 from hetero_kv.server.command import add_flags
 from hetero_kv.settings.flags import FlagParser
@@ -32,9 +33,19 @@ def test_the_arguments_are_flags_of_the_command(name, tmp_path):
     parser = FlagParser("hetero-kv serve", "")
     add_flags(parser)
     values = {**application["args"], "api_key_file": str(keys), "cluster": True}
-    found = checked(parser.parse(parser.words(values)))
+    found = checked(parser.parse(parser.words(values)), listens=False)
     assert (found.cluster.replicas, found.cluster.most_replicas) == ("auto", 4)
     assert found.keys
+
+
+def test_an_application_whose_address_is_rays_needs_keys():
+    pytest.importorskip("ray")
+    from hetero_kv.serving.cluster import app
+
+    with pytest.raises(ConfigError, match=r"Ray Serve's proxies may be reached .* give one, or --insecure"):
+        app({"max_seq_len": 4096})
+    with pytest.raises(ConfigError, match=r"host has no effect here; give it in Ray Serve's http_options"):
+        app({"host": "127.0.0.1"})
 
 
 @pytest.mark.parametrize("name", ["cluster", "kuberay"])

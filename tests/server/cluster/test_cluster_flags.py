@@ -47,6 +47,13 @@ def test_a_flag_of_a_cluster_without_a_cluster_is_refused():
         checked(parsed(cluster=True, replica_cpus=0.5))
 
 
+def test_a_server_whose_address_is_unknown_needs_keys_or_is_told_to_be_open():
+    with pytest.raises(ConfigError, match=r"proxies may be reached from other machines, and there is no --api_key"):
+        checked(parsed(cluster=True), listens=False)
+    assert checked(parsed(cluster=True, insecure=True), listens=False).settings.insecure
+    assert checked(parsed(cluster=True, api_key=["team:secret-key"]), listens=False).keys
+
+
 @pytest.mark.parametrize(
     ("loads", "replicas"), [([0.0, 0.0], 1), ([0.75], 1), ([1.0], 2), ([1.0, 1.0], 3), ([4.0], 6), ([0.2, 0.1, 0.1], 1)]
 )
