@@ -13,7 +13,7 @@ from hetero_kv.errors import HeteroKVError
 BLOCK = 64
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int = BLOCK, salt: str = "") -> list[int]:
+def block_hashes(token_ids: Sequence[int] | np.ndarray, block_size: int = BLOCK, salt: str = "") -> list[int]:
     """64-bit hashes of the first `block_size`, 2 · `block_size`, … tokens; an incomplete last block has none.
 
     A hash stands for all tokens up to its block's end. Of n hashes two are equal by chance with a probability of about
