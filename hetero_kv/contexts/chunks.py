@@ -62,5 +62,5 @@ class ChunkWriter:
 
 
 def chunk_name(content: bytes) -> str:
-    """The file name of a chunk with these bytes."""
+    """The file name of a chunk, or of a new card, with these bytes."""
     return hashlib.sha256(content).hexdigest()[:32] + SUFFIX

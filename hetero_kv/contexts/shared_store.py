@@ -1,15 +1,14 @@
 """Contexts at an fsspec address, which several machines share, with a disk cache in front.
 
-At the address lie chunks of blocks, named by the digest of their bytes (`chunks.py`), and cards: one object per context
-with all else (`cards.py`). A listing of the cards is the index, so that nothing is changed in place, and no lock is
+At the address lie chunks of blocks (`chunks.py`), and cards: one object per context with all else (`cards.py`). Both
+are named by the digest of their bytes. A listing of the cards is the index, so that nothing is changed in place, and no lock is
 needed. Chunks are written before the card that needs them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -30,6 +29,7 @@ from hetero_kv.contexts.shared_pruning import least_recently_used, remove_strays
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.contexts.uploads import Upload, Uploads
 from hetero_kv.contexts.writing import write_context
+from hetero_kv.durable_file import PARTIAL
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 
@@ -173,10 +173,7 @@ class SharedContextStore(ContextStore):
         """As `ContextStore.save`; the context is uploaded behind the call."""
         identity, kept = self._savable(cache, name, notes, identity)
         salted = addresses.salted(identity.digest, salt)
-        described = json.dumps([salted, cache.lengths[0], list(tokens), kept], sort_keys=True)
-        path = self.folder / (hashlib.sha256(described.encode()).hexdigest()[:32] + SUFFIX)
-        writer = ChunkWriter(cache, self._disk, identity, salt)
-        write_context(path, cache, identity, [list(tokens)], kept, writer, survives=False, salt=salt)
+        path = self._written(cache, tokens, kept, identity, salt)
         with closing(OpenContext.at(path)) as context:
             new = self._entries(path, context)
         index = self._index
@@ -192,6 +189,18 @@ class SharedContextStore(ContextStore):
             self._cards.forget(gone)
         self._shrink()
         return new.stored
+
+    def _written(
+        self, cache: HeteroCache, tokens: Sequence[int], notes: dict[str, Any], identity: Identity, salt: str
+    ) -> Path:
+        """A card in the disk cache, named by its bytes: another rounding of the same tokens is another context."""
+        unnamed = self.folder / (secrets.token_hex(16) + PARTIAL)
+        try:
+            writer = ChunkWriter(cache, self._disk, identity, salt)
+            write_context(unnamed, cache, identity, [list(tokens)], notes, writer, survives=False, salt=salt)
+            return unnamed.replace(self.folder / chunk_name(unnamed.read_bytes()))
+        finally:
+            unnamed.unlink(missing_ok=True)
 
     def load(self, stored: StoredContext, model: Any, **settings: Any) -> LoadedContext:
         """As `ContextStore.load`, of files that are here; damaged ones are removed here, and fetched again later."""

@@ -172,6 +172,18 @@ def test_two_machines_that_save_one_beginning_at_once_store_it_once(model, machi
         assert [each.tokens for each in store.contexts()] == [TOKENS]
 
 
+def test_other_blocks_of_the_same_tokens_are_another_context(model, machine, monkeypatch):
+    monkeypatch.setattr(shared_pruning, "GRACE_S", -10.0)
+    one, two = machine("one"), machine("two")
+    _, ids = document(model, 1)
+    # Another document's blocks: as if the second machine rounded otherwise.
+    contexts = [upload(store, document(model, seed)[0], ids) for store, seed in ((one, 1), (two, 2))]
+    one.prune()
+    other = machine("three")
+    assert {each.file for each in other.contexts()} == {each.file for each in contexts}
+    assert [other.verify(each) for each in other.contexts()] == [[], []]
+
+
 def test_contexts_that_are_saved_at_once_are_all_listed(model, machine):
     stores = [machine(name) for name in ("one", "two", "three")]
     saved = [document(model, seed, 70) for seed in range(6)]
