@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -63,21 +62,47 @@ class Cards:
         index = self._index()
         # What is known and uploaded before the listing is in it, unless it was removed.
         known = {card_of(each): each for each in (index.of_identity(identity) if identity else index.contexts())}
-        own = {upload.card for upload in self._uploads.pending()}
+        pending = self._uploads.pending()
+        own, replaced = {upload.card for upload in pending}, {card for upload in pending for card in upload.replaces}
         cards = self._listed(identity)
         gone = [stored for card, stored in known.items() if card not in cards and card not in own]
         news = [
             card
             for card, info in cards.items()
-            if card not in known and self._refused.get(card, (None, False))[0] != (info.modified or -1.0)
+            if card not in known
+            and card not in replaced
+            and self._refused.get(card, (None, False))[0] != (info.modified or -1.0)
         ]
         read = [new for new in at_once(lambda card: self._read(card, cards[card]), news) if new is not None]
         if gone or read:
             with index.changing():
                 self.forget(gone)
-                for new in sorted(read, key=lambda each: each.stored.created):
-                    index.add(new)
+                for new in read:
+                    index.add(self._with_its_name(new, cards, own))
         return cards
+
+    def _with_its_name(self, new: NewContext, cards: Mapping[str, ObjectInfo], own: Collection[str]) -> NewContext:
+        """A context that is new here, without its name if a newer one has it. An older one loses it.
+
+        Machines that save under one name at once know nothing of each other's context, so that both stay.
+
+        Args:
+            cards: the listed ones.
+            own: cards that are not uploaded yet, and so newer than all others.
+        """
+        other = None if new.stored.name is None else self._index().named(new.stored.name)
+        if other is None:
+            return new
+
+        def recency(stored: StoredContext) -> tuple[float, str]:
+            card = card_of(stored)
+            when = cards[card].modified if card in cards else math.inf if card in own else None
+            return stored.created if when is None else when, card
+
+        if recency(other) > recency(new.stored):
+            return replace(new, stored=replace(new.stored, name=None))
+        self._index().unname(other.file)
+        return new
 
     def _listed(self, identity: str) -> dict[str, ObjectInfo]:
         folders = [identity[:32]] if identity else list(self._medium.names(_FOLDER))
@@ -118,8 +143,8 @@ class Cards:
         for each in gone:
             index.unlist(each.file)
         for file in index.forget_unneeded():
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._disk.folder / file)
+            if not self._uploads.has(file):
+                (self._disk.folder / file).unlink(missing_ok=True)
 
     def remove(self, gone: Iterable[StoredContext]) -> None:
         """Remove contexts at the address, and here. Raises UnreachableError."""

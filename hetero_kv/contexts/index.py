@@ -204,6 +204,10 @@ class Index:
         """Unlist a context; its file stays while others need it."""
         self._database.execute("UPDATE contexts SET listed = 0 WHERE file = ?", (file,))
 
+    def unname(self, file: str) -> None:
+        """Take the name from a context, which stays listed."""
+        self._database.execute("UPDATE contexts SET name = NULL WHERE file = ?", (file,))
+
     def forget_unneeded(self) -> list[str]:
         """Remove the entries of unlisted files that no other file needs. Returns their names."""
         forgotten: list[str] = []

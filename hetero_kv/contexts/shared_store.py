@@ -1,8 +1,8 @@
 """Contexts at an fsspec address, which several machines share, with a disk cache in front.
 
 At the address lie chunks of blocks (`chunks.py`), and cards: one object per context with all else (`cards.py`). Both
-are named by the digest of their bytes. A listing of the cards is the index, so that nothing is changed in place, and no lock is
-needed. Chunks are written before the card that needs them.
+are named by the digest of their bytes. A listing of the cards is the index, so that nothing is changed in place, and no
+lock is needed. Chunks are written before the card that needs them.
 """
 
 from __future__ import annotations
