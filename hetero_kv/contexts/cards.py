@@ -138,10 +138,11 @@ class Cards:
         return [card for card, damaged in refused if damaged], [card for card, damaged in refused if not damaged]
 
     def forget(self, gone: Iterable[StoredContext]) -> None:
-        """Remove contexts from the index, within `changing`."""
+        """Remove contexts from the index, and what is noted of their uploads, within `changing`."""
         index = self._index()
         for each in gone:
             index.unlist(each.file)
+            self._uploads.drop(each.file)
         for file in index.forget_unneeded():
             if not self._uploads.has(file):
                 (self._disk.folder / file).unlink(missing_ok=True)

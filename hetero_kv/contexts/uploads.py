@@ -81,7 +81,7 @@ class Uploads:
 
     def has(self, file: str) -> bool:
         """Whether the context of this file is not uploaded yet."""
-        return (self._notes / f"{file}.json").exists()
+        return self._note(file).exists()
 
     def files(self) -> set[str]:
         """The files that must stay in the disk cache."""
@@ -89,11 +89,15 @@ class Uploads:
 
     def add(self, upload: Upload) -> None:
         """Upload a context whose files are in the disk cache. Raises OSError."""
-        write_atomically(self._note(upload), json.dumps(asdict(upload)))
+        write_atomically(self._note(upload.file), json.dumps(asdict(upload)))
         self._wake()
 
-    def _note(self, upload: Upload) -> Path:
-        return self._notes / f"{upload.file}.json"
+    def drop(self, file: str) -> None:
+        """Upload the context of this file no more."""
+        self._note(file).unlink(missing_ok=True)
+
+    def _note(self, file: str) -> Path:
+        return self._notes / f"{file}.json"
 
     def _wake(self) -> None:
         with self._starting:
@@ -116,27 +120,35 @@ class Uploads:
             for upload in pending:
                 try:
                     self._write(upload)
-                    self._note(upload).unlink(missing_ok=True)
+                    self.drop(upload.file)
                     self._uploaded()
                 except UnreachableError:
                     # Noted, and tried again.
                     break
                 except (FileNotFoundError, DamagedContextError):
                     _logger.warning("a context is not uploaded: its files in %s are gone or damaged", self._folder)
-                    self._note(upload).unlink(missing_ok=True)
+                    self.drop(upload.file)
                 except Exception as error:
                     _logger.warning("a context is not uploaded to %s (%s)", self._medium.address, brief_error(error))
                     given_up.add(upload.file)
 
     def _write(self, upload: Upload) -> None:
         self._medium.require_there()
+        # Without it nobody needs its chunks.
+        self._own_content(upload)
         began = 0.0
         while not began or time.monotonic() - began > _YOUNG_S:
             began = time.monotonic()
             at_once(self._write_chunk, upload.chunks)
-        OpenContext.at(self._folder / upload.file).close()
-        self._medium.write(upload.card, (self._folder / upload.file).read_bytes())
+        self._medium.write(upload.card, self._own_content(upload))
         self._medium.remove(upload.replaces)
+
+    def _own_content(self, upload: Upload) -> bytes:
+        """The content of a context's own file. Raises FileNotFoundError, and ContextError for one of no use."""
+        path = self._folder / upload.file
+        content = path.read_bytes()
+        OpenContext.at(path).close()
+        return content
 
     def _write_chunk(self, name: str) -> None:
         """Write a chunk that is not there, or is so old that it might be removed before its context is there."""

@@ -277,6 +277,18 @@ def test_an_upload_that_is_cut_off_shows_nothing_and_goes_on_in_another_process(
     assert fetched(machine("two"), model, [*ids, 5])[1] == TOKENS
 
 
+def test_what_is_forgotten_or_gone_here_is_not_uploaded(model, machine):
+    one = machine("one")
+    FaultyFiles.error = OSError("the network is gone")
+    one.save(*document(model, 1, 70), most=1)
+    kept = one.save(*document(model, 2, 80), most=1)
+    assert [each.file for each in one._uploads.pending()] == [kept.file]
+    (one.folder / kept.file).unlink()
+    FaultyFiles.error = None
+    wait_until(lambda: not one._uploads.pending())
+    assert objects("contexts/") == objects("blocks/") == []
+
+
 def test_blocks_that_are_removed_under_a_reader_are_a_clear_miss(model, machine, monkeypatch):
     cache, ids = document(model)
     upload(machine("one"), cache, ids)
