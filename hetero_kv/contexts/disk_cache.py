@@ -20,7 +20,7 @@ class DiskCache:
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
-        self.folder, self._limit = folder, limit
+        self.folder, self.limit = folder, limit
 
     def has(self, name: str) -> bool:
         """Whether a file is here; it is then the most recently used one."""
@@ -38,7 +38,7 @@ class DiskCache:
 
     def shrink(self, kept: Collection[str], suffix: str) -> None:
         """Remove the least recently used files that end with `suffix`, except `kept` ones, down to the limit."""
-        if self._limit is None:
+        if self.limit is None:
             return
         files = []
         for entry in os.scandir(self.folder):
@@ -48,7 +48,7 @@ class DiskCache:
                     files.append((max(status.st_atime, status.st_mtime), status.st_size, entry.name))
         total = sum(size for _, size, _ in files)
         for _, size, name in sorted(files):
-            if total <= self._limit:
+            if total <= self.limit:
                 return
             if name not in kept:
                 with contextlib.suppress(FileNotFoundError):

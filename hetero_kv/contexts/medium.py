@@ -47,8 +47,54 @@ class ObjectInfo(NamedTuple):
     modified: float | None
 
 
+class _Absence:
+    """When calls of a kind are tried again at an address, which has failed them.
+
+    Args:
+        fault, remedied: what the address is then, and afterwards, in messages.
+        meanwhile: what happens until then.
+    """
+
+    def __init__(self, address: str, fault: str, remedied: str, meanwhile: str) -> None:
+        self._address, self._fault, self._remedied, self._meanwhile = address, fault, remedied, meanwhile
+        self._lock = threading.Lock()
+        self._pause, self._until, self._reason = 0.0, 0.0, ""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the next try; 0 if there may be one."""
+        return max(0.0, self._until - time.monotonic())
+
+    def begin(self, error: BaseException) -> None:
+        """A call has failed."""
+        with self._lock:
+            if not self.left_s:
+                first, longest = _PAUSES_S
+                if not self._pause:
+                    _logger.warning(
+                        "%s %s (%s); %s, and it is tried again",
+                        self._address, self._fault, brief_error(error), self._meanwhile,
+                    )  # fmt: skip
+                self._pause = min(longest, 2 * self._pause or first)
+                self._until = time.monotonic() + self._pause
+                self._reason = brief_error(error)
+
+    def end(self) -> None:
+        """A call has not failed."""
+        if self._pause:
+            with self._lock:
+                self._pause, self._until = 0.0, 0.0
+            _logger.warning("%s %s", self._address, self._remedied)
+
+    def error(self) -> UnreachableError:
+        """What calls raise."""
+        return UnreachableError(f"{self._address} {self._fault} ({self._reason}); check it (context_folder)")
+
+
 class Medium:
     """The objects under an address. Where it does not answer, calls fail at once until it is tried again.
+
+    What only refuses to be written, as a full one does, is still read.
 
     Args:
         address: for fsspec, such as "s3://bucket/contexts".
@@ -68,13 +114,16 @@ class Medium:
         self.failures = 0
         # Whether the marker was ever seen.
         self._is_known = False
-        self._lock = threading.Lock()
-        self._pause, self._away_until, self._reason = 0.0, 0.0, ""
+        self._counting = threading.Lock()
+        self._away = _Absence(address, "is not reachable", "is reachable again", "requests go on without it")
+        self._unwritable = _Absence(
+            address, "cannot be written", "can be written again", "contexts wait on this machine's disk"
+        )
 
     @property
     def away_s(self) -> float:
-        """Seconds until it is tried again; 0 if it can be called."""
-        return max(0.0, self._away_until - time.monotonic())
+        """Seconds until it is tried again; 0 if it can be read and written."""
+        return max(self._away.left_s, self._unwritable.left_s)
 
     # -- calls
 
@@ -126,7 +175,7 @@ class Medium:
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, which then has this content; a reader never sees a part. Raises UnreachableError."""
-        self._bounded(lambda: self._put(name, content))
+        self._bounded(lambda: self._put(name, content), writes=True)
 
     def _put(self, name: str, content: bytes) -> None:
         path = self._path(name)
@@ -149,7 +198,7 @@ class Medium:
 
         def remove(name: str) -> None:
             with suppress(FileNotFoundError):
-                self._bounded(lambda: self._files.rm_file(self._path(name)), may_lack=True)
+                self._bounded(lambda: self._files.rm_file(self._path(name)), may_lack=True, writes=True)
 
         at_once(remove, names)
 
@@ -158,13 +207,15 @@ class Medium:
 
     # -- being away
 
-    def _bounded(self, call: Callable[[], T], *, may_lack: bool = False) -> T:
+    def _bounded(self, call: Callable[[], T], *, may_lack: bool = False, writes: bool = False) -> T:
         """The result of a call, in a thread that nobody waits for if the medium hangs.
 
         may_lack: whether FileNotFoundError means an object that is not there, and not a fault.
         """
-        if self.away_s:
-            raise self._unreachable()
+        absence = self._unwritable if writes else self._away
+        for each in (self._away, absence):
+            if each.left_s:
+                raise each.error()
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -178,37 +229,16 @@ class Medium:
         thread.start()
         thread.join(self._seconds)
         if results:
-            self._is_back()
+            absence.end()
             return results[0]
         error = errors[0] if errors else TimeoutError(f"no answer within {self._seconds:g} s")
         if may_lack and isinstance(error, FileNotFoundError):
-            self._is_back()
+            absence.end()
             raise error
-        raise self._is_away(error) from error
-
-    def _is_away(self, error: BaseException) -> UnreachableError:
-        with self._lock:
+        with self._counting:
             self.failures += 1
-            if not self.away_s:
-                first, longest = _PAUSES_S
-                if not self._pause:
-                    _logger.warning(
-                        "%s is not reachable (%s); requests go on without it, and it is tried again",
-                        self.address, brief_error(error),
-                    )  # fmt: skip
-                self._pause = min(longest, 2 * self._pause or first)
-                self._away_until = time.monotonic() + self._pause
-                self._reason = brief_error(error)
-        return self._unreachable()
-
-    def _unreachable(self) -> UnreachableError:
-        return UnreachableError(f"{self.address} is not reachable ({self._reason}); check it (context_folder)")
-
-    def _is_back(self) -> None:
-        if self._pause:
-            with self._lock:
-                self._pause, self._away_until = 0.0, 0.0
-            _logger.warning("%s is reachable again", self.address)
+        absence.begin(error)
+        raise absence.error() from error
 
 
 def at_once(work: Callable[[S], T], items: Iterable[S]) -> list[T]:

@@ -8,6 +8,7 @@ lock is needed. Chunks are written before the card that needs them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from hetero_kv.durable_file import PARTIAL
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 
+_logger = logging.getLogger(__name__)
 # A card that is used is written again after this time, so that all see how old its last use is.
 _TOUCHED_S = 3600.0
 # A new card's chunks may be invisible for so long, as to a client of NFS that has seen them missing.
@@ -234,6 +236,17 @@ class SharedContextStore(ContextStore):
         return index_entries(path, context)
 
     def _shrink(self) -> None:
+        surplus = [] if self._disk.limit is None else self._uploads.beyond(self._disk.limit)
+        unnamed = {each.file: each for each in (self._index.contexts() if surplus else ()) if each.name is None}
+        gone = [unnamed[upload.file] for upload in surplus if upload.file in unnamed]
+        if gone:
+            with self._index.changing():
+                self._cards.forget(gone)
+            _logger.warning(
+                "contexts without a name that were not uploaded to %s in time are removed: %d do not fit into the disk "
+                "cache %s (context_local_gb)",
+                self.where, len(gone), self.folder,
+            )  # fmt: skip
         self._disk.shrink(self._uploads.files(), SUFFIX)
 
     # -- removing

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,6 +87,18 @@ class Uploads:
     def files(self) -> set[str]:
         """The files that must stay in the disk cache."""
         return {file for upload in self.pending() for file in (upload.file, *upload.chunks)}
+
+    def beyond(self, limit: int) -> list[Upload]:
+        """Those whose files do not fit into `limit` bytes beside the files of all newer ones; the newest is not."""
+        found, total, counted = [], 0, set[str]()
+        for number, upload in enumerate(reversed(self.pending())):
+            for file in {upload.file, *upload.chunks} - counted:
+                counted.add(file)
+                with suppress(FileNotFoundError):
+                    total += (self._folder / file).stat().st_size
+            if number and total > limit:
+                found.append(upload)
+        return found
 
     def add(self, upload: Upload) -> None:
         """Upload a context whose files are in the disk cache. Raises OSError."""

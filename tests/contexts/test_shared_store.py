@@ -70,7 +70,7 @@ def machine(tmp_path):
 
     yield open_store
     FaultyFiles.running.set()
-    FaultyFiles.error = None
+    FaultyFiles.error = FaultyFiles.write_error = None
     for store in made:
         store.close()
 
@@ -396,6 +396,25 @@ def test_the_disk_cache_keeps_the_most_recently_used_files_and_what_is_not_uploa
     FaultyFiles.error = OSError("away")
     stored = small.save(*document(model, 7))
     assert (small.folder / stored.file).exists()
+
+
+def test_a_full_address_is_read_and_what_waits_for_it_is_bounded(model, machine, caplog):
+    upload(machine("one"), *document(model, 0))
+    FaultyFiles.write_error = OSError("no space is left")
+    two = machine("two", local=1)
+    named = two.save(*document(model, 1), "notes")
+    for seed in (2, 3, 4):
+        newest = two.save(*document(model, seed))
+    assert [each.file for each in two._uploads.pending()] == [named.file, newest.file]
+    assert {path.name for path in two.folder.glob("*.safetensors")} == two._uploads.files()
+    assert "were not uploaded to faulty://contexts in time are removed: 1 do not fit" in caplog.text
+    wait_until(lambda: two.failures > 1)
+    assert "faulty://contexts cannot be written (OSError: no space is left)" in caplog.text
+    assert fetched(machine("three"), model, [*document(model, 0)[1], 5])[1] == TOKENS
+    assert len(two.contexts()) == 3
+    FaultyFiles.write_error = None
+    wait_until(lambda: not two._uploads.pending())
+    assert len(machine("four").contexts()) == 3
 
 
 def test_a_context_is_found_with_its_salt_alone(model, machine):

@@ -15,6 +15,7 @@ class FaultyFiles(MemoryFileSystem):
 
     Attributes:
         error: raised by every operation; None for none.
+        write_error: raised by those that write; None for none.
         delay_s: the time that each operation takes.
         running: every operation waits until it is set.
         operations: names of the operations so far, each with its path.
@@ -24,6 +25,7 @@ class FaultyFiles(MemoryFileSystem):
     store: ClassVar[dict] = {}
     pseudo_dirs: ClassVar[list] = [""]
     error: ClassVar[Exception | None] = None
+    write_error: ClassVar[Exception | None] = None
     delay_s: ClassVar[float] = 0.0
     running: ClassVar[threading.Event] = threading.Event()
     operations: ClassVar[list[tuple[str, str]]] = []
@@ -34,7 +36,7 @@ class FaultyFiles(MemoryFileSystem):
         cls.store.clear()
         cls.pseudo_dirs[:] = [""]
         cls.operations.clear()
-        cls.error, cls.delay_s = None, 0.0
+        cls.error, cls.write_error, cls.delay_s = None, None, 0.0
         cls.running.set()
 
     @classmethod
@@ -45,8 +47,9 @@ class FaultyFiles(MemoryFileSystem):
         self.operations.append((name, str(path)))
         self.running.wait()
         time.sleep(self.delay_s)
-        if self.error is not None:
-            raise self.error
+        error = self.error or (self.write_error if name in ("pipe", "mv", "rm") else None)
+        if error is not None:
+            raise error
 
     def info(self, path, **options):
         self._begin("info", path)
