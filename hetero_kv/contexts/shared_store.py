@@ -122,6 +122,14 @@ class SharedContextStore(ContextStore):
         if found is not None and found[1] >= least:
             self._bring(*found, until)
 
+    def has_here(self, stored: StoredContext, tokens: int) -> bool:
+        """Whether all files with a context's first tokens are in the disk cache."""
+        try:
+            with closing(OpenContext.at(self.folder / stored.file)) as context:
+                return all((self.folder / name).exists() for name in _chunks(context, tokens))
+        except ContextError:
+            return False
+
     def _bring_candidates(self, identity: str, tokens: Sequence[int]) -> None:
         """Bring the cards that `longest` compares first."""
         for address in reversed(addresses.beginnings(identity, tokens[:-1])):
@@ -136,8 +144,7 @@ class SharedContextStore(ContextStore):
         """Bring the chunks with a context's first tokens, or all, by the time `until`. Raises as `fetch`."""
         try:
             with closing(self._cards.opened(card_of(stored))) as context:
-                runs = [run for number in range(context.layouts) for run in context.first_runs(number, first)]
-            chunks = list(dict.fromkeys(run.file for run in runs if run.file))
+                chunks = _chunks(context, first)
             at_once(lambda name: self._bring_chunk(name, until), chunks)
         except FileNotFoundError as error:
             self._medium.require_there()
@@ -273,3 +280,9 @@ class SharedContextStore(ContextStore):
         if self.limit is not None and time.monotonic() - self._pruned_at > _PRUNED_S:
             self._pruned_at = time.monotonic()
             self.prune()
+
+
+def _chunks(context: OpenContext, first: int | None) -> list[str]:
+    """The files of the chunks with a context's first tokens, or all."""
+    runs = [run for number in range(context.layouts) for run in context.first_runs(number, first)]
+    return list(dict.fromkeys(run.file for run in runs if run.file))

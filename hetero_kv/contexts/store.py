@@ -145,6 +145,10 @@ class ContextStore:
     ) -> None:
         """Bring the context that `longest` finds here, if it has at least `least` of the tokens. In a folder it is."""
 
+    def has_here(self, stored: StoredContext, tokens: int) -> bool:
+        """Whether all files with a context's first tokens are on this machine. Those of a folder are."""
+        return True
+
     # -- saving and loading
 
     def save(

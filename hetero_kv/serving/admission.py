@@ -110,6 +110,8 @@ class Admission:
             return resident, reuse
         context, tokens = found
         missed = replace(reuse, reason="not_loaded", common=max(tokens, reuse.common))
+        if not stored.has_here(context, tokens):
+            return resident, reuse if request.is_store_away else missed
         empty = self._new_cache()
         (_, needed), *others = self._entering(request, empty, self._queues.running)
         if not self._memory.fits([(empty, max(needed, context.tokens)), *others]):

@@ -21,7 +21,7 @@ class Reuse:
             "extends" the longest known sequence; it "differs" from all known ones from token `tokens` on;
             "nothing_alike" is known, or "nothing_kept" at all; layers of `kind` "cannot_go_back" to where it departs;
             the sequence was computed under "other_weights", adapters or hooks; a stored context was "not_loaded", for
-            want of memory or because it is damaged; the address of stored contexts did not answer in time
+            want of memory or disk, or because it is damaged; the address of stored contexts did not answer in time
             ("store_away"); a prompt behind a known beginning is "not_exact" under the rules; the request turned reuse
             "off".
         common: how many first tokens the prompt shares with the known sequence that begins most alike, of which
@@ -55,7 +55,7 @@ class Reuse:
             ),
             "not_loaded": (
                 f"a stored context begins with the same {self.common} tokens, and was not loaded: there was too little "
-                "memory, or it is damaged"
+                "memory or disk, or it is damaged"
             ),
             "store_away": "the address of stored contexts did not answer in time",
             "not_exact": "under these rules a prompt behind a known beginning is not computed as a whole one",

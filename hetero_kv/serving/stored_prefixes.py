@@ -95,6 +95,10 @@ class StoredPrefixes:
             return None
         return found if found is not None and found[1] >= least else None
 
+    def has_here(self, stored: StoredContext, tokens: int) -> bool:
+        """Whether the first `tokens` of a sequence can be loaded without the address: `fetch` may have failed."""
+        return self._contexts.has_here(stored, tokens)
+
     def load(self, stored: StoredContext, tokens: int, tokenizer: Any) -> HeteroCache | None:
         """The first `tokens` of a sequence, in blocks of the common store; None, with a warning, if it is unusable."""
         try:

@@ -119,6 +119,20 @@ def test_an_address_that_hangs_delays_a_request_by_the_wait_at_most(machine):
         assert found.tokens == alone(engine, FOLLOWING)
 
 
+def test_what_does_not_come_as_a_whole_is_not_loaded_and_takes_no_memory(machine, caplog):
+    with machine("one") as engine:
+        engine.generate(FIRST, ONE).result()
+    with machine("two", context_wait_s=0.5) as engine:
+        # The card comes, and no chunk.
+        assert engine._prefixes.stored.fetch(FOLLOWING, len(FIRST) + 1)
+        FaultyFiles.running.clear()
+        found = engine.generate(FOLLOWING, GREEDY).result()
+        assert (found.cached_tokens, found.reuse.reason) == (0, "store_away")
+        assert found.tokens == alone(engine, FOLLOWING)
+        assert "cannot be used" not in caplog.text
+        FaultyFiles.running.set()
+
+
 def test_an_engine_closes_while_a_request_fetches(machine):
     engine = machine("one", starts_thread=True, context_wait_s=0.2)
     FaultyFiles.running.clear()
