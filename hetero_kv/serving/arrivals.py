@@ -62,10 +62,9 @@ class Arrivals:
         self._arrive(request)
 
     def cancel(self, stream: ResultStream[object]) -> None:
-        """Let the request of a stream go on at once, cancelled, if it waits."""
+        """Let the request of a cancelled stream go on at once, if it waits."""
         for request in self.waiting:
             if request.stream is stream:
-                request.is_cancelled = True
                 self._go_on(request)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _ARRIVAL_S = 0.1
 
 
 class EngineLoop:
-    """Takes requests and cancellations from any thread, and computes the scheduler's steps, one at a time.
+    """Takes requests from any thread, and computes the scheduler's steps, one at a time.
 
     Args:
         scheduler: computes a step.
@@ -55,7 +55,6 @@ class EngineLoop:
         self._turn = turn
         self._arrivals = Arrivals(prefixes, self._arrive)
         self._new: deque[Request] = deque()
-        self._cancelled: deque[ResultStream[Any]] = deque()
         # Of callers who wait until the kept sequences are saved.
         self._saving: deque[Future[None]] = deque()
         self._changed = threading.Condition()
@@ -82,7 +81,7 @@ class EngineLoop:
 
     def new_stream(self) -> ResultStream[Any]:
         """A stream for a request, which cancels it, and computes when it is read if no thread does."""
-        return ResultStream(self._cancel, None if self._thread is not None else self.step)
+        return ResultStream(self._arrivals.cancel, None if self._thread is not None else self.step)
 
     def submit(self, request: Request) -> ResultStream[Any]:
         """Take a request. Returns its stream. Raises HeteroKVError when the loop is closed."""
@@ -96,16 +95,6 @@ class EngineLoop:
         with self._changed:
             self._new.append(request)
             self._changed.notify_all()
-
-    def _cancel(self, stream: ResultStream[Any]) -> None:
-        with self._changed:
-            self._cancelled.append(stream)
-            self._changed.notify_all()
-        self._arrivals.cancel(stream)
-        # While a prompt passes, its chunks look at the request itself.
-        for request in self._queues.all:
-            if request.stream is stream:
-                request.is_cancelled = True
 
     def step(self) -> bool:
         """Compute one step on a thread of its own, so that Ctrl-C ends the wait for it, and not the step.
@@ -136,10 +125,6 @@ class EngineLoop:
         with self._changed:
             while self._new:
                 self._queues.add(self._new.popleft())
-            cancelled = {id(stream) for stream in self._cancelled}
-            self._cancelled.clear()
-        for request in self._queues.all:
-            request.is_cancelled = request.is_cancelled or id(request.stream) in cancelled
 
     def _has_requests(self) -> bool:
         return bool(self._is_closed or self._new or self._queues.all or self._saving)
@@ -191,7 +176,7 @@ class EngineLoop:
             self._changed.notify_all()
         self._arrivals.close()
         for request in self._queues.all:
-            request.is_cancelled = True
+            request.stream.is_cancelled = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._steps.shutdown()

@@ -38,7 +38,6 @@ class Request:
         checkpoints: where its layers can go back to, if they do not keep every token.
         drafter: guesses its tokens; None without speculation. Made with the first token.
         counts: its drafted tokens, and those of them that were right.
-        is_cancelled: whether it ends before its next token.
         began: when it came, seconds of `time.perf_counter`.
     """
 
@@ -58,7 +57,7 @@ class Request:
         self.reuse = Reuse()
         self.checkpoints: list[KeptCheckpoint] = []
         self._new_drafter, self.counts = new_drafter, DraftCounts()
-        self.is_cancelled = self.is_store_away = False
+        self.is_store_away = False
         self._answer = answer
         self.began = time.perf_counter()
 
@@ -69,6 +68,11 @@ class Request:
     def drafter(self) -> Drafter | None:
         """See the class. It reads the whole prompt, for which the caller of `generate` does not wait."""
         return self._new_drafter()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ends before its next token. Any thread may cancel its stream, wherever the request is."""
+        return self.stream.is_cancelled
 
     @property
     def cached_tokens(self) -> int:

@@ -97,16 +97,18 @@ class ResultStream(Generic[Result]):
     Several threads and tasks may read it. A loop that is left early does not cancel the request; `cancel` does.
 
     Args:
-        cancel: asks the engine to end the request.
+        cancel: tells the engine that the request is cancelled.
         compute: computes a step of the engine, where no thread does; None where one does.
 
     Attributes:
         progress: how much of the prompt has passed; None while the request waits.
         reuse: what of the prompt was computed before, as soon as the rest begins to pass; None before.
+        is_cancelled: whether the request ends before its next token.
     """
 
     progress: Progress | None = None
     reuse: Reuse | None = None
+    is_cancelled: bool = False
 
     def __init__(
         self, cancel: Callable[[ResultStream[Any]], None], compute: Callable[[], object] | None = None
@@ -174,6 +176,7 @@ class ResultStream(Generic[Result]):
 
     def cancel(self) -> None:
         """End the request before the engine's next forward, or between two chunks of its prompt; its tokens stay."""
+        self.is_cancelled = True
         self._cancel(self)
 
     @property

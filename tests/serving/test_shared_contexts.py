@@ -111,6 +111,20 @@ def test_a_request_does_not_wait_for_one_that_fetches_and_can_be_cancelled_meanw
         assert last.result(20).tokens == alone(engine, FOLLOWING)
 
 
+def test_a_request_that_is_cancelled_while_it_goes_on_computes_nothing(machine):
+    with machine("one") as engine:
+        arrive = engine._loop._arrivals._arrive
+
+        def cancelled(request):
+            request.stream.cancel()
+            engine._loop._receive()
+            arrive(request)
+
+        engine._loop._arrivals._arrive = cancelled
+        found = engine.generate(FOLLOWING, GREEDY).result(20)
+        assert (found.finish_reason, found.tokens) == ("stopped", ())
+
+
 def test_an_address_that_hangs_delays_a_request_by_the_wait_at_most(machine):
     with machine("one", context_wait_s=0.1) as engine:
         FaultyFiles.running.clear()
