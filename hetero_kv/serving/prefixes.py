@@ -89,8 +89,8 @@ class ResidentPrefixes:
         self._most = most
         # By age, the least recently used first.
         self._kept: list[Known] = []
-        # Those that are on the disk already.
-        self._written: set[int] = set()
+        # Those that were written once, and whether it worked, by the id of their cache.
+        self._written: dict[int, bool] = {}
 
     def can_share(self, cache: HeteroCache) -> bool:
         """Whether prompts behind a beginning in such a cache are computed exactly."""
@@ -108,7 +108,7 @@ class ResidentPrefixes:
         """
         return [
             SequenceStatus(
-                each.cache, each.tokens, "kept", tenant=each.tenant, is_stored=self._is_stored(each),
+                each.cache, each.tokens, "kept", tenant=each.tenant, is_stored=self._written.get(id(each.cache), False),
                 lengths=None if goes_back else [*(point.length for point in each.checkpoints), len(each.tokens)],
             )
             for each in reversed(list(self._kept))
@@ -134,7 +134,7 @@ class ResidentPrefixes:
         oldest = self._kept[0]
         self._write(oldest)
         del self._kept[0]
-        self._written.discard(id(oldest.cache))
+        self._written.pop(id(oldest.cache), None)
         oldest.cache.reset()
         return True
 
@@ -148,9 +148,6 @@ class ResidentPrefixes:
         """Whether a kept sequence is still to be written."""
         return self.stored is not None and len(self._written) < len(self._kept)
 
-    def _is_stored(self, known: Known) -> bool:
-        return self.stored is not None and id(known.cache) in self._written
-
     def write_one(self) -> None:
         """Write a sequence that is kept, if there is one, so that it leaves without delay later."""
         if self.is_writing:
@@ -159,9 +156,9 @@ class ResidentPrefixes:
     def _write(self, known: Known) -> None:
         if self.stored is not None and id(known.cache) not in self._written:
             # Once, whether it works or not.
-            self._written.add(id(known.cache))
+            self._written[id(known.cache)] = False
             tokens = known.tokens.tolist()
-            self.stored.keep(known.cache, tokens, known.tenant)
+            self._written[id(known.cache)] = self.stored.keep(known.cache, tokens, known.tenant)
             lengths = {each.length for each in known.checkpoints if each.point is not None}
             for length in sorted(() if self.stored.goes_back else lengths)[-_STORED:]:
                 # Its blocks are those of the whole sequence, and its states are its own.

@@ -117,10 +117,13 @@ class StoredPrefixes:
             layer.reopen()
         return cache
 
-    def keep(self, cache: HeteroCache, tokens: Sequence[int], tenant: str = "") -> None:
-        """Write a tenant's sequence if it has at least a block more than what is stored; a failure is logged."""
+    def keep(self, cache: HeteroCache, tokens: Sequence[int], tenant: str = "") -> bool:
+        """Write a tenant's sequence if it has at least a block more than what is stored; a failure is logged.
+
+        Returns whether it is stored then.
+        """
         if len(tokens) < PIECE:
-            return
+            return False
         try:
             identity = self._present()
             known = self._contexts.longest(identity, [*tokens, 0], whole=not self.goes_back, salt=tenant)
@@ -131,6 +134,8 @@ class StoredPrefixes:
             _logger.warning(
                 "the sequence of an ended request is not stored in %s: %s", self._contexts.where, _text(error)
             )
+            return False
+        return True
 
     def close(self) -> None:
         """Close the folder; what is not uploaded to an address is, as long as it answers in time."""

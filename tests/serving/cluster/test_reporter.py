@@ -86,6 +86,18 @@ def test_stored_beginnings_are_reported(tmp_path):
         assert reporter.report().stored == tuple(block_hashes(tokens, BLOCK))
 
 
+def test_beginnings_whose_writing_failed_are_not_reported_as_stored(tmp_path):
+    folder = tmp_path / "contexts"
+    with engine_of(context_folder=folder) as engine:
+        answered(engine, PROMPTS[2])
+        folder.rename(tmp_path / "elsewhere")
+        while engine.step() or engine._prefixes.is_writing:
+            pass
+        report = Reporter(engine, BLOCK).report()
+        assert report.resident
+        assert report.stored == ()
+
+
 def test_reports_tell_the_sequences_of_tenants_apart():
     with engine_of() as engine:
         for tenant in ("ours", "theirs", ""):
