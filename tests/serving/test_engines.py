@@ -77,10 +77,10 @@ def test_only_one_engine_computes_at_a_time_and_they_alternate():
     with engine_of("dense", starts_thread=True) as first, engine_of("dense", starts_thread=True) as second:
         watched(first, "first")
         watched(second, "second")
-        with first._turn:
+        with first._loop._turn:
             streams = [engine.generate(PROMPTS[0], answer) for engine in (first, second)]
             # Both wait for their turn before either of them begins.
-            while len(first._turn._queue.turns) < 3:
+            while len(first._loop._turn._queue.turns) < 3:
                 threading.Event().wait(0.001)
         for stream in streams:
             assert len(stream.result(60).tokens) == 40
@@ -164,13 +164,13 @@ def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():
 
 def test_an_engine_tells_the_others_what_waits_for_a_token():
     with engine_of("dense") as first, engine_of("dense") as second:
-        before = first._turn.others.rows
+        before = first._loop._turn.others.rows
         stream = second.generate(PROMPTS[0], GREEDY)
         second.step()
-        assert first._turn.others.rows == before + 1
-        assert second._turn.others.rows == before
+        assert first._loop._turn.others.rows == before + 1
+        assert second._loop._turn.others.rows == before
         stream.result()
-        assert first._turn.others.rows == before
+        assert first._loop._turn.others.rows == before
 
 
 def test_a_part_fits_into_the_gap_of_other_engines_requests():
