@@ -240,7 +240,7 @@ DEFECTS = (
     Mutation(
         "whether a token waits for the device is found out by capturing it",
         "hetero_kv/adapter/captured_steps.py",
-        "if key in self._uncapturable:",
+        "if kind in self._uncapturable:",
         "if False:",
         (f"{_CAPTURES}uncapturable_layers_run_uncaptured_and_are_named",),
     ),

@@ -93,16 +93,16 @@ LASTING = (
     ),
     Mutation(
         "a captured token's states are written over by the next",
-        "hetero_kv/adapter/captured_steps.py",
-        "self._output.last_hidden_state.clone()",
-        "self._output.last_hidden_state",
+        "hetero_kv/adapter/captured_token.py",
+        "self._output[self._result].clone()",
+        "self._output[self._result]",
         (f"{_CAPTURED}a_returned_token_is_not_overwritten_by_the_next",),
     ),
     Mutation(
         "the number of stored tokens is captured",
-        "hetero_kv/adapter/captured_steps.py",
-        "            self._inputs[name].copy_(tensor)\n",
-        '            if name != "position_ids":\n                self._inputs[name].copy_(tensor)\n',
+        "hetero_kv/adapter/captured_token.py",
+        "            self._inputs[name].copy_(tensor, non_blocking=True)\n",
+        '            if name != "position_ids":\n                self._inputs[name].copy_(tensor, non_blocking=True)\n',
         (f"{_CAPTURED}logits_are_those_without_graphs[shadowkv]",),
     ),
     Mutation(

@@ -65,7 +65,7 @@ def checked(monkeypatch):
 
     def recorded(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest):
         largest = call(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest)
-        scale, softcap, _, out, lse, _ = rest
+        scale, softcap, _, out, lse, *_ = rest
         if which != EVERYTHING:
             pool, lengths = layers[0].pool, layers[0].group.store.allocators[layers[0].layout].lengths
             assert_reference(pool, lengths, q, table, *ranges[1:, 0], positions, scale, softcap, out, lse)
