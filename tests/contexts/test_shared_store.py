@@ -355,8 +355,8 @@ def test_an_address_that_hangs_is_given_up_in_time(model, machine):
 def test_a_slow_address_is_given_up_between_two_objects(model, machine):
     cache, ids = document(model)
     upload(machine("one"), cache, ids)
-    FaultyFiles.delay_s = 0.06
-    two = machine("two", wait_s=0.2)
+    FaultyFiles.delay_s = 0.6
+    two = machine("two", wait_s=1.0)
     with pytest.raises(UnreachableError, match="is too slow"):
         two.fetch(identity_of(model), [*ids, 5])
 
