@@ -61,8 +61,7 @@ def attend_blocks(
         lse = np.empty((rows, kv_heads, group), np.float32)
     if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
         raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
-    offsets = NO_OFFSETS if key_offsets is None else key_offsets
-    lists = offsets, block_ids, block_counts, block_lengths, list_attention.NONE_LATER
+    lists = NO_OFFSETS if key_offsets is None else key_offsets, block_ids, block_counts, block_lengths
     # The same as `kernel_threads`, inlined: this runs for every layer of every token.
     with one_kernel_at_a_time:
         before = get_num_threads()

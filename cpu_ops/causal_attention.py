@@ -5,7 +5,7 @@ of queries: scores [tokens, queries] with the queries in the lanes, the online s
 2022, arXiv:2205.14135, algorithm 1) over whole vectors, and the weighted values. Keys and values are not transposed.
 """
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import ISAS, isa
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.list_attention import NONE_LATER, TOO_SHORT, kernel_for
+from hetero_kv.cpu_ops.list_attention import TOO_SHORT, kernel_for
 from hetero_kv.cpu_ops.matrix_tiles import decode_rows, multiply_tile
 from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from hetero_kv.cpu_ops.scratch import scratch
@@ -61,20 +61,24 @@ def attend_blocks_causal(
     """
     if q.ndim != 5 or q.dtype != np.float32 or q.shape[1] < 1:
         raise ValueError(f"q {q.shape} {q.dtype} must be [rows, q_len >= 1, kv_heads, group, k_dim] float32")
-    rows, q_len, kv_heads, group, _ = q.shape
-    kernel, region, k_dtype, v_dtype, v_dim = _plan(
-        q.shape, keys.shape, values.shape, block_ids.shape, block_counts.shape, block_lengths.shape, keys.dtype,
-        values.dtype, softcap > 0, isa(), None if key_offsets is None else key_offsets.shape,
+    rows, q_len, kv_heads, group, k_dim = q.shape
+    k_storage, v_storage, v_dim = check_lists(
+        (rows, kv_heads, group, k_dim), keys.shape, values.shape, block_ids.shape, block_counts.shape,
+        block_lengths.shape, keys.dtype, values.dtype,
     )  # fmt: skip
     arrays = (keys, values, block_ids, block_counts, block_lengths)
     if any(not each.flags.c_contiguous for each in arrays) or any(each.dtype != np.int32 for each in arrays[2:]):
         raise TypeError("keys, values, block_ids, block_counts and block_lengths must be C-contiguous, the last int32")
     offsets = NO_OFFSETS if key_offsets is None else key_offsets
+    check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
+    shape = group, k_dim, v_dim
+    region = address_of(_region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None))
+    kernel = kernel_for(numbers_of(k_storage, v_storage))
     out = np.empty((rows, kv_heads, q_len * group, v_dim), np.float32)
     lse = np.empty((rows, kv_heads, q_len * group), np.float32)
-    pools = keys.view(k_dtype), values.view(v_dtype)
+    pools = keys.view(k_storage.kernel_dtype), values.view(v_storage.kernel_dtype)
     with kernel_threads(threads) as used:
-        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:], NONE_LATER
+        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:]
         status = kernel(*called, scale, softcap, used, out, lse)
     if status == TOO_SHORT:
         raise ValueError(f"a list has fewer tokens than the {q_len} queries at its end")
@@ -85,27 +89,6 @@ def attend_blocks_causal(
         np.ascontiguousarray(out.reshape(rows, kv_heads, q_len, group, v_dim).transpose(*heads_last, 4)),
         np.ascontiguousarray(lse.reshape(rows, kv_heads, q_len, group).transpose(heads_last)),
     )
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
-    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
-    offsets: tuple[int, ...] | None,
-) -> tuple[Any, int, np.dtype, np.dtype, int]:  # fmt: skip
-    """Check that shapes fit together; returns kernel, region, kernel dtypes of keys and values, and v_dim.
-
-    Cached, because every layer of a draft needs it.
-    """
-    rows, _, kv_heads, group, k_dim = q
-    k_storage, v_storage, v_dim = check_lists(
-        (rows, kv_heads, group, k_dim), keys, values, ids, counts, lengths, dtype, value_dtype
-    )
-    check_offsets(offsets, keys, k_dim)
-    names, shape = (k_storage.name, v_storage.name), (group, k_dim, v_dim)
-    region = address_of(_region(instructions, *names, *shape, softcapped, offsets is not None))
-    kernel = kernel_for(numbers_of(k_storage, v_storage))
-    return kernel, region, k_storage.kernel_dtype, v_storage.kernel_dtype, v_dim
 
 
 @cache

@@ -75,14 +75,14 @@ def kernel_for(dtype: str) -> Any:
         qkv, qkv, qkv, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
         types.Array(types.int64, 2, "C"), int2, types.int64, int3, int3, types.boolean, integers,
         real, real, real, integers, integers, integers, lse3, qkv, lse3, types.Array(types.float32, 4, "C"), integers,
-        int3, integers,
+        int3,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
         group_vectors, group_values, ranges, table, which, positions, allowed, shared, flags, target, scale, softcap,
-        addresses, shape, itemsizes, outside_lse, out, lse, masses, taken, recorded, later,
+        addresses, shape, itemsizes, outside_lse, out, lse, masses, taken, recorded,
     ):  # fmt: skip
         (
             reduce,
@@ -114,7 +114,6 @@ def kernel_for(dtype: str) -> Any:
             or masses.shape != (2, rows, kv_heads, group)
             or table.shape[0] != rows
             or ranges.shape != (3, rows)
-            or later.size not in (0, rows)
             or (has_token(ranges) and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
             or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
         ):
@@ -229,7 +228,7 @@ def kernel_for(dtype: str) -> Any:
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attend_args = (
                 addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, ids_attended, counts,
-                lengths, later, scale, softcap, threads, out_window, lse_window,
+                lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
             if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS
@@ -295,7 +294,7 @@ def kernel_for(dtype: str) -> Any:
                     taken[6] += token_counts[row, each, 2]
             attend_token_args = (
                 addresses[0], addresses[12], np.int64(0), queries_5d, keys, values, key_offsets, chosen,
-                token_counts[:, :, 0].copy(), lengths, later, scale, softcap, threads, attended, lse,
+                token_counts[:, :, 0].copy(), lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
             call_kernel("attend lists", UNTYPED_POOL, addresses[11], attend_token_args)
         else:
@@ -304,14 +303,13 @@ def kernel_for(dtype: str) -> Any:
             if which != EVERYTHING:
                 # What is outside the Context is not attended twice.
                 if separate:
-                    later = later[:0].copy()
                     ids_attended, counts = attended_ids(context, positions, np.zeros_like(ends), ends - firsts)
                 else:
                     ids_attended, counts = attended_ids(table, positions, firsts, ends)
                 taken[0] = taken[5] = taken[6] = number_of(positions)
             attend_args = (
                 addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, ids_attended, counts,
-                lengths, later, scale, softcap, threads, attended, lse,
+                lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
             if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS

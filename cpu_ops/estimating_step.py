@@ -24,7 +24,6 @@ from hetero_kv.cpu_ops.chosen_blocks import SOFTMAX
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.estimating_kernel import StepFlags, kernel_for
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.list_attention import NONE_LATER
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.retrieval_step import BAD_SHAPES, NOTHING_FORBIDDEN, REFUSALS
 from hetero_kv.cpu_ops.storage import numbers_of, storage_of
@@ -182,7 +181,7 @@ class EstimatingStep:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
         positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
-        recorded: np.ndarray = NOTHING_FORBIDDEN, later: np.ndarray = NONE_LATER,
+        recorded: np.ndarray = NOTHING_FORBIDDEN,
     ) -> float:  # fmt: skip
         """Store one token of every row, unless its position is negative, and attend.
 
@@ -199,7 +198,7 @@ class EstimatingStep:
         """
         return self._call(
             self._flags, q, k, v, ranges, table, which, positions, allowed, shared, scale, softcap, outside_lse, out,
-            lse, masses, recorded, later,
+            lse, masses, recorded,
         )  # fmt: skip
 
     def rehearsed(
@@ -219,12 +218,12 @@ class EstimatingStep:
         self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray,
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         outside_lse: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
-        recorded: np.ndarray = NOTHING_FORBIDDEN, later: np.ndarray = NONE_LATER,
+        recorded: np.ndarray = NOTHING_FORBIDDEN,
     ) -> float:  # fmt: skip
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, ranges, table, which, positions, allowed, shared, flags,
             self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, outside_lse,
-            out, lse, masses, self.taken, recorded, later,
+            out, lse, masses, self.taken, recorded,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])

@@ -39,8 +39,6 @@ def _arrays(numbers: str) -> tuple[Any, ...]:
     return types.Array(types.float32, 5, "C"), *pool_arrays(numbers), OFFSETS, int3, int2, int1
 
 
-NONE_LATER = np.empty(0, np.int64)
-"""No token of a listed block is left out (`later`)."""
 OFFSETS = types.Array(types.uint16, 3, "C")
 """Bits of float16, subtracted from the keys of each block and kv head (`attention.attend_blocks`)."""
 _OUT, _LSE = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
@@ -63,19 +61,16 @@ def arguments(numbers: str) -> tuple[Any, ...]:
 @called_as("attend lists")
 def signature(numbers: str) -> Any:
     """The kernels' signature: (run, region, least, q, keys, values, key_offsets, block_ids, block_counts,
-    block_lengths, later, scale, softcap, threads, out, lse).
+    block_lengths, scale, softcap, threads, out, lse).
 
     run: `parallel_region.all_threads()`. region: its address. least: tokens that every list must have. q: [rows, q_len,
     kv_heads, group, k_dim]. block_ids, block_counts, block_lengths: as in `attention.attend_blocks`; where lists are of
     single tokens, block_ids [rows, 1 or kv_heads, n] int32 holds block id * block_size + offset of each token, and
-    block_lengths is not read. later: [rows] int64, how many of the tokens in the last block of each row's lists are not
-    attended to; [0] for none, and where lists are of single tokens. out: [rows, kv_heads, q_len * group, v_dim]; lse:
-    the same without the last dimension. Returns a status; a negative one reports an error (`cpu_ops.work_division`,
-    TOO_SHORT).
+    block_lengths is not read. out: [rows, kv_heads, q_len * group, v_dim]; lse: the same without the last dimension.
+    Returns a status; a negative one reports an error (`cpu_ops.work_division`, TOO_SHORT).
     """
     integer, real = types.int64, types.float64
-    later = types.Array(types.int64, 1, "C")
-    return types.int64(integer, integer, integer, *_arrays(numbers), later, real, real, integer, _OUT, _LSE)
+    return types.int64(integer, integer, integer, *_arrays(numbers), real, real, integer, _OUT, _LSE)
 
 
 @cache
@@ -88,13 +83,13 @@ def kernel_for(numbers: str, by_token: bool = False) -> Any:
 
     @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
     def attend_lists(
-        run, region, least, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, later, scale,
-        softcap, threads, out, lse,
+        run, region, least, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
+        threads, out, lse,
     ):  # fmt: skip
         if by_token:
             starts = token_starts(block_counts, q.shape[2])
         else:
-            starts = list_starts(block_ids, block_counts, block_lengths, later, q.shape[2], keys.shape[2])
+            starts = list_starts(block_ids, block_counts, block_lengths, q.shape[2], keys.shape[2])
         if starts[0] < 0:
             return starts[0]
         if least > 0:
@@ -209,7 +204,7 @@ def _region(
                                     scores[tile, each * row_size + lane] += shifts[tile, lane]
                     vectors: Any = (count * row_size + lanes - 1) // lanes
                 else:
-                    count = min(np.int64(block_lengths[block_ids[row, which, entry]]), starts[index + 1] - position)
+                    count = np.int64(block_lengths[block_ids[row, which, entry]])
                     mine = first <= position and position < last
                     position += count
                     if not mine or count == 0:

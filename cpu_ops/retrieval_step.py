@@ -103,7 +103,7 @@ class RetrievalStep:
     def __call__(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
         positions: np.ndarray, allowed: np.ndarray, shared: bool, largest: bool, scale: float, softcap: float,
-        out: np.ndarray, lse: np.ndarray, later: np.ndarray = list_attention.NONE_LATER,
+        out: np.ndarray, lse: np.ndarray,
     ) -> float:  # fmt: skip
         """Store one token of every row, unless its position is negative, and attend.
 
@@ -114,9 +114,8 @@ class RetrievalStep:
         the Context, ascending, padded with -1; written for CHOSEN. allowed: [rows, 1 or kv_heads, n] int32, the
         positions to score and choose from, ascending, n >= count; n = 0 allows all. shared: whether all kv heads share
         one list of positions. largest: whether a kv head's score is its group's largest instead of the mean. scale,
-        softcap: as in `attention.attend_blocks`. lse: [rows, kv_heads, group] float32, written. later: [rows] int64,
-        how many of the tokens in each row's last block come after its own, and are not attended to; [0] for none. The
-        caller must own `threads.one_kernel_at_a_time`.
+        softcap: as in `attention.attend_blocks`. lse: [rows, kv_heads, group] float32, written. The caller must own
+        `threads.one_kernel_at_a_time`.
 
         Returns the largest magnitude that was stored (0 if nothing was), or infinity or NaN if one was stored. Raises
         IndexError for positions, ids and lengths outside the pool, ValueError for other shapes and TypeError for other
@@ -124,7 +123,7 @@ class RetrievalStep:
         """
         status = self._kernel(
             q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, largest, scale, softcap,
-            self._threads, self._addresses, self._shape, self._itemsizes, out, lse, later,
+            self._threads, self._addresses, self._shape, self._itemsizes, out, lse,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
@@ -143,13 +142,13 @@ def _kernel(dtype: str) -> Any:
         qkv, qkv, qkv, pool, pool, list_attention.OFFSETS, pool, int1, types.Array(types.int64, 2, "C"), int2,
         types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
         types.int64, integers, integers, integers, qkv,
-        types.Array(types.float32, 3, "C"), integers,
+        types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, key_offsets, representatives, lengths, ranges, table, which, positions, allowed, shared,
-        largest, scale, softcap, threads, addresses, shape, itemsizes, out, lse, later,
+        largest, scale, softcap, threads, addresses, shape, itemsizes, out, lse,
     ):  # fmt: skip
         keys, values = items_of(keys, itemsizes[0]), items_of(values, itemsizes[1])
         representatives = items_of(representatives, itemsizes[2])
@@ -162,7 +161,6 @@ def _kernel(dtype: str) -> Any:
             or lse.shape != (rows, kv_heads, group)
             or table.shape[0] != rows
             or ranges.shape != (3, rows)
-            or later.size not in (0, rows)
             or (has_token(ranges) and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
             or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
             or (which == CHOSEN and allowed.shape[2] > 0 and allowed.shape[:2] != positions.shape[:2])
@@ -217,8 +215,8 @@ def _kernel(dtype: str) -> Any:
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attend_args = (
-            addresses[0], addresses[5], np.int64(0), queries_5d, keys, values, key_offsets, ids, in_use, lengths, later,
-            scale, softcap, threads, attended, lse,
+            addresses[0], addresses[5], np.int64(0), queries_5d, keys, values, key_offsets, ids, in_use, lengths, scale,
+            softcap, threads, attended, lse,
         )  # fmt: skip
         if call_kernel("attend lists", UNTYPED_POOL, addresses[4], attend_args) < 0:
             return BAD_LISTS

@@ -142,14 +142,13 @@ def store_token(
     keys: np.ndarray,
     values: np.ndarray,
     table: np.ndarray,
-    position: int | np.ndarray,
+    position: int,
 ) -> float:
     """Write one token of every row into its block.
 
     new_keys: [rows, kv_heads, k_dim] float32, new_values: [rows, kv_heads, v_dim] float32. keys: [num_blocks, kv_heads,
     block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of storage types that `stores` accepts.
-    table: [rows, blocks] int32, ids of each row's blocks in order. position: of the token in its sequence, or of each
-    row's, [rows] int64.
+    table: [rows, blocks] int32, ids of each row's blocks in order. position: of the token in its sequence.
 
     Returns the largest magnitude among the numbers (if the types of keys and values differ: only among those whose type
     is limited to float16's range), or infinity or NaN if there is one. Raises ValueError or TypeError for arrays that
@@ -158,9 +157,9 @@ def store_token(
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
     )
-    positions = np.full(len(table), position) if isinstance(position, int) else position
+    positions = np.full(len(table), position)
     largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
-    if largest < 0 or positions.min() < 0:
+    if largest < 0 or position < 0:
         raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
     return largest
 

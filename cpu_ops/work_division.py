@@ -13,11 +13,8 @@ _PART = types.Array(types.float32, 2, "A")
 
 
 @device_function
-def list_starts(block_ids, block_counts, block_lengths, later, kv_heads, block_size):
-    """Returns the first token of each (row, kv head) list, counted over all lists; a first entry < 0 is an error.
-
-    later: [rows] int64, tokens at the end of each row's last blocks that are left out; [0] for none.
-    """
+def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
+    """Returns the first token of each (row, kv head) list, counted over all lists; a first entry < 0 is an error."""
     rows, lists_per_row, max_blocks = block_ids.shape
     starts = np.zeros(rows * kv_heads + 1, np.int64)
     for row in range(rows):
@@ -38,12 +35,6 @@ def list_starts(block_ids, block_counts, block_lengths, later, kv_heads, block_s
                         starts[0] = BAD_LENGTH
                         return starts
                     tokens += block_lengths[block]
-                if later.size:
-                    last = block_lengths[block_ids[row, head, count - 1]] if count > 0 else 0
-                    if later[row] < 0 or later[row] > last:
-                        starts[0] = BAD_LENGTH
-                        return starts
-                    tokens -= later[row]
             index = row * kv_heads + head
             starts[index + 1] = starts[index] + tokens
     return starts

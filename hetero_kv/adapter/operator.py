@@ -15,7 +15,6 @@ from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
@@ -141,10 +140,7 @@ class AttentionOperator(Operator):
         """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths are several steps."""
         steps = cache.steps
         if len(steps) > 1:
-            attended = self._attend_in_arrays(cache, call)
-            if attended is None:
-                attended = torch.cat([self._attend_rows(step, call.of_rows(step.rows)) for step in steps])
-            return attended
+            return torch.cat([self._attend_rows(step, call.of_rows(step.rows)) for step in steps])
         step = steps[0]
         layer = step.group.layers[self.layer_idx]
         if step.is_decode:
@@ -153,20 +149,6 @@ class AttentionOperator(Operator):
             return self.prefill_chunk(layer, step, call)
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
-
-    def _attend_in_arrays(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor | None:
-        """`attend` by `attend_arrays`, for several steps; None where these need `decode_step` each."""
-        dtype = ARRAY_DTYPES.get(call.q.dtype)
-        is_plain = call.q.device.type == "cpu" and call.sink is None and call.sliding_window is None
-        if dtype is None or not is_plain or not cache.steps[0].is_decode:
-            return None
-        prepared = self.prepare_arrays(cache, dtype, call.softcap)
-        if prepared is None:
-            return None
-        attended = torch.empty((*call.q.shape[:3], call.v.shape[3]), dtype=call.q.dtype)
-        arrays = DecodeBuffers([*(each.detach().contiguous() for each in (call.q, call.k, call.v)), attended])
-        self.attend_arrays(prepared, arrays, call.scale, call.softcap or 0.0)
-        return attended
 
     def _attend_rows(self, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """The attention of a step's rows, of one token each: [rows, heads, 1, v_dim]."""
@@ -207,25 +189,26 @@ class AttentionOperator(Operator):
             part = arrays.of_rows(last.rows)
             part.put(self._attend_rows(last, bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)))
             arrays = arrays.of_rows(slice(0, last.rows.start))
-        for steps in self.calls(prepared):
-            rows = slice(steps[0][0].rows.start, steps[-1][0].rows.stop)
-            self.attend_steps(steps, arrays.of_rows(rows), scale, softcap)
+        if not any(step.is_draft for step, _ in prepared) and self.takes_together(prepared):
+            self.attend_steps(prepared, arrays, scale, softcap)
+            return
+        for each in prepared:
+            if each[0].is_draft:
+                each[0].show_length()
+            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap)
 
     def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:
         """The part of `prepare_arrays` of one step."""
         return None
 
-    def calls(self, prepared: list[tuple[Step, Any]]) -> list[list[tuple[Step, Any]]]:
-        """The steps of a forward by the calls of `attend_steps` that take them, each neighbouring ones."""
-        return [[each] for each in prepared]
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
+        """Whether one call of `attend_steps` takes all steps of a forward."""
+        return len(prepared) == 1
 
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
     ) -> None:
-        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`.
-
-        Blocks have places for the tokens of a whole draft already.
-        """
+        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`."""
         raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager

@@ -42,7 +42,7 @@ class Conversation(SavedConversation):
         thinks: whether a reasoning model thinks before it answers; None leaves it to its chat template.
         forks: the number of forks that each need room for `max_seq_len` tokens too; see HeteroCache.
         prefix_cache: stores the contexts of answers, and may have the beginning of the first prompt.
-        speculation: how the next tokens are guessed, as for `Engine`. Answers are the same, to rounding.
+        speculation: how the next tokens are guessed, as for `Engine`. Answers are the same.
 
     Raises HeteroKVError without a tokenizer, or if there is no such `speculation`.
     """

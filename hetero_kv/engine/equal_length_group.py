@@ -122,9 +122,8 @@ class EqualLengthGroup:
         for row in range(rows.start, rows.stop):
             after = steps[-1] if steps else None
             self.step = step = Step(
-                self, slice(row, row + 1), 1, is_decode=True, part=PromptPart(), keeps=True, is_draft=True, after=after,
-                later=rows.stop - 1 - row,
-            )  # fmt: skip
+                self, slice(row, row + 1), 1, is_decode=True, part=PromptPart(), keeps=True, is_draft=True, after=after
+            )
             self._reserve(step)
             for layout in self.layouts:
                 # The table has no places of later tokens yet.

@@ -70,9 +70,9 @@ class Tally(NamedTuple):
     total: float = 0.0
     numbers: int = 0
 
-    def plus(self, number: float, times: int = 1) -> Tally:
-        """The tally with one more number, or `times` of which it is the mean."""
-        return Tally(self.total + number * times, self.numbers + times)
+    def plus(self, number: float) -> Tally:
+        """The tally with one more number."""
+        return Tally(self.total + number, self.numbers + 1)
 
     @property
     def mean(self) -> float | None:

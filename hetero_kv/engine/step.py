@@ -65,7 +65,6 @@ class Step:
         keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
         is_draft: whether its token is one of several of its sequence that are decoded in one forward.
         after: among these, the step of the token before.
-        end: tokens of each row behind the last of these; else `length`.
         states: among these, layer -> its state behind this step, where the layer was left in one.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
@@ -73,7 +72,7 @@ class Step:
 
     def __init__(
         self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool,
-        is_draft: bool = False, after: Step | None = None, later: int = 0,
+        is_draft: bool = False, after: Step | None = None,
     ) -> None:  # fmt: skip
         self.group = group
         self.rows = rows
@@ -84,7 +83,6 @@ class Step:
         self.part = part
         self.keeps = keeps
         self.is_draft, self.after = is_draft, after
-        self.end: int = self.length + later
         self.states: dict[int, LayerCheckpoint] = {}
         self.checked_numbers: list[CheckedNumber] = []
         self.host_copies: list[HostCopy] = []

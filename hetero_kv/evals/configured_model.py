@@ -56,7 +56,7 @@ class ConfiguredModel:
         share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
             its attention is the same up to rounding.
         measure_recall: let tasks measure the attention mass that a method covers, which makes its steps slower.
-        speculation: how methods guess the next tokens of answers, as for `Engine`. Answers are the same, to rounding.
+        speculation: how methods guess the next tokens of answers, as for `Engine`. Answers are the same.
         settings: override the rules files of all configs whose operators take them, but not a config's own settings.
         settings_file: every config overrides these.
 

@@ -95,7 +95,7 @@ class Engine:
         part: tokens of a prompt that pass at once while nobody waits for a token.
         speculation: how the next tokens are guessed, several of which are then verified in one forward: `lookup` finds
             what followed the same words earlier in the conversation; `off` decodes one token at a time; `auto` is
-            lookup where the model and its rules can verify guesses (`speculation`). Answers are the same, to rounding.
+            lookup where the model and its rules can verify guesses (`speculation`). Answers are the same.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
 
     Attributes:

@@ -92,30 +92,6 @@ class Problem:
         return scores
 
 
-@pytest.mark.parametrize("which", [EVERYTHING, AS_GIVEN])
-def test_tokens_that_come_later_in_the_last_block_are_not_attended_to(which):
-    problem, lists = Problem(), np.array([[[0, 4]], [[2, 5]]], np.int32)
-    positions = NOTHING_FORBIDDEN if which == EVERYTHING else lists
-    ranges, later = row_ranges(ROWS, -1, FIRST, END), np.array([2, 0])
-    flags = NOTHING_FORBIDDEN, True, False, 0.25, 0.0
-    problem.step(*problem.inputs, ranges, problem.table, which, positions, *flags, problem.out, problem.lse, later)
-    problem.lengths[problem.table[0, -1]] -= 2
-    ids = problem.table[:, None] if which == EVERYTHING else attended(problem.table, lists)
-    out, lse = problem.expected(ids, threads=2)
-    np.testing.assert_allclose(problem.out, out, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(problem.lse, lse, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("later", [[-1, 0], [0, BLOCK]])
-def test_more_later_tokens_than_a_block_has_are_refused(later):
-    problem = Problem()
-    with pytest.raises(IndexError, match="lists of blocks, or their lengths"):
-        problem.step(
-            *problem.inputs, row_ranges(ROWS, -1, FIRST, END), problem.table, EVERYTHING, NOTHING_FORBIDDEN,
-            NOTHING_FORBIDDEN, True, False, 0.25, 0.0, problem.out, problem.lse, np.array(later),
-        )  # fmt: skip
-
-
 def attended(table, positions, first=FIRST, end=END):
     """Ids of the attended blocks of rows of equal length."""
     ids, counts = attended_ids(table, positions, *row_ranges(ROWS, -1, first, end)[1:])

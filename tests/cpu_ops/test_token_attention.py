@@ -48,8 +48,8 @@ def test_it_is_attention_to_the_listed_tokens(isa, group, offset, softcap):
         for threads in (1, 3):
             out, lse = np.full(q.shape, 7, np.float32), np.full(q.shape[:3], 7, np.float32)
             pool = (each.view(storage.kernel_dtype) for each in (keys, values))
-            lists = tokens.astype(np.int32), counts[:, :, 0].copy(), np.empty(0, np.int32), list_attention.NONE_LATER
-            kernel(all_threads(), region, 0, q[:, None], *pool, starts, *lists, SCALE, softcap, threads, out, lse)
+            lists = tokens.astype(np.int32), counts[:, :, 0].copy(), np.empty(0, np.int32), SCALE, softcap
+            kernel(all_threads(), region, 0, q[:, None], *pool, starts, *lists, threads, out, lse)
             for row, head in np.ndindex(ROWS, KV_HEADS):
                 own = tokens[row, head, : counts[row, head, 0]]
                 scores = torch.from_numpy(q[row, head]) @ whole[head, own].T * SCALE

@@ -7,8 +7,6 @@ Initial and Local, and to the Context blocks whose representatives score best ag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,10 @@ from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
 from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
-from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
-from hetero_kv.families.retrieval.drafted_rows import attend_draft
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -120,75 +117,45 @@ class RetrievalAttention(ResidentDecode):
             return None
         return native
 
-    def calls(self, prepared: list[tuple[Step, Any]]) -> list[list[tuple[Step, Any]]]:
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
         if len(prepared) == 1:
-            return [prepared]
-        steps = [step for step, _ in prepared]
-        layers = [step.group.layers[self.layer_idx] for step in steps]
-        pools = {id(layer.pool): layer.pool for layer in layers}
-        # Blocks in files are requested for each step.
-        if any(pool is None or pool.reads_ahead() for pool in pools.values()):
-            return super().calls(prepared)
-        contexts = [layers[0].layout.context_blocks(step.length) for step in steps]
-        kinds: list[Any]
-        if not any(map(self._chooses, contexts)):
-            kinds = [id(step.group if step.is_draft else layer.pool) for step, layer in zip(steps, layers, strict=True)]
-        elif (
-            self.choice is None
-            # With one schedule, a selection is stored in each group.
-            and self.settings.layer_step == self.settings.token_step == 1
-            and all(layer.state.candidates is None for layer in layers)
-        ):
-            kinds = [id(layer.pool) for layer in layers]
-        else:
-            kinds = [(id(step.group), context) for step, context in zip(steps, contexts, strict=True)]
-        return [[each for _, each in run] for _, run in groupby(zip(kinds, prepared, strict=True), itemgetter(0))]
+            return True
+        layers = [step.group.layers[self.layer_idx] for step, _ in prepared]
+        pool, lengths = layers[0].pool, [step.length for step, _ in prepared]
+        # With one schedule, a selection is stored in each group; blocks in files are requested for each.
+        return (
+            pool is not None
+            and not pool.reads_ahead()
+            and all(layer.pool is pool for layer in layers)
+            and (
+                not any(self._chooses(layers[0].layout.context_blocks(length)) for length in lengths)
+                or (
+                    self.choice is None
+                    and self.settings.layer_step == self.settings.token_step == 1
+                    and all(layer.state.candidates is None for layer in layers)
+                )
+            )
+        )
 
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
     ) -> None:
-        groups, native = self._groups(prepared, arrays), prepared[0][1]
-        last = groups[-1]
-        is_draft = len(groups) > 1 and groups[0].layer is last.layer and last.step.length == last.step.end
-        if is_draft and not self._chooses(last.context_blocks):
-            lse = attend_draft(groups, arrays, scale, softcap, self.threads)
-            taken = [SelectionStatistics(group.context_blocks) for group in groups]
-            self._count_read(groups, taken)
-            if isinstance(native, EstimatingStep):
-                self._count(groups, (lse, lse), taken)
-            return
-        q, k, v = arrays.q, arrays.k, arrays.v
+        groups, start = [], prepared[0][0].rows.start
+        for step, _ in prepared:
+            layer = step.group.layers[self.layer_idx]
+            blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+            # Without a budget nothing is derived from a block.
+            closes = self.budget is not None and blocks.newly_finalized[0] != blocks.newly_finalized[1]
+            if closes:
+                own = slice(step.rows.start - start, step.rows.stop - start)
+                layer.store_token(step, *(tensor[own] for tensor in arrays.new))
+                self._finalize_blocks(layer, step)
+            groups.append(GroupRows(layer, step, blocks, closes))
+        native, q, k, v = prepared[0][1], arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
         estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
         if estimated is not None:
             self._count(groups, *estimated)
-
-    def _groups(self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers) -> list[GroupRows]:
-        """The rows of each step. Where a step finalizes blocks, its sequences' tokens are stored, and it does so."""
-        layers = [step.group.layers[self.layer_idx] for step, _ in prepared]
-        steps = [step for step, _ in prepared]
-        blocks = [
-            step.made.get(id(layer.layout)) or step.blocks(layer.layout)
-            for step, layer in zip(steps, layers, strict=True)
-        ]
-        # Without a budget nothing is derived from a block.
-        closing = [
-            step
-            for step, each in zip(steps, blocks, strict=True)
-            if self.budget is not None and each.newly_finalized[0] != each.newly_finalized[1]
-        ]
-        stored = {id(step.group) for step in closing}
-        start = steps[0].rows.start
-        for step, layer in zip(steps, layers, strict=True) if closing else ():
-            if id(step.group) in stored:
-                own = slice(step.rows.start - start, step.rows.stop - start)
-                layer.store_token(step, *(tensor[own] for tensor in arrays.new))
-        for step in closing:
-            self._finalize_blocks(step.group.layers[self.layer_idx], step)
-        return [
-            GroupRows(layer, step, each, id(step.group) in stored, _later(step, each, layer.layout.block_size))
-            for step, layer, each in zip(steps, layers, blocks, strict=True)
-        ]
 
     def _completed(
         self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
@@ -269,8 +236,3 @@ class RetrievalAttention(ResidentDecode):
         layout = RetrievalLayout.of_settings(self.settings)
         is_covered = self.covering is None or layout.context_blocks(length) <= self.covering
         return layout.attended_tokens(length, None if is_covered else self.budget)
-
-
-def _later(step: Step, blocks: StepBlocks, block_size: int) -> int:
-    """How many tokens of the step's draft come after its own in the last of its blocks."""
-    return min(step.end, blocks.table.shape[1] * block_size) - step.length

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -78,7 +76,7 @@ class RetrievalDecode(RetrievalPrefill):
         contexts = [group.context_blocks for group in groups]
         chosen = [self._chooses(context) for context in contexts]
         chooses = any(chosen)
-        table, ranges, later = DecodedRows.of(groups, tuple(chooses and not each for each in chosen))
+        table, ranges = DecodedRows.of(groups, tuple(chooses and not each for each in chosen))
         layer, kv_heads = groups[0].layer, lse.shape[1]
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if chooses:
@@ -112,26 +110,28 @@ class RetrievalDecode(RetrievalPrefill):
                 tokens = np.full((*positions.shape[:2], capacity), -1, np.int32)
             with one_kernel_at_a_time:
                 if fetching is not None:
-                    fetching.by_rehearsal(native, (*inputs, *results, NOTHING_FORBIDDEN, later))
-                stored = native(*inputs, *results, tokens, later)
+                    fetching.by_rehearsal(native, (*inputs, *results))
+                stored = native(*inputs, *results, tokens)
                 # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()
             if chooses:
                 lists = len(table) * positions.shape[1]
                 attended, *others = [number / lists for number in counted]
-                each = SelectionStatistics(attended / layer.layout.block_size if native.by_token else attended, *others)
-                # All rows choose among one Context: they are of one group, or tokens of one draft.
-                taken = [each] * len(groups)
+                taken[0] = SelectionStatistics(
+                    attended / layer.layout.block_size if native.by_token else attended, *others
+                )
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
-                stored = native(*inputs, largest, scale, softcap, out, lse, later)
+                stored = native(*inputs, largest, scale, softcap, out, lse)
             if is_scored:
                 taken = [
                     each._replace(scored=allowed.shape[2] or context) if chose else each
                     for each, chose, context in zip(taken, chosen, contexts, strict=True)
                 ]
-        self._count_read(groups, taken)
+        for group, context, each in zip(groups, contexts, taken, strict=True):
+            assert group.layer.reading is not None
+            group.layer.read = group.layer.read.plus(group.layer.reading.of_step(group.step.length, context, each))
         if stored:
             layer.require_storable(stored)
         if layer.record is not None:
@@ -176,33 +176,20 @@ class RetrievalDecode(RetrievalPrefill):
         covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
-    @staticmethod
-    def _count_read(groups: list[GroupRows], taken: list[SelectionStatistics]) -> None:
-        """Record the bytes that a step has read."""
-        for group, each in zip(groups, taken, strict=True):
-            layer = group.layer
-            assert layer.reading is not None
-            layer.read = layer.read.plus(layer.reading.of_step(group.step.length, group.context_blocks, each))
-
-    def _count(
-        self, groups: list[GroupRows], masses: np.ndarray | Sequence[np.ndarray], taken: list[SelectionStatistics]
-    ) -> None:
+    def _count(self, groups: list[GroupRows], masses: np.ndarray, taken: list[SelectionStatistics]) -> None:
         """Record a step's block counts and the estimated shares of the attention mass that it covered.
 
         masses: as those of `EstimatingStep`, of the rows of all groups.
         """
         start = groups[0].step.rows.start
-        for layer, run in groupby(zip(groups, taken, strict=True), lambda each: each[0].layer):
-            # Of one group, or tokens of one draft.
-            each = list(run)
-            state, times = layer.state, len(each)
-            rows = slice(each[0][0].step.rows.start - start, each[-1][0].step.rows.stop - start)
-            covered = covered_share(masses[0][rows], masses[1][rows])
+        for group, of_group in zip(groups, taken, strict=True):
+            state, rows = group.layer.state, group.step.rows
+            own = masses if len(groups) == 1 else masses[:, rows.start - start : rows.stop - start]
+            covered = covered_share(own[0], own[1])
             # NaN means that nothing was estimated.
-            share = state.share.plus(covered, times) if covered == covered else state.share
-            attended = sum(of_group.attended for _, of_group in each) / times
-            blocks = state.blocks.plus(attended, times) if self.targets else state.blocks
-            layer.state = replace(state, share=share, blocks=blocks)
+            share = state.share.plus(covered) if covered == covered else state.share
+            blocks = state.blocks.plus(of_group.attended) if self.targets else state.blocks
+            group.layer.state = replace(state, share=share, blocks=blocks)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
@@ -246,9 +233,6 @@ class RetrievalDecode(RetrievalPrefill):
         if layer.state.candidates is not None:
             candidates = layer.state.allowed(context)
             assert candidates is not None
-            if len(candidates) < rows:
-                # The tokens of a draft choose among the same ones.
-                candidates = np.repeat(candidates, rows, axis=0)
             if candidates.shape[2] <= self.budget and not self.targets:
                 return AS_GIVEN, candidates, NOTHING_FORBIDDEN
             allowed, most = candidates, min(most, candidates.shape[2])

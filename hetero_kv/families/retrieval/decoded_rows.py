@@ -23,14 +23,12 @@ class GroupRows(NamedTuple):
         step: the group's step.
         blocks: the layer's blocks in it.
         is_stored: whether the new token is in its block already.
-        later: how many tokens come after it in its block, by the block's length.
     """
 
     layer: RetrievalLayer
     step: Step
     blocks: StepBlocks
     is_stored: bool
-    later: int = 0
 
     @property
     def context_blocks(self) -> int:
@@ -44,12 +42,10 @@ class DecodedRows(NamedTuple):
     Attributes:
         table: [rows, blocks] int32, padded with -1; without attention sink and recent window if these are on a device.
         ranges: [3, rows] int64.
-        later: [rows] int64, how many of the tokens in each row's last block come after its own.
     """
 
     table: np.ndarray
     ranges: np.ndarray
-    later: np.ndarray
 
     @classmethod
     def of(cls, groups: list[GroupRows], dense: tuple[bool, ...]) -> DecodedRows:
@@ -59,8 +55,7 @@ class DecodedRows(NamedTuple):
         then empty.
         """
         first = groups[0]
-        rows = [(group.is_stored, group.later) for group in groups]
-        key = id(first.layer.layout), first.layer.window is None, dense, *rows
+        key = id(first.layer.layout), first.layer.window is None, dense, *[group.is_stored for group in groups]
         found = first.step.computed.get(key)
         if found is None:
             found = first.step.computed[key] = cls._joined(
@@ -73,9 +68,8 @@ class DecodedRows(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         width = max(part.table.shape[1] for part in parts)
-        tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, *_ in parts]
-        ranges, later = [part.ranges for part in parts], [part.later for part in parts]
-        return cls(np.concatenate(tables), np.concatenate(ranges, axis=1), np.concatenate(later))
+        tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, _ in parts]
+        return cls(np.concatenate(tables), np.concatenate([part.ranges for part in parts], axis=1))
 
 
 def _of_group(group: GroupRows, dense: bool) -> DecodedRows:
@@ -85,5 +79,4 @@ def _of_group(group: GroupRows, dense: bool) -> DecodedRows:
         # The window's device attends to the attention sink and the recent window.
         table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
     position = _STORED if group.is_stored else group.step.past
-    ranges = row_ranges(len(table), position, end if dense else first, end)
-    return DecodedRows(table, ranges, np.full(len(table), group.later))
+    return DecodedRows(table, row_ranges(len(table), position, end if dense else first, end))
