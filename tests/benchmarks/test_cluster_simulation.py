@@ -39,22 +39,22 @@ def finished(one, until=np.inf):
 
 
 def test_a_question_takes_the_time_of_its_tokens():
-    one, asked = replica(), question(0)
-    one.add(asked)
+    one, routed = replica(), question(0)
+    one.add(routed)
     assert finished(one) == {0: pytest.approx(4.5 + 20 * 0.05)}
-    assert asked.first_token_at == pytest.approx(4.5)
+    assert routed.first_token_at == pytest.approx(4.5)
     assert one.busy_s == pytest.approx(5.5)
 
 
 def test_a_second_question_computes_its_own_tokens_alone():
-    one, asked = replica(), question(1)
+    one, routed = replica(), question(1)
     one.add(question(0))
     finished(one)
     began = one.next_change if one.next_change < np.inf else 5.5
-    one.add(asked)
+    one.add(routed)
     finished(one)
-    assert asked.first_token_at - began == pytest.approx(0.5)
-    assert (asked.hits, one.prefills) == (400, {0: 1})
+    assert routed.first_token_at - began == pytest.approx(0.5)
+    assert (routed.hits, one.prefills) == (400, {0: 1})
 
 
 def test_rows_share_the_steps_and_no_more_than_the_limit_run():
@@ -107,9 +107,9 @@ def test_rays_prefix_router_stays_with_a_full_replica_unless_it_has_a_threshold(
         alive = {name: Replica(name, COSTS, 1000, HASHES) for name in "abcd"}
         router, sent = PrefixCacheAffinity(alive, np.random.default_rng(0), threshold), set()
         for number in range(40):
-            asked = question(number)
-            name = router.choose(asked, 0.0)
-            alive[name].add(asked)
+            routed = question(number)
+            name = router.choose(routed, 0.0)
+            alive[name].add(routed)
             sent.add(name)
         assert len(sent) == places
 

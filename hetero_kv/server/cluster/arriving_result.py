@@ -45,15 +45,15 @@ class ArrivingResult:
             case _:
                 self._stream.complete(message)
 
-    def going_on(self, asked: RemoteRequest, lost: str | None) -> RemoteRequest:
+    def going_on(self, request: RemoteRequest, lost: str | None) -> RemoteRequest:
         """The request to another replica, behind the tokens that came, without the one that was lost."""
         answered = {"answered": [piece.token for piece in self.pieces]} if self.pieces else {}
-        avoided = asked.avoided if lost is None else {*asked.avoided, lost}
-        return replace(asked, arguments={**asked.arguments, **answered}, avoided=avoided)
+        avoided = request.avoided if lost is None else {*request.avoided, lost}
+        return replace(request, arguments={**request.arguments, **answered}, avoided=avoided)
 
-    def cancelled(self, asked: RemoteRequest) -> None:
+    def cancelled(self, request: RemoteRequest) -> None:
         """The request is cancelled: an answer ends as it is."""
-        if asked.sampling is None:
+        if request.sampling is None:
             self._stream.fail(HeteroKVError("the request was cancelled"))
             return
         self._stream.complete(
@@ -62,7 +62,7 @@ class ArrivingResult:
                 pieces=tuple(self.pieces),
                 finish_reason="stopped",
                 stop_text=None,
-                prompt_tokens=len(asked.tokens),
+                prompt_tokens=len(request.tokens),
                 cached_tokens=0,
                 first_token_s=self._first_token_s,
                 total_s=self._seconds(),

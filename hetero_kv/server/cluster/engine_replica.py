@@ -53,41 +53,43 @@ class EngineReplica:
             for each in self._served.values()
         ]  # fmt: skip
 
-    async def generate(self, asked: RemoteRequest) -> AsyncIterator[Message]:
+    async def generate(self, request: RemoteRequest) -> AsyncIterator[Message]:
         """The messages of an answer. Whoever closes the iterator early cancels the answer."""
 
         def ask(served: ServedModel) -> ResultStream[Any]:
-            assert asked.sampling is not None
-            mask = None if asked.grammar is None else served.grammars.mask(asked.grammar)
-            sampling = replace(asked.sampling, mask=mask)
-            return served.engine.generate(asked.tokens.tolist(), sampling, **asked.arguments)
+            assert request.sampling is not None
+            mask = None if request.grammar is None else served.grammars.mask(request.grammar)
+            sampling = replace(request.sampling, mask=mask)
+            return served.engine.generate(request.tokens.tolist(), sampling, **request.arguments)
 
-        return self._messages(asked, ask)
+        return self._messages(request, ask)
 
-    async def prefill(self, asked: RemoteRequest) -> AsyncIterator[Message]:
+    async def prefill(self, request: RemoteRequest) -> AsyncIterator[Message]:
         """As `generate`; before the completion, the sequence is in the context folder."""
         last = Alive(None)
-        async for message in await self.generate(asked):
+        async for message in await self.generate(request):
             if isinstance(message, Alive):
                 last = message
             if isinstance(message, Completion):
-                saving = asyncio.create_task(asyncio.to_thread(self._engines[asked.model].save_kept))
+                saving = asyncio.create_task(asyncio.to_thread(self._engines[request.model].save_kept))
                 while not (await asyncio.wait({saving}, timeout=ALIVE_S))[0]:
                     yield last
                 await saving
             yield message
 
-    async def attended(self, asked: RemoteRequest) -> AsyncIterator[Message]:
+    async def attended(self, request: RemoteRequest) -> AsyncIterator[Message]:
         """The messages of what a token attended to, as of `generate`."""
-        return self._messages(asked, lambda served: served.engine.attended(asked.tokens.tolist(), **asked.arguments))
+        return self._messages(
+            request, lambda served: served.engine.attended(request.tokens.tolist(), **request.arguments)
+        )
 
     async def _messages(
-        self, asked: RemoteRequest, ask: Callable[[ServedModel], ResultStream[Any]]
+        self, request: RemoteRequest, ask: Callable[[ServedModel], ResultStream[Any]]
     ) -> AsyncGenerator[Message]:
         yield Taken(self._name)
         stream = None
         try:
-            stream = ask(self._served[asked.model])
+            stream = ask(self._served[request.model])
             async for piece in ticking(aiter(stream), ALIVE_S):
                 yield Alive(stream.progress) if piece is None else piece
             yield await stream

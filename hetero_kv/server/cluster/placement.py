@@ -52,44 +52,44 @@ class Placement:
         self._sent: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def ranked(self, asked: RemoteRequest, replicas: Collection[str]) -> list[str]:
+    def ranked(self, request: RemoteRequest, replicas: Collection[str]) -> list[str]:
         """These replicas, the best first, where the request now counts as sent."""
         with self._lock:
-            router = self._routers.setdefault(asked.model, Router(self._settings))
+            router = self._routers.setdefault(request.model, Router(self._settings))
             news = {name: self._news.get(name) for name in replicas}
-            reports = {name: None if each is None else each.reports.get(asked.model) for name, each in news.items()}
-            ranked = router.rank(asked.routed, reports, time.monotonic())
+            reports = {name: None if each is None else each.reports.get(request.model) for name, each in news.items()}
+            ranked = router.rank(request.routed, reports, time.monotonic())
             # Where they have failed, requests go only if there is nothing else.
-            ranked.sort(key=lambda name: name in asked.avoided)
-            self._move(asked, ranked[0])
+            ranked.sort(key=lambda name: name in request.avoided)
+            self._move(request, ranked[0])
             return ranked
 
-    def missing(self, asked: RemoteRequest) -> int:
+    def missing(self, request: RemoteRequest) -> int:
         """How many tokens of the prompt are known nowhere, as far as replicas have reported."""
         with self._lock:
-            return self._routers.setdefault(asked.model, Router(self._settings)).missing(asked.routed)
+            return self._routers.setdefault(request.model, Router(self._settings)).missing(request.routed)
 
-    def went(self, asked: RemoteRequest, replica: str) -> None:
+    def went(self, request: RemoteRequest, replica: str) -> None:
         """The request was sent there in the end, for the best one may have been full."""
         with self._lock:
-            if self._sent.get(asked.number, replica) != replica:
-                self._move(asked, replica)
+            if self._sent.get(request.number, replica) != replica:
+                self._move(request, replica)
 
-    def _move(self, asked: RemoteRequest, replica: str) -> None:
-        self._forget(asked)
-        self._routers[asked.model].sent(asked.routed, replica)
-        self._sent[asked.number] = replica
+    def _move(self, request: RemoteRequest, replica: str) -> None:
+        self._forget(request)
+        self._routers[request.model].sent(request.routed, replica)
+        self._sent[request.number] = replica
 
-    def _forget(self, asked: RemoteRequest) -> str | None:
-        before = self._sent.pop(asked.number, None)
+    def _forget(self, request: RemoteRequest) -> str | None:
+        before = self._sent.pop(request.number, None)
         if before is not None:
-            self._routers[asked.model].completed(asked.routed, before)
+            self._routers[request.model].completed(request.routed, before)
         return before
 
-    def ended(self, asked: RemoteRequest) -> str | None:
+    def ended(self, request: RemoteRequest) -> str | None:
         """The request has ended, or is given up. Returns where it was sent."""
         with self._lock:
-            return self._forget(asked)
+            return self._forget(request)
 
     def learn(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
         """Take what replicas reported, by name; others are gone. What has not changed is no news."""

@@ -32,17 +32,17 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """See Ray Serve: the replicas, the best first."""
-        asked = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not isinstance(asked, RemoteRequest) or not candidate_replicas:
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if not isinstance(request, RemoteRequest) or not candidate_replicas:
             return [[each] for each in random.sample(candidate_replicas, len(candidate_replicas))]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        return [[by_name[name]] for name in self._placement.ranked(asked, by_name)]
+        return [[by_name[name]] for name in self._placement.ranked(request, by_name)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         """See Ray Serve."""
-        asked = pending_request.args[0] if pending_request.args else None
-        if isinstance(asked, RemoteRequest):
-            self._placement.went(asked, replica_id.unique_id)
+        request = pending_request.args[0] if pending_request.args else None
+        if isinstance(request, RemoteRequest):
+            self._placement.went(request, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """See Ray Serve: called whenever there are other replicas, or new reports."""

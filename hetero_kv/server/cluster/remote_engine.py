@@ -98,7 +98,7 @@ class RemoteEngine:
         if mask is not None and not isinstance(mask, GrammarMask):
             raise HeteroKVError("a mask that is no grammar cannot be sent to a replica; give a grammar")
         tokens = np.asarray(prompt, np.int32)
-        asked = RemoteRequest(
+        request = RemoteRequest(
             self._model,
             tokens,
             RoutedRequest(
@@ -115,7 +115,7 @@ class RemoteEngine:
             replace(params, mask=None),
             None if mask is None else mask.grammar,
         )
-        return self._followed("generate", asked)
+        return self._followed("generate", request)
 
     def attended(
         self, tokens: Sequence[int], position: int, *, prompt_tokens: int | None = None,
@@ -133,11 +133,11 @@ class RemoteEngine:
         routed = RoutedRequest(position, block_hashes(known[:position], salt=tenant), 1)
         return self._followed("attended", RemoteRequest(self._model, known, routed, arguments))
 
-    def _followed(self, method: str, asked: RemoteRequest) -> ResultStream[Any]:
+    def _followed(self, method: str, request: RemoteRequest) -> ResultStream[Any]:
         stream: ResultStream[Any] = ResultStream(self._cancel)
         # Of several calls in the context of one HTTP request, Ray's routers lose all but one.
         task = asyncio.get_running_loop().create_task(
-            self._follow(method, asked, stream), context=contextvars.Context()
+            self._follow(method, request, stream), context=contextvars.Context()
         )
         self._tasks[stream] = task
         task.add_done_callback(lambda _: self._end(stream))
@@ -154,14 +154,14 @@ class RemoteEngine:
         if task is not None:
             task.cancel()
 
-    async def _follow(self, method: str, asked: RemoteRequest, stream: ResultStream[Any]) -> None:
+    async def _follow(self, method: str, request: RemoteRequest, stream: ResultStream[Any]) -> None:
         """Pass on what replicas send, until there is a result or an error."""
         result = ArrivingResult(stream)
         try:
-            asked = await self._prefilled(method, asked, stream)
+            request = await self._prefilled(method, request, stream)
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
-                    async with aclosing(self._messages(self._handle, method, asked)) as messages:
+                    async with aclosing(self._messages(self._handle, method, request)) as messages:
                         async for message in messages:
                             result.take(message)
                     return
@@ -169,22 +169,22 @@ class RemoteEngine:
                     _logger.warning("%s; %d tokens of the answer have come", error, len(result.pieces))
                     if attempt == _ATTEMPTS:
                         raise
-                    asked = result.going_on(asked, self._placement.ended(asked))
+                    request = result.going_on(request, self._placement.ended(request))
         except asyncio.CancelledError:
-            result.cancelled(asked)
+            result.cancelled(request)
             raise
         except Exception as error:
             stream.fail(_api_error(error))
         finally:
-            self._placement.ended(asked)
+            self._placement.ended(request)
 
-    async def _prefilled(self, method: str, asked: RemoteRequest, stream: ResultStream[Any]) -> RemoteRequest:
+    async def _prefilled(self, method: str, request: RemoteRequest, stream: ResultStream[Any]) -> RemoteRequest:
         """Let a prefill replica compute a long prompt that is new, and save it where the others find it."""
-        reuses = method == "generate" and asked.arguments["reuses"]
-        if self._prefill is None or not reuses or self._placement.missing(asked) < self._settings.prefill_tokens:
-            return asked
-        assert asked.sampling is not None
-        first = replace(asked, sampling=replace(asked.sampling, max_new_tokens=1), grammar=None)
+        reuses = method == "generate" and request.arguments["reuses"]
+        if self._prefill is None or not reuses or self._placement.missing(request) < self._settings.prefill_tokens:
+            return request
+        assert request.sampling is not None
+        first = replace(request, sampling=replace(request.sampling, max_new_tokens=1), grammar=None)
         try:
             async with aclosing(self._messages(self._prefill, "prefill", first)) as messages:
                 async for message in messages:
@@ -194,14 +194,14 @@ class RemoteEngine:
                         raise message
         except (RayServeException, RayError, HeteroKVError) as error:
             _logger.warning("no prefill replica has computed a prompt (%s); the one that answers does", error)
-            return asked
+            return request
         finally:
             self._prefill_placement.ended(first)
-        return replace(asked, routed=replace(asked.routed, stored_tokens=len(asked.tokens)))
+        return replace(request, routed=replace(request.routed, stored_tokens=len(request.tokens)))
 
-    async def _messages(self, handle: DeploymentHandle, method: str, asked: RemoteRequest) -> AsyncGenerator[Message]:
+    async def _messages(self, handle: DeploymentHandle, method: str, request: RemoteRequest) -> AsyncGenerator[Message]:
         """A replica's messages up to the last one. Raises ReplicaLostError if it dies or is silent before."""
-        response = getattr(handle, method).remote(asked)
+        response = getattr(handle, method).remote(request)
         name, is_over = "that was chosen", False
         try:
             while not is_over:

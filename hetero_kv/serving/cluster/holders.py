@@ -11,26 +11,26 @@ class Holders:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
-        self._held: defaultdict[int, set[int]] = defaultdict(set)
+        self._beginnings: defaultdict[int, set[int]] = defaultdict(set)
 
     def set(self, replica: int, hashes: Iterable[int]) -> None:
         """The replica has these beginnings, and no others any more."""
-        now, before, masks, bit = set(hashes), self._held[replica], self._masks, 1 << replica
+        now, before, masks, bit = set(hashes), self._beginnings[replica], self._masks, 1 << replica
         for each in before - now:
             mask = masks[each] & ~bit
             if mask:
                 masks[each] = mask
             else:
                 del masks[each]
-        self._held[replica] = before & now
+        self._beginnings[replica] = before & now
         self.add(replica, now - before)
 
     def add(self, replica: int, hashes: Iterable[int]) -> None:
         """The replica has these beginnings too."""
-        held, masks, bit = self._held[replica], self._masks, 1 << replica
+        known, masks, bit = self._beginnings[replica], self._masks, 1 << replica
         for each in hashes:
-            if each not in held:
-                held.add(each)
+            if each not in known:
+                known.add(each)
                 masks[each] = masks.get(each, 0) | bit
 
     def depths(self, hashes: Sequence[int]) -> dict[int, int]:

@@ -46,7 +46,7 @@ def replica(tmp_path_factory):
     found._open.close()
 
 
-def asked(tokens, sampling=None, **fields):
+def remote_request(tokens, sampling=None, **fields):
     routed = RoutedRequest(len(tokens), block_hashes(tokens))
     sampling = sampling or SamplingParams(max_new_tokens=4, ignore_eos=True)
     return RemoteRequest(MODEL, np.array(tokens, np.int32), routed, fields.pop("arguments", {}), sampling, **fields)
@@ -67,7 +67,7 @@ def messages(replica, request, most=1000):
 
 
 def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
-    taken, *pieces, result = messages(replica, asked([5, 6, 7]))
+    taken, *pieces, result = messages(replica, remote_request([5, 6, 7]))
     assert taken == Taken("first")
     assert all(isinstance(each, Piece) for each in pieces)
     assert isinstance(result, Completion)
@@ -76,26 +76,26 @@ def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
 
 
 def test_an_error_of_the_request_comes_as_a_message(replica):
-    _, error = messages(replica, asked([1] * (CAPACITY + 1)))
+    _, error = messages(replica, remote_request([1] * (CAPACITY + 1)))
     assert isinstance(error, CacheFullError)
 
 
 def test_a_grammar_holds_at_the_replica(replica):
     written = GrammarText("the regular expression", "grammar_from_regex", "(ab){3}")
-    *_, result = messages(replica, asked([1, 2], SamplingParams(max_new_tokens=20), grammar=written))
+    *_, result = messages(replica, remote_request([1, 2], SamplingParams(max_new_tokens=20), grammar=written))
     assert result.text == "ababab"
 
 
 def test_who_leaves_cancels_the_answer(replica):
     engine = replica._engines[MODEL]
-    messages(replica, asked([1, 2, 3], SamplingParams(max_new_tokens=1500, ignore_eos=True)), most=3)
+    messages(replica, remote_request([1, 2, 3], SamplingParams(max_new_tokens=1500, ignore_eos=True)), most=3)
     found = engine.generate([1], SamplingParams(max_new_tokens=1)).result(60)
     assert len(found.pieces) == 1
     assert engine.status().requests == ()
 
 
 def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica):
-    request = asked([4, 5, 6], SamplingParams(max_new_tokens=9, temperature=1.5, seed=7, ignore_eos=True))
+    request = remote_request([4, 5, 6], SamplingParams(max_new_tokens=9, temperature=1.5, seed=7, ignore_eos=True))
     whole = messages(replica, request)[-1]
     stream = ResultStream(lambda _: None)
     result = ArrivingResult(stream)
@@ -111,7 +111,7 @@ def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica
 
 
 def test_a_cancelled_answer_ends_as_it_is(replica):
-    request = asked([4, 5, 6])
+    request = remote_request([4, 5, 6])
     stream = ResultStream(lambda _: None)
     result = ArrivingResult(stream)
     for message in messages(replica, request, most=3)[1:]:
@@ -122,19 +122,19 @@ def test_a_cancelled_answer_ends_as_it_is(replica):
 
 def test_a_replica_is_known_by_its_reports_and_gets_the_prompts_that_it_has(replica):
     document = [7, 8, 9, 10] * 50
-    messages(replica, asked(document))
+    messages(replica, remote_request(document))
     # The next one begins once the sequence is kept.
-    messages(replica, asked([1]))
+    messages(replica, remote_request([1]))
     stats = asyncio.run(replica.record_routing_stats())
     # It travels as plain data.
     stats = json.loads(json.dumps(stats))
     placement = Placement(0.5)
     placement.learn({"first": stats, "second": {**stats, MODEL: {**stats[MODEL], "report": other(stats)}}})
     for number in range(4):
-        request = asked([*document, number])
+        request = remote_request([*document, number])
         assert placement.ranked(request, ["second", "first"]) == ["first", "second"]
         assert placement.ended(request) == "first"
-    avoiding = asked(document, avoided={"first"})
+    avoiding = remote_request(document, avoided={"first"})
     assert placement.ranked(avoiding, ["second", "first"]) == ["second", "first"]
     assert [each.max_batch for each in placement.statuses(MODEL)] == [8, 8]
     assert 0 <= replica.record_autoscaling_stats()[LOAD] < 1
@@ -150,5 +150,5 @@ def test_a_report_of_another_version_leaves_its_replica_unknown(replica, caplog)
     placement = Placement(0.5)
     placement.learn({"first": {MODEL: {"report": {"from": "the future"}, "status": {}}}})
     assert "cannot be read" in caplog.text
-    assert placement.ranked(asked([1, 2]), ["first"]) == ["first"]
+    assert placement.ranked(remote_request([1, 2]), ["first"]) == ["first"]
     assert placement.statuses(MODEL) == []

@@ -103,33 +103,33 @@ def test_a_burst_about_one_document_stays_together_and_other_ones_spread():
     reports = dict.fromkeys("abcd", IDLE)
     one, places = router(), []
     for _ in range(3):
-        asked = request(1)
-        places.append(one.rank(asked, reports, 0.0)[0])
-        one.sent(asked, places[-1])
+        routed = request(1)
+        places.append(one.rank(routed, reports, 0.0)[0])
+        one.sent(routed, places[-1])
     assert len(set(places)) == 1
     one = router()
     for number in range(8):
-        asked = request(number)
-        places.append(one.rank(asked, reports, 0.0)[0])
-        one.sent(asked, places[-1])
+        routed = request(number)
+        places.append(one.rank(routed, reports, 0.0)[0])
+        one.sent(routed, places[-1])
     assert set(Counter(places[3:]).values()) == {2}
 
 
 def test_what_was_sent_counts_until_the_second_report_behind_it():
-    one, asked = router(), request(1)
-    one.rank(asked, {"a": replace(IDLE, counter=1), "b": replace(IDLE, counter=1, free_blocks=0)}, 0.0)
-    one.sent(asked, "a")
+    one, routed = router(), request(1)
+    one.rank(routed, {"a": replace(IDLE, counter=1), "b": replace(IDLE, counter=1, free_blocks=0)}, 0.0)
+    one.sent(routed, "a")
     for counter, place in ((1, "b"), (2, "b"), (3, "a")):
         reports = {"a": replace(IDLE, counter=counter), "b": replace(IDLE, counter=counter, free_blocks=0)}
         assert one.rank(request(2), reports, counter / 2)[0] == place
 
 
 def test_a_request_that_ended_counts_no_more():
-    one, asked, reports = router(), request(1), {"a": IDLE, "b": replace(IDLE, free_blocks=0)}
-    one.rank(asked, reports, 0.0)
-    one.sent(asked, "a")
+    one, routed, reports = router(), request(1), {"a": IDLE, "b": replace(IDLE, free_blocks=0)}
+    one.rank(routed, reports, 0.0)
+    one.sent(routed, "a")
     assert one.rank(request(2), reports, 0.0)[0] == "b"
-    one.completed(asked, "a")
+    one.completed(routed, "a")
     assert one.rank(request(2), reports, 0.0)[0] == "a"
 
 
@@ -174,9 +174,9 @@ def test_where_nothing_is_known_the_less_used_of_two_random_replicas_is_first():
     one, sent = router(), Counter()
     replicas = dict.fromkeys("abcdefgh")
     for number in range(400):
-        asked = request(number)
-        place = one.rank(asked, replicas, 0.0)[0]
-        one.sent(asked, place)
+        routed = request(number)
+        place = one.rank(routed, replicas, 0.0)[0]
+        one.sent(routed, place)
         sent[place] += 1
     assert max(sent.values()) - min(sent.values()) < 10
 
@@ -225,11 +225,11 @@ def test_a_ranking_has_every_live_replica_once(steps):
     one, now = router(), 0.0
     for replicas, number, later, is_sent in steps:
         now += later
-        asked = request(number)
-        ranked = one.rank(asked, replicas, now)
+        routed = request(number)
+        ranked = one.rank(routed, replicas, now)
         assert sorted(ranked) == sorted(replicas)
         if is_sent and ranked:
-            one.sent(asked, ranked[0])
+            one.sent(routed, ranked[0])
 
 
 @given(
@@ -238,11 +238,11 @@ def test_a_ranking_has_every_live_replica_once(steps):
 )  # fmt: skip
 def test_more_load_never_improves_a_rank(replicas, number, data, rows, waiting, queued):
     name = data.draw(st.sampled_from(sorted(name for name, report in replicas.items() if report is not None)))
-    before, asked = replicas[name], request(number)
+    before, routed = replicas[name], request(number)
     more = replace(
         before, rows=before.rows + rows, waiting=before.waiting + waiting, queued_tokens=before.queued_tokens + queued
     )
-    ranks = [router().rank(asked, reports, 0.0).index(name) for reports in (replicas, {**replicas, name: more})]
+    ranks = [router().rank(routed, reports, 0.0).index(name) for reports in (replicas, {**replicas, name: more})]
     assert ranks[0] <= ranks[1]
 
 
@@ -259,10 +259,10 @@ def test_having_the_document_never_worsens_a_rank(replicas, number, data):
 
 
 def test_a_beginning_that_was_sent_and_is_not_kept_is_forgotten():
-    one, asked = router(), request(1)
-    one.rank(asked, {"a": IDLE, "b": IDLE}, 0.0)
-    one.sent(asked, "a")
-    one.completed(asked, "a")
+    one, routed = router(), request(1)
+    one.rank(routed, {"a": IDLE, "b": IDLE}, 0.0)
+    one.sent(routed, "a")
+    one.completed(routed, "a")
     for counter in (1, 2):
         reports = {"a": replace(IDLE, counter=counter), "b": replace(IDLE, counter=counter, free_blocks=101)}
         ranked = one.rank(request(1), reports, counter / 2)
