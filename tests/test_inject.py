@@ -13,6 +13,7 @@ from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
 from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
 from tests.support.block_rules import rule, rules
+from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
 
 
@@ -53,6 +54,13 @@ def test_settings_come_from_the_command_line_before_the_rules_before_the_setting
     )
     settings = injection.operators["model.layers.0.self_attn"].settings
     assert (settings.block_size, settings.local_windows_len, settings.top_k_blocks) == (2, 8, 96)
+
+
+@pytest.mark.parametrize("recipe", ["shadowkv", "streaming_llm"])
+def test_attend_on_gpu_is_refused_where_no_operator_reads_it(llama, recipe):
+    with pytest.raises(ConfigError, match=r"attend_on is gpu, but .* injects no RetrievalAttention.*set attend_on"):
+        inject(llama, small_recipe(recipe, attend_on="gpu"))
+    inject(llama, small_recipe(recipe, attend_on="cpu"))
 
 
 def test_a_models_own_sliding_layers_get_the_window_operator():

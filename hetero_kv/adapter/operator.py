@@ -46,6 +46,8 @@ class AttentionOperator(Operator):
     #: Whether it decodes several tokens of a sequence in one forward, layer by layer, as it would one after the other.
     #: May be an instance attribute.
     decodes_drafts: bool = False
+    #: Whether `attend_on: gpu` makes it attend on the GPU.
+    reads_attend_on: ClassVar[bool] = False
     #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).
     records_attention: bool = False
     #: The decoder layer's input of a decoded token, before any norm, [rows, 1, width]; None: unknown.

@@ -19,6 +19,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
+from hetero_kv.errors import ConfigError
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.injection import Injection, PutForward
@@ -29,6 +30,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.rules.sharing import SharedWeights
 from hetero_kv.rules.unpacked import warn_of_unpacked
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import SettingError
 
@@ -120,6 +122,7 @@ def _injected(
     left = [path for path in plan.keys() - applicable if issubclass(plan[path][1], QuantizedModule)]
     warn_of_unpacked(model, [modules[path] for path in left if settings[path].settings.weights in (AUTO, AS_STORED)])
     plan = {path: both for path, both in plan.items() if path in applicable}
+    _require_reader_of_attend_on(engine.settings, [cls for _, cls in plan.values()], rule_set.file.name)
     for path, (rule, _) in plan.items():
         if isinstance(model.get_submodule(path), QuantizedModule):
             raise InjectionError(
@@ -159,6 +162,18 @@ def _injected(
     _guard(injection)
     model.hetero_kv_injection = injection
     return injection
+
+
+def _require_reader_of_attend_on(
+    engine: EngineSettings, operators: Sequence[type[Operator]], rules: str
+) -> None:  # fmt: skip
+    """Raise ConfigError where `attend_on: gpu` changes nothing, because no operator reads it."""
+    if engine.attend_on == GPU and not any(
+        issubclass(each, AttentionOperator) and each.reads_attend_on for each in operators
+    ):
+        raise ConfigError(
+            f"attend_on is gpu, but {rules} injects no RetrievalAttention, which alone reads it; set attend_on to cpu"
+        )
 
 
 def eject(model: PreTrainedModel) -> None:

@@ -33,6 +33,7 @@ class ResidentDecode(WindowedDecode):
         resident_choice: how blocks are chosen on the GPU; None where the CPU attends to them.
     """
 
+    reads_attend_on = True
     #: What a subclass computes that only the CPU does; empty for nothing.
     cpu_part = ""
 
