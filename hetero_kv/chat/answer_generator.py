@@ -17,7 +17,8 @@ from hetero_kv.serving.answers import AnswerForm
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.speculation import DraftCounts, Speculation
+from hetero_kv.serving.speculation.drafter import DraftCounts
+from hetero_kv.serving.speculation.speculation import Speculation
 from hetero_kv.serving.stream import FinishReason
 
 

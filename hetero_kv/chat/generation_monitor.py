@@ -14,7 +14,7 @@ from hetero_kv.chat.answer import Statistics
 from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.prefill_progress import Progress
-from hetero_kv.serving.speculation import DraftCounts
+from hetero_kv.serving.speculation.drafter import DraftCounts
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -16,7 +16,7 @@ from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.serving.sampling_settings import SamplingSettings
-from hetero_kv.serving.speculation_setting import Way
+from hetero_kv.serving.speculation.ways import Way
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.mapping import settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting

@@ -23,7 +23,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSour
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
-from hetero_kv.serving.speculation_setting import Way
+from hetero_kv.serving.speculation.ways import Way
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 

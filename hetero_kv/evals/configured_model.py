@@ -30,8 +30,9 @@ from hetero_kv.rules.injecting import eject, inject
 from hetero_kv.rules.injection import Injection
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
-from hetero_kv.serving.speculation import DraftCounts, Speculation
-from hetero_kv.serving.speculation_setting import require_way
+from hetero_kv.serving.speculation.drafter import DraftCounts
+from hetero_kv.serving.speculation.speculation import Speculation
+from hetero_kv.serving.speculation.ways import require_way
 
 
 @dataclass(frozen=True)

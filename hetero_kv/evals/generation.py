@@ -20,7 +20,8 @@ from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import suppressed_tokens
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.speculation import DraftCounts, Speculation
+from hetero_kv.serving.speculation.drafter import DraftCounts
+from hetero_kv.serving.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True)

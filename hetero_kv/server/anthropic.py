@@ -22,7 +22,7 @@ from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
-from hetero_kv.serving.speculation_setting import Way
+from hetero_kv.serving.speculation.ways import Way
 from hetero_kv.serving.stream import Completion, Progress
 
 router = APIRouter()

@@ -12,7 +12,7 @@ from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.sampling import SamplingParams, TokenMask
 from hetero_kv.serving.sampling_settings import SamplingSettings
-from hetero_kv.serving.speculation_setting import Way
+from hetero_kv.serving.speculation.ways import Way
 
 #: The most answers to one request.
 MOST_CHOICES = 16

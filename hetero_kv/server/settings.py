@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetero_kv.contexts.settings import ContextSettings
-from hetero_kv.serving.speculation_setting import Way
+from hetero_kv.serving.speculation.ways import Way
 from hetero_kv.settings.setting import Settings, setting
 
 

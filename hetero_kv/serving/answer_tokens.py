@@ -10,10 +10,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.serving.burst import Burst
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.sampler import Choice, Sampler
-from hetero_kv.serving.speculation import DraftCounts, Speculation, without_guesses
+from hetero_kv.serving.speculation.burst import Burst
+from hetero_kv.serving.speculation.drafter import DraftCounts
+from hetero_kv.serving.speculation.speculation import Speculation, without_guesses
 
 
 class AnswerTokens(Iterator[Choice]):

@@ -35,8 +35,8 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Choice
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
-from hetero_kv.serving.speculation import Speculation
-from hetero_kv.serving.speculation_setting import require_way
+from hetero_kv.serving.speculation.speculation import Speculation
+from hetero_kv.serving.speculation.ways import require_way
 from hetero_kv.serving.status import EngineStatus, SequenceStatus, State
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream

@@ -12,7 +12,7 @@ from hetero_kv.serving.growing_answer import GrowingAnswer
 from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.sampler import Choice, Sampler
 from hetero_kv.serving.sampling import SamplingParams
-from hetero_kv.serving.speculation import DraftCounts, Drafter
+from hetero_kv.serving.speculation.drafter import DraftCounts, Drafter
 from hetero_kv.serving.status import RequestStatus, SequenceStatus, State
 from hetero_kv.serving.stream import Completion, FinishReason, Progress, ResultStream
 from hetero_kv.serving.swapped import Swapped

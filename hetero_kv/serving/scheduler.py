@@ -15,14 +15,14 @@ from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay
-from hetero_kv.serving.burst import Burst
 from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.speculation import Speculation, without_guesses
+from hetero_kv.serving.speculation.burst import Burst
+from hetero_kv.serving.speculation.speculation import Speculation, without_guesses
 from hetero_kv.serving.stream import FinishReason
 from hetero_kv.serving.turns import Turn
 

@@ -37,7 +37,7 @@ BOOKKEEPING = {
         "models/turns.py",
         "models/text_encoding.py",
         "serving/answer_tokens.py",
-        "serving/burst.py",
+        "serving/speculation/burst.py",
         "serving/growing_answer.py",
         "serving/sampler.py",
         "serving/text_stream.py",

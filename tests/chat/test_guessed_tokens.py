@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.errors import ConfigError
-from hetero_kv.serving.speculation import Speculation
+from hetero_kv.serving.speculation.speculation import Speculation
 from tests.chat.tiny_conversations import TOKENIZER, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

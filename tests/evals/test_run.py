@@ -13,6 +13,7 @@ from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
+from hetero_kv.serving.speculation import speculation
 from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
@@ -153,7 +154,7 @@ def test_a_baseline_that_shares_the_prefill_answers_the_same(loaded, tmp_path):
 
 def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monkeypatch):
     # Guess whatever the speed of the machine says about it.
-    monkeypatch.setattr("hetero_kv.serving.speculation.draft_lengths", lambda costs, odds, _: list(map(len, odds)))
+    monkeypatch.setattr(speculation, "draft_lengths", lambda costs, odds, _: list(map(len, odds)))
     alone = run(["recite"], model_under(loaded, "quest"), tmp_path / "alone", OPTIONS)
     guessed = run(["recite"], model_under(loaded, "quest", speculation="lookup"), tmp_path / "guessed", OPTIONS)
     assert by_method(guessed) == by_method(alone)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.serving.draft_length import StepCosts, draft_lengths
-from hetero_kv.serving.lookup_drafter import GRAMS, LONGEST, LookupDrafter
+from hetero_kv.serving.speculation.draft_length import StepCosts, draft_lengths
+from hetero_kv.serving.speculation.lookup_drafter import GRAMS, LONGEST, LookupDrafter
 
 FEW_WORDS = st.lists(st.integers(0, 3), max_size=60)
 

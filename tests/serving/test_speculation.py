@@ -13,11 +13,11 @@ from hetero_kv import SamplingParams
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import ConfigError
 from hetero_kv.serving.answer_tokens import AnswerTokens
-from hetero_kv.serving.burst import Burst
-from hetero_kv.serving.draft_length import StepCosts
 from hetero_kv.serving.forward import Part
 from hetero_kv.serving.sampler import Sampler
-from hetero_kv.serving.speculation import Speculation
+from hetero_kv.serving.speculation.burst import Burst
+from hetero_kv.serving.speculation.draft_length import StepCosts
+from hetero_kv.serving.speculation.speculation import Speculation
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 

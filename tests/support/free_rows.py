@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_kv.serving.draft_length import StepCosts
+from hetero_kv.serving.speculation.draft_length import StepCosts
 
 
 class FreeRows(StepCosts):

@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import brief_error
-from hetero_kv.serving.draft_length import MOST_GUESSES, StepCosts, draft_lengths
 from hetero_kv.serving.forward import ModelForward
-from hetero_kv.serving.lookup_drafter import LookupDrafter
-from hetero_kv.serving.speculation_setting import require_way
+from hetero_kv.serving.speculation.draft_length import MOST_GUESSES, StepCosts, draft_lengths
+from hetero_kv.serving.speculation.drafter import Drafter
+from hetero_kv.serving.speculation.lookup_drafter import LookupDrafter
+from hetero_kv.serving.speculation.ways import require_way
 
 _logger = logging.getLogger(__name__)
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of one sequence.
-
-    Attributes:
-        guess_s: seconds that a guess takes.
-    """
-
-    guess_s: float
-
-    def add(self, token: int) -> None:
-        """The sequence goes on with this token."""
-
-    def odds(self, most: int) -> list[float]:
-        """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
-
-    def guesses(self, count: int) -> list[int]:
-        """The next `count` guesses, for which there were odds."""
-
-
-@dataclass
-class DraftCounts:
-    """How many tokens were drafted, and how many of these were right."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """So many more."""
-        self.drafted += drafted
-        self.accepted += accepted
 
 
 class Speculation:

@@ -1,0 +1,38 @@
+"""What guesses the next tokens of one sequence, and how many of its guesses were right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence.
+
+    Attributes:
+        guess_s: seconds that a guess takes.
+    """
+
+    guess_s: float
+
+    def add(self, token: int) -> None:
+        """The sequence goes on with this token."""
+
+    def odds(self, most: int) -> list[float]:
+        """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
+
+    def guesses(self, count: int) -> list[int]:
+        """The next `count` guesses, for which there were odds."""
+
+
+@dataclass
+class DraftCounts:
+    """How many tokens were drafted, and how many of these were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """So many more."""
+        self.drafted += drafted
+        self.accepted += accepted
