@@ -18,7 +18,7 @@ from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.speculation.drafter import DraftCounts
-from hetero_kv.serving.speculation.speculation import Speculation
+from hetero_kv.serving.speculation.opening import Guessing, open_speculation
 from hetero_kv.serving.stream import FinishReason
 
 
@@ -37,14 +37,20 @@ class AnswerGenerator:
         model: a transformers model.
         tokenizer: the model's.
         speculation: how the next tokens are guessed, as for `Engine`.
+        max_seq_len: capacity of each sequence, tokens; None takes the rules' setting.
+        sequences: how many there may be at a time.
 
-    Raises ConfigError if there is no such `speculation`.
+    Raises as `open_speculation`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, speculation: str) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, speculation: Guessing, *, max_seq_len: int | None = None, sequences: int = 1
+    ) -> None:  # fmt: skip
         self._form, self._answers = AnswerForm(tokenizer), ModelAnswers(model, tokenizer)
         self._forward = ModelForward(model)
-        self._speculation = Speculation(self._forward, speculation)
+        self._speculation = open_speculation(
+            self._forward, tokenizer, speculation, max_seq_len=max_seq_len, sequences=sequences
+        )
 
     def generate(
         self, cache: Cache, prompt: Sequence[int], question_tokens: int | None, sampling: SamplingParams, limit: int,

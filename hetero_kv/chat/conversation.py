@@ -25,6 +25,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
 from hetero_kv.serving.sampling import SamplingParams
+from hetero_kv.serving.speculation.opening import Guessing
 
 #: Turns that can be undone. Each may keep data that the next turn replaces: bounded entries, low-rank factors.
 MOST_UNDONE = 4
@@ -44,7 +45,7 @@ class Conversation(SavedConversation):
         prefix_cache: stores the contexts of answers, and may have the beginning of the first prompt.
         speculation: how the next tokens are guessed, as for `Engine`. Answers are the same.
 
-    Raises HeteroKVError without a tokenizer, or if there is no such `speculation`.
+    Raises HeteroKVError without a tokenizer, and as `Engine` for a `speculation` that there is not.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Conversation(SavedConversation):
         thinks: bool | None = None,
         forks: int = 0,
         prefix_cache: PrefixCache | None = None,
-        speculation: str = "auto",
+        speculation: Guessing = "auto",
     ) -> None:
         if isinstance(model, LoadedModel):
             model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
@@ -72,7 +73,7 @@ class Conversation(SavedConversation):
         self._capacity: dict[str, Any] = {"max_seq_len": max_seq_len, "forks": forks}
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
-        self._generator = AnswerGenerator(model, tokenizer, speculation)
+        self._generator = AnswerGenerator(model, tokenizer, speculation, max_seq_len=max_seq_len, sequences=1 + forks)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._state = ConversationState([], self.cache.reset)
         self._is_answering = False

@@ -16,7 +16,7 @@ from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.serving.sampling_settings import SamplingSettings
-from hetero_kv.serving.speculation.ways import Way
+from hetero_kv.serving.speculation.ways import Way, require_way_or_model
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.mapping import settings_from_mapping
 from hetero_kv.settings.setting import Settings, setting
@@ -37,10 +37,11 @@ class AnswerSettings(SamplingSettings):
 
     max_new_tokens: int = setting(512, "maximum length of an answer", unit="tokens", minimum=1)
     seed: int | Literal["random"] = setting("random", "makes sampling repeatable", minimum=0, maximum=2**63 - 1)
-    speculation: Way = setting(
+    speculation: Way | str = setting(
         "auto",
         "how the next tokens are guessed, several of which are then verified at a time: lookup: what followed the same "
-        "words earlier; auto: lookup where the rules allow it; off: one token at a time; the answers are the same",
+        "words earlier; the name or path of a draft model: by that small model of the same vocabulary; auto: lookup "
+        "where the rules allow it; off: one token at a time; the answers are the same",
     )
 
     @property
@@ -149,6 +150,7 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
         raise ConfigError("--stop is empty, which would end every answer; give a text, or leave it out")
     values["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     values["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
+    require_way_or_model(values["answer"].speculation)
     values["contexts"] = context_settings(ContextCacheSettings, flags.contexts)
     _require_rules_for_contexts(values, "context_cache" in flags.contexts)
     values["long_context"] = settings_of(flags)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.markup import escape
@@ -23,7 +23,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, SettingsSour
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
-from hetero_kv.serving.speculation.ways import Way
+from hetero_kv.serving.speculation.ways import require_way_or_model
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 
@@ -66,9 +66,10 @@ def add_flags(parser: FlagParser) -> None:
     )
     what.add_argument(
         "--speculation",
-        choices=get_args(Way),
         default="off",
-        help="guess tokens of methods' answers, and verify several at once; answers are the same (default off)",
+        metavar="WAY",
+        help="guess tokens of methods' answers (lookup, auto, or a draft model by name or path), and verify several "
+        "at once; answers are the same (default off)",
     )
     what.add_argument("--out", type=Path, metavar="DIR", help="folder for results, report and plots")
     what.add_argument(
@@ -177,6 +178,7 @@ def run(flags: argparse.Namespace) -> int:
     task_files = requested_tasks(tasks)
     if not task_files and not options.data:
         raise ConfigError(f"task and data are missing; give one of them. Tasks: {', '.join(registry.names())}")
+    require_way_or_model(flags.speculation)
     require_use(task_files, options, flags.speculation)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:

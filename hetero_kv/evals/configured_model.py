@@ -31,8 +31,9 @@ from hetero_kv.rules.injection import Injection
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.model_answers import ModelAnswers
 from hetero_kv.serving.speculation.drafter import DraftCounts
+from hetero_kv.serving.speculation.opening import Guessing, open_speculation
 from hetero_kv.serving.speculation.speculation import Speculation
-from hetero_kv.serving.speculation.ways import require_way
+from hetero_kv.serving.speculation.ways import require_way_or_model
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ConfiguredModel:
         baseline: bool = True,
         share_baseline: bool = False,
         measure_recall: bool = True,
-        speculation: str = "off",
+        speculation: Guessing = "off",
         settings: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> None:
@@ -84,7 +85,8 @@ class ConfiguredModel:
         self.ends = ModelAnswers(loaded.model, loaded.tokenizer).ends
         self.share_baseline = share_baseline
         self.measure_recall = measure_recall
-        self.speculation = require_way(speculation)
+        self._guessing = speculation
+        self.speculation = require_way_or_model(speculation) if isinstance(speculation, str) else speculation.name
         self._speculations: dict[str, Speculation] = {}
         self._has_baseline = baseline
         self._overrides = dict(settings or {})
@@ -189,7 +191,7 @@ class ConfiguredModel:
         predictions, logits = [], ready.logits
         prompt_tokens, generated_tokens = len(prompt.tokens), 0
         prefill_s, decode_s, answer = ready.seconds, 0.0, None
-        said, speculation, drafts = list(prompt.tokens), self._speculation(method, ready.model), DraftCounts()
+        said, speculation, drafts = list(prompt.tokens), self._speculations.get(method), DraftCounts()
         for turn in sample.turns:
             if answer is not None:
                 turn_tokens = self._following(sample, turn, answer.tokens[-1])
@@ -227,14 +229,6 @@ class ConfiguredModel:
             counted(ready.cache),
         )
         return Outcome(method, tuple(predictions), cost)
-
-    def _speculation(self, method: str, model: Any) -> Speculation | None:
-        """What guesses the method's tokens; None for the untouched model, and without speculation."""
-        if method == BASELINE or self.speculation == "off":
-            return None
-        if method not in self._speculations:
-            self._speculations[method] = Speculation(ModelForward(model), self.speculation)
-        return self._speculations[method]
 
     @contextmanager
     def prefilled(self, method: str, prompt: Prompt, *, measure_recall: bool = False) -> Iterator[Prefilled]:
@@ -307,6 +301,8 @@ class ConfiguredModel:
         try:
             _require_same_weights(injection, spec)
             injection.compile_kernels()
+            if self.speculation != "off":
+                self._speculations[spec.name] = self._opened_speculation(injection)
             observed = max((operator.observed_queries for operator in injection.attention_operators()), default=0)
             return _Method(
                 spec,
@@ -319,6 +315,15 @@ class ConfiguredModel:
             )
         finally:
             eject(self.loaded.model)
+
+    def _opened_speculation(self, injection: Injection) -> Speculation:
+        """What guesses the tokens of the method whose rules are in the model."""
+        found = open_speculation(
+            ModelForward(self.loaded.model), self.loaded.tokenizer, self._guessing, max_seq_len=injection.max_seq_len()
+        )
+        # Of the same draft model there is one for all methods.
+        self._guessing = found.draft or self._guessing
+        return found
 
     def attended(self, method: str, length: int) -> float | None:
         """Tokens that a step attends to after `length` tokens, the mean over layers; None if unknown."""

@@ -91,6 +91,16 @@ class Plan:
             free -= min(mapped, round(_SHARE_OF_MAPPED_WEIGHTS * free))
         return cls(footprint, free, gpu, injection.context_length, batch, forks, resident, reserved, budget)
 
+    def share(self, part: float) -> Self:
+        """The plan of caches that take at most this part of what is free, because others follow that need the rest."""
+        if part == 1:
+            return self
+        dram = self.reserved.size + round(part * max(0, self.dram - self.reserved.size))
+        budget = self.budget
+        if budget is not None:
+            budget = self.reserved.planned + round(part * max(0, budget - self.reserved.planned))
+        return replace(self, dram=dram, budget=budget)
+
     def memory(self, tokens: int) -> MemoryUse:
         """The memory of contexts of `tokens`, term by term."""
         return self.footprint.memory(tokens, self.batch, self.forks, self.resident.tokens)

@@ -197,7 +197,9 @@ class Injection:
             planned, budget = plan.resident_dram(capacity), self.engine.dram_budget
             return Store(capacity, forks, planned, is_auto=length == "auto", budget=budget)
 
-    def common_store(self, max_seq_len: int | None = None, sequences: int = 1, tokens: int | None = None) -> Store:
+    def common_store(
+        self, max_seq_len: int | None = None, sequences: int = 1, tokens: int | None = None, *, share: float = 1.0
+    ) -> Store:  # fmt: skip
         """A store that several caches share: `HeteroCache(model, store=store)`.
 
         Args:
@@ -205,6 +207,7 @@ class Injection:
             sequences: the most sequences at a time. The store has room for all of them at that length, where memory
                 allows.
             tokens: what all sequences hold together; None takes as many as `sequences` need and memory allows.
+            share: the part of the free memory that it may take; the rest is left to others.
 
         Raises OutOfMemoryError when one sequence of that length among `sequences`, or `tokens`, does not fit into the
         free memory.
@@ -212,7 +215,7 @@ class Injection:
         length = self.engine.max_seq_len if max_seq_len is None else max_seq_len
         with PLANNING:
             gc.collect()
-            plan = CommonPlan.of(self, sequences, reserved=reserved_by_others(None))
+            plan = CommonPlan.of(self, sequences, reserved=reserved_by_others(None)).share(share)
             capacity = resolve_max_seq_len(length, plan)
             plan = replace(plan, longest=capacity)
             if tokens is None:

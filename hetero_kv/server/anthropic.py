@@ -22,7 +22,6 @@ from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import Choice, choice_of
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
-from hetero_kv.serving.speculation.ways import Way
 from hetero_kv.serving.stream import Completion, Progress
 
 router = APIRouter()
@@ -56,7 +55,7 @@ class MessagesRequest(DialogueFields):
     response_format: dict[str, Any] | None = None
     json_schema: Any = None
     grammar: str | None = None
-    speculation: Way | None = None
+    speculation: str | None = None
 
 
 @router.post("/v1/messages", response_model=None)

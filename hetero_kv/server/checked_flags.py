@@ -14,6 +14,7 @@ from hetero_kv.server.cluster.settings import ClusterSettings
 from hetero_kv.server.keys import Keys, keys_in
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.serving.speculation.ways import require_way_or_model
 from hetero_kv.settings.mapping import settings_from_mapping
 
 
@@ -35,6 +36,7 @@ def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
     Raises ConfigError for a value that is not valid, and for a server that everybody could use without being told so.
     """
     settings = settings_from_mapping(ServerSettings, flags.server, where=COMMAND_LINE)
+    require_way_or_model(settings.speculation)
     defaults = settings_from_mapping(SamplingSettings, flags.sampling, where=COMMAND_LINE)
     cluster = settings_from_mapping(ClusterSettings, flags.cluster_settings, where=COMMAND_LINE)
     if flags.cluster_settings and not flags.cluster:

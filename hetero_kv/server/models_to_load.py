@@ -21,6 +21,10 @@ from hetero_kv.server.limits import Gate
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.engine import Engine
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.speculation.opening import Guessing, load_draft
+from hetero_kv.serving.speculation.vocabularies import difference
+from hetero_kv.serving.speculation.ways import WAYS
 
 _logger = logging.getLogger(__name__)
 
@@ -63,9 +67,13 @@ class ModelsToLoad:
         self, settings: ServerSettings, contexts: ServedContextSettings, engines: ExitStack
     ) -> list[ServedModel]:  # fmt: skip
         """The first model under every recipe, and the further models, with engines that `engines` closes."""
+        draft = _SharedDraft(settings.speculation)
 
-        def serve(loaded: LoadedModel, recipe: str) -> ServedModel:
-            engine = engines.enter_context(Engine(loaded, **_engine_arguments(settings, contexts)))
+        def serve(loaded: LoadedModel, recipe: str, *, is_further: bool = False) -> ServedModel:
+            guessing = draft.for_further(loaded) if is_further else draft.of(loaded)
+            engine = engines.enter_context(
+                Engine(loaded, speculation=guessing, **_engine_arguments(settings, contexts))
+            )
             if warning := beyond_training(engine.max_seq_len, loaded.context_length):
                 _logger.warning("%s: max_seq_len: %s", loaded.name, warning)
             gate = Gate(settings.max_batch, settings.queue_length, settings.queue_s)
@@ -80,8 +88,37 @@ class ModelsToLoad:
         for word in self.also:
             name, _, recipe = word.partition("=")
             recipe = recipe or usual
-            served.append(serve(load_model(name, config=recipe, **self.loading, **self.rules), recipe))
+            loaded = load_model(name, config=recipe, **self.loading, **self.rules)
+            served.append(serve(loaded, recipe, is_further=True))
         return served
+
+
+class _SharedDraft:
+    """How a server's engines guess; a draft model is loaded once for all of them.
+
+    Args:
+        speculation: the server's setting.
+    """
+
+    def __init__(self, speculation: str) -> None:
+        self._speculation = speculation
+        self._loaded: LoadedModel | None = None
+
+    def of(self, served: LoadedModel) -> Guessing:
+        """How the engine of a model guesses. Raises as `load_draft`."""
+        if self._speculation in WAYS or ModelForward(served.model).why_no_drafts is not None:
+            return self._speculation
+        if self._loaded is None:
+            self._loaded = load_draft(self._speculation, served.model)
+        return self._loaded
+
+    def for_further(self, served: LoadedModel) -> Guessing:
+        """The same for a model behind the first, which may have other tokens."""
+        found = self.of(served)
+        if isinstance(found, LoadedModel) and (other := difference(served.tokenizer, found.tokenizer)) is not None:
+            _logger.warning("%s: speculation is auto, because the draft model has other tokens: %s", served.name, other)
+            return "auto"
+        return found
 
 
 def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings) -> dict[str, Any]:
@@ -91,7 +128,6 @@ def _engine_arguments(settings: ServerSettings, contexts: ServedContextSettings)
         "max_batch": settings.max_batch,
         "kept_prefixes": settings.kept_prefixes,
         "longest_gap_s": settings.longest_gap_s,
-        "speculation": settings.speculation,
         "context_folder": None if contexts.context_cache == "off" else folder,
         "context_cache_gb": None if contexts.context_cache_gb == "all" else contexts.context_cache_gb,
         "context_local_gb": None if contexts.context_local_gb == "all" else contexts.context_local_gb,

@@ -12,7 +12,6 @@ from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.sampling import SamplingParams, TokenMask
 from hetero_kv.serving.sampling_settings import SamplingSettings
-from hetero_kv.serving.speculation.ways import Way
 
 #: The most answers to one request.
 MOST_CHOICES = 16
@@ -50,7 +49,7 @@ class SamplingFields(Fields):
     n: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool = False
     priority: Annotated[int, Field(ge=0)] = 0
-    speculation: Way | None = None
+    speculation: str | None = None
     user: Any = None
 
     def sampling(

@@ -186,6 +186,7 @@ class Admission:
                 return False
             queues.running.remove(request)
         request.cache = None
+        request.release_drafter()
         queues.add(request, first=True)
         free(cache)
         return True

@@ -21,7 +21,7 @@ class AnswerTokens(Iterator[Choice]):
     """Chooses the tokens of an answer, without end; the caller stops.
 
     Between two tokens the cache may hold guesses behind them. `close` drops these, and leaves all tokens but the newest
-    one in the cache, as without speculation.
+    one in the cache, as without speculation; it also gives back what the drafter keeps.
 
     Args:
         forward: computes.
@@ -55,7 +55,10 @@ class AnswerTokens(Iterator[Choice]):
     def __next__(self) -> Choice:
         began = time.perf_counter()
         if self._burst.is_over:
-            self._burst, self._seconds = self._forwarded(), 0.0
+            draft = self._drafted()
+            # What guesses take is known by itself.
+            began = time.perf_counter()
+            self._burst, self._seconds = self._forwarded(draft), 0.0
         choice = self._burst.choose(self._sampler)
         self._newest = choice.token
         self._left -= 1
@@ -67,11 +70,14 @@ class AnswerTokens(Iterator[Choice]):
             self._count()
         return choice
 
-    def _forwarded(self) -> Burst:
-        draft: list[int] = []
+    def _drafted(self) -> list[int]:
         cache = self._cache
-        if self._drafter is not None and self._speculation is not None and isinstance(cache, HeteroCache):
-            (draft,) = self._speculation.drafts([self._drafter], [cache], [self._left])
+        if self._drafter is None or self._speculation is None or not isinstance(cache, HeteroCache):
+            return []
+        return self._speculation.drafts([self._drafter], [cache], [self._left])[0]
+
+    def _forwarded(self, draft: list[int]) -> Burst:
+        cache = self._cache
         if draft and isinstance(cache, HeteroCache):
             try:
                 logits, stored = self._forward.verify([cache], [[self._newest, *draft]])
@@ -95,6 +101,8 @@ class AnswerTokens(Iterator[Choice]):
         if not self._burst.is_over:
             self._burst.end()
             self._count()
+        if self._drafter is not None:
+            self._drafter.release()
 
     def __enter__(self) -> Self:
         return self

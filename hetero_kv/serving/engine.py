@@ -35,8 +35,7 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampler import Choice
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
-from hetero_kv.serving.speculation.speculation import Speculation
-from hetero_kv.serving.speculation.ways import require_way
+from hetero_kv.serving.speculation.opening import Guessing, open_speculation
 from hetero_kv.serving.status import EngineStatus, SequenceStatus, State
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
@@ -94,14 +93,16 @@ class Engine:
         longest_gap_s: a target for the time between two tokens of a request while another's prompt passes, seconds.
         part: tokens of a prompt that pass at once while nobody waits for a token.
         speculation: how the next tokens are guessed, several of which are then verified in one forward: `lookup` finds
-            what followed the same words earlier in the conversation; `off` decodes one token at a time; `auto` is
-            lookup where the model and its rules can verify guesses (`speculation`). Answers are the same.
+            what followed the same words earlier in the conversation; the name or path of a model, or a loaded one with
+            rules, guesses by that draft model; `off` decodes one token at a time; `auto` is lookup where the model and
+            its rules can verify guesses (`speculation`). Answers are the same.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream does, or `step`.
 
     Attributes:
         tokenizer: the model's.
 
-    Raises HeteroKVError when the model has no rules, and OutOfMemoryError when `max_seq_len` does not fit.
+    Raises HeteroKVError when the model has no rules, or the draft model does not fit it, and OutOfMemoryError when
+    `max_seq_len` does not fit.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Engine:
         contexts_per_tenant: int | None = None,
         longest_gap_s: float = 0.25,
         part: int = 2048,
-        speculation: str = "auto",
+        speculation: Guessing = "auto",
         starts_thread: bool = True,
     ) -> None:
         injection = getattr(model.model, "hetero_kv_injection", None)
@@ -150,11 +151,14 @@ class Engine:
         drawn(filtered_weights(np.zeros(2, np.float32), 1.0, 1, 0.5, 0.0), 0.0)
         self.tokenizer = model.tokenizer
         self._turns = TurnTokens(model.tokenizer)
+        forward = ModelForward(model.model, model.tokenizer)
+        self._speculation = open_speculation(
+            forward, model.tokenizer, speculation, max_seq_len=max_seq_len, sequences=max_batch,
+            longest_gap_s=longest_gap_s,
+        )  # fmt: skip
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
         operators = list(injection.attention_operators())
         layers = injection.cache_layers()
-        forward = ModelForward(model.model, model.tokenizer)
-        self._speculation = Speculation(forward, speculation)
         splits = (
             all(each.prefills_exactly for each in operators)
             and not any(getattr(layer, "is_strided", False) for layer in layers)
@@ -225,7 +229,7 @@ class Engine:
             kept_prefixes=self._prefixes.kept,
             capacity=capacity,
             free=capacity if free is None else min(free, capacity),
-            dram_bytes=store.dram_bytes,
+            dram_bytes=store.dram_bytes + self._speculation.dram_bytes,
             idle_s=time.monotonic() - self._scheduler.active_at,
             is_open=self._loop.is_open,
             max_batch=self._max_batch,
@@ -303,7 +307,8 @@ class Engine:
             markers: ids of control tokens and their texts, which pieces give apart from text, as
                 `hetero_kv.serving.answers.AnswerParser` has them.
             reuses: whether a beginning that was computed before is taken over; otherwise all of the prompt is computed.
-            speculation: how its tokens are guessed, as for the engine; None takes the engine's.
+            speculation: how its tokens are guessed: `off`, `lookup`, `auto`, or the name of the engine's draft model;
+                None takes the engine's.
             tenant: whose request it is. A beginning is taken over only from requests of the same tenant, in memory and
                 on the disk; "" is a tenant too.
             answered: the first tokens of the answer, which another engine chose with the same `sampling`; its random
@@ -323,7 +328,7 @@ class Engine:
         tokens = self._tokens(prompt)
         self._require_room(tokens)
         if speculation is not None:
-            require_way(speculation)
+            self._speculation.require(speculation)
         # The last token of an answer is not stored.
         limit = min(params.max_new_tokens, self.max_seq_len + 1 - len(tokens))
         if len(answered) > limit:
@@ -343,7 +348,7 @@ class Engine:
             priority=priority,
             reuses=reuses,
             tenant=tenant,
-            new_drafter=partial(self._speculation.drafter, [*tokens, *answered], speculation),
+            new_drafter=partial(self._speculation.drafter, [*tokens, *answered], speculation, tenant),
             answered=answered,
         )
         if reason is not None:
@@ -456,6 +461,7 @@ class Engine:
     def close(self) -> None:
         """End all requests as cancelled, and the engine's thread; free all blocks. Further calls do nothing."""
         self._loop.close()
+        self._speculation.close()
 
     def __enter__(self) -> Self:
         return self

@@ -45,7 +45,7 @@ class Queues:
         self.running.append(request)
 
     def leave(self, request: Request) -> HeteroCache | None:
-        """Forget a request, and remove its sequence from the disk. Returns its cache."""
+        """Forget a request, with its sequence on the disk and its drafter's memory. Returns its cache."""
         self.departures += 1
         if self.prefilling is request:
             self.prefilling = None
@@ -53,6 +53,7 @@ class Queues:
             if request in queue:
                 queue.remove(request)
         request.drop_swapped()
+        request.release_drafter()
         cache, request.cache = request.cache, None
         return cache
 

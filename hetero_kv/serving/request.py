@@ -69,6 +69,13 @@ class Request:
         """See the class. It reads the whole prompt, for which the caller of `generate` does not wait."""
         return self._new_drafter()
 
+    def release_drafter(self) -> None:
+        """Give back the memory of its guesses; those that follow take it again."""
+        # It is not made for that.
+        drafter: Drafter | None = self.__dict__.get("drafter")
+        if drafter is not None:
+            drafter.release()
+
     @property
     def is_cancelled(self) -> bool:
         """Whether it ends before its next token. Any thread may cancel its stream, wherever the request is."""

@@ -23,6 +23,9 @@ class Knowing:
     def add(self, token):
         self._place += 1
 
+    def release(self):
+        pass
+
     def guesses(self, most):
         """Three right guesses and a wrong one."""
         return [*self._talk._state.tokens[self._place : self._place + 3], 0][:most]
@@ -38,7 +41,7 @@ def conversations(model, monkeypatch):
     """A conversation that guesses what the other one, which guesses nothing, has answered before it."""
     talk, other = (Conversation(model, TOKENIZER, forks=1, speculation=way) for way in ("lookup", "off"))
 
-    def drafter(speculation, tokens, way=None):
+    def drafter(speculation, tokens, way=None, tenant=""):
         return None if speculation.way == "off" else Knowing(other, tokens)
 
     def drafts(speculation, drafters, caches, left):

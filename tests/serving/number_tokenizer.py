@@ -12,6 +12,9 @@ class Numbers:
     chat_template = None
     added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(97)}
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """A token per letter, for policies with a text of their own."""
         return [(ord(letter) - 90) % 97 for letter in text]

@@ -40,12 +40,15 @@ class Scripted(Speculation):
         super().__init__(forward, "lookup")
         self._prompt_tokens, self._answer, self._is_right, self._most = prompt_tokens, answer, is_right, most
 
-    def drafter(self, tokens, way=None):
+    def drafter(self, tokens, way=None, tenant=""):
         self.given = 0
         return self
 
     def add(self, token):
         self.given += 1
+
+    def release(self):
+        pass
 
     def drafts(self, drafters, caches, left):
         places = range(self.given, self.given + min(self._most, left[0] - 1))
@@ -123,7 +126,7 @@ def test_an_unknown_way_is_refused_by_name(quest):
     engine, _ = quest
     with pytest.raises(ConfigError, match="speculation is 'guess'; it must be one of off, lookup, auto"):
         engine.generate(PROMPT, LONG, speculation="guess")
-    with pytest.raises(ConfigError, match="speculation is 'guess'"):
+    with pytest.raises(ConfigError, match="speculation is 'guess'; it must be one of off, lookup, auto, or a draft"):
         engine_of("quest", speculation="guess")
 
 
@@ -134,7 +137,7 @@ class Many(Speculation):
         super().__init__(forward, "lookup")
         self.answers, self.most = answers, most
 
-    def drafter(self, tokens, way=None):
+    def drafter(self, tokens, way=None, tenant=""):
         answer = self.answers.get(tuple(tokens[:4]))
         return None if answer is None else Known(answer)
 
@@ -151,6 +154,9 @@ class Known:
 
     def add(self, token):
         self.given += 1
+
+    def release(self):
+        pass
 
 
 def guessing(engine, answers, most=3):

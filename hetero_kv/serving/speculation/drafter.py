@@ -7,13 +7,11 @@ from typing import Protocol
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of one sequence.
+    """Guesses the next tokens of one sequence."""
 
-    Attributes:
-        guess_s: seconds that a guess takes.
-    """
-
-    guess_s: float
+    @property
+    def guess_s(self) -> float:
+        """Seconds that a guess takes."""
 
     def add(self, token: int) -> None:
         """The sequence goes on with this token."""
@@ -22,7 +20,10 @@ class Drafter(Protocol):
         """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
 
     def guesses(self, count: int) -> list[int]:
-        """The next `count` guesses, for which there were odds."""
+        """The next guesses, at most `count`, for which there were odds."""
+
+    def release(self) -> None:
+        """Give back its memory. Further guesses take it again. Repeatable."""
 
 
 @dataclass

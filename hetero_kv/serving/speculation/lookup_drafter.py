@@ -79,6 +79,9 @@ class LookupDrafter:
             found.append(tokens[index] if index < end else found[index - end])
         return found
 
+    def release(self) -> None:
+        """See `Drafter`; it keeps nothing outside of itself."""
+
     def _look_up(self) -> None:
         tokens = self._tokens
         self._next = self._common = 0

@@ -1,0 +1,125 @@
+"""Guesses of a draft model for one sequence: what of it the draft model's cache has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.checkpoint import Checkpoint
+from hetero_kv.errors import brief_error
+from hetero_kv.serving.speculation.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    from hetero_kv.serving.speculation.draft_model import DraftModel
+
+_logger = logging.getLogger(__name__)
+
+
+class ModelDrafter:
+    """Guesses the next tokens of one sequence by a draft model.
+
+    Its cache is made with the first guess. Guesses stay in it until the next ones, when the wrong ones are dropped.
+
+    Args:
+        model: computes; several drafters of it in one forward.
+        tokens: of the prompt.
+        tenant: whose the sequence is.
+
+    Attributes:
+        tokens: of the sequence, as far as they are known.
+        cache: the draft model's keys and values; None before the first guess and when they were given back.
+        is_over: whether it guesses no more, because the draft model failed for this sequence.
+    """
+
+    def __init__(self, model: DraftModel, tokens: Sequence[int], tenant: str = "") -> None:
+        self._model, self.tokens, self.tenant = model, list(tokens), tenant
+        self.cache: HeteroCache | None = None
+        self.is_over = False
+        self._acceptance = Acceptance()
+        # Ids that have passed the draft model or shall: the cache's length says how many have.
+        self._passed: list[int] = []
+        # How many of the passed ones are those of `tokens`, as of the last time that this was looked at.
+        self._verified = 0
+        # A copy of what layers do not keep of earlier tokens, from before the guesses.
+        self._point: Checkpoint | None = None
+
+    @property
+    def guess_s(self) -> float:
+        """See `Drafter`; of a guess of several sequences, this one's share."""
+        return self._model.guess_s
+
+    def add(self, token: int) -> None:
+        """See `Drafter`."""
+        self.tokens.append(token)
+        self._acceptance.add(token)
+
+    def odds(self, most: int) -> list[float]:
+        """See `Drafter`."""
+        return [] if self.is_over else self._acceptance.odds(most)
+
+    def guesses(self, count: int) -> list[int]:
+        """See `Drafter`; none while the sequence's tokens pass the draft model."""
+        return self._model.guesses([self], [count], [float("inf")])[0]
+
+    def release(self) -> None:
+        """See `Drafter`."""
+        self._model.release(self)
+
+    # -- for the draft model
+
+    @property
+    def stored(self) -> list[int]:
+        """The ids of the tokens that its cache has, guesses included."""
+        return [] if self.cache is None else self._passed[: self.cache.get_seq_length()]
+
+    @property
+    def missing(self) -> list[int]:
+        """The sequence's tokens that its cache does not have; behind `go_back`."""
+        return self.tokens[0 if self.cache is None else self.cache.get_seq_length() :]
+
+    def begin(self, cache: HeteroCache) -> None:
+        """It has this cache, which has a beginning of its tokens."""
+        self.cache, self._point = cache, None
+        self._verified = cache.get_seq_length()
+        self._passed = self.tokens[: self._verified]
+
+    def passing(self, tokens: Sequence[int]) -> None:
+        """These tokens pass the draft model now, or fail to."""
+        self._passed = [*self.stored, *tokens]
+
+    def is_ready(self) -> None:
+        """All tokens of the sequence have passed, and guesses follow."""
+        assert self.cache is not None
+        self._verified, self._point = self.cache.get_seq_length(), self.cache.checkpoint()
+
+    def guessed(self, guesses: Sequence[int]) -> None:
+        """These are the guesses at what comes next."""
+        self._acceptance.guessed(guesses)
+
+    def go_back(self) -> None:
+        """Drop from its cache what is not of the sequence, and its last token, behind which the next guess comes."""
+        cache = self.cache
+        if cache is None:
+            return
+        stored, tokens = self.stored, self.tokens
+        most = min(len(stored), len(tokens) - 1)
+        common = min(self._verified, most)
+        while common < most and stored[common] == tokens[common]:
+            common += 1
+        if common < len(stored):
+            point = self._point
+            if cache.groups[0].can_crop_to(common):
+                cache.crop(common - len(stored))
+            elif point is not None and point.length <= common:
+                cache.crop(point.length - len(stored), point)
+            else:
+                cache.reset()
+        self.begin(cache)
+
+    def end(self, error: Exception) -> None:
+        """Guess no more: the draft model has failed for this sequence."""
+        self.is_over = True
+        _logger.warning("the draft model %s guesses no more of this answer (%s)", self._model.name, brief_error(error))
+        self.release()
