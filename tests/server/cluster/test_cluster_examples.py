@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_an_application_whose_address_is_rays_needs_keys():
 def test_ray_serve_takes_the_configuration(name):
     schema = pytest.importorskip("ray.serve.schema")
     assert schema.ServeDeploySchema.model_validate(serve_configurations()[name]).applications[0].name == "hetero-kv"
+
+
+def test_the_manifest_has_the_fields_of_a_ray_service():
+    # A dependency of Ray.
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(Path(__file__).with_name("ray_service_schema.json").read_text(encoding="utf-8"))
+    validator = jsonschema.Draft202012Validator(schema)
+    manifest = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert [each.message for each in validator.iter_errors(manifest)] == []
+    head = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]
+    head["rayStartParams"]["num-cpus"] = 0
+    head["template"]["spec"]["container"] = head["template"]["spec"].pop("containers")
+    del manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["groupName"]
+    found = [each.message for each in validator.iter_errors(manifest)]
+    assert len(found) == 4
+    assert "0 is not of type 'string'" in found
 
 
 def test_the_pods_of_the_manifest_run_what_the_application_needs():
