@@ -211,7 +211,7 @@ class DraftModel:
             self._require_tokens(tokens)
         logits = self._passed([drafter for drafter, _ in rows], passing)
         for drafter, _ in rows:
-            drafter.is_ready()
+            drafter.has_caught_up()
         guessing = list(range(len(rows)))
         while True:
             for index, row in zip(guessing, logits, strict=True):

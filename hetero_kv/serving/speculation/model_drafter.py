@@ -38,10 +38,9 @@ class ModelDrafter:
         self.cache: HeteroCache | None = None
         self.is_over = False
         self._acceptance = Acceptance()
-        # Ids that have passed the draft model or shall: the cache's length says how many have.
-        self._passed: list[int] = []
-        # How many of the passed ones are those of `tokens`, as of the last time that this was looked at.
+        # The cache has so many of `tokens`, and behind them the first of `_behind`, as many as its length says.
         self._verified = 0
+        self._behind: list[int] = []
         # A copy of what layers do not keep of earlier tokens, from before the guesses.
         self._point: Checkpoint | None = None
 
@@ -72,7 +71,12 @@ class ModelDrafter:
     @property
     def stored(self) -> list[int]:
         """The ids of the tokens that its cache has, guesses included."""
-        return [] if self.cache is None else self._passed[: self.cache.get_seq_length()]
+        return [] if self.cache is None else [*self.tokens[: self._verified], *self._stored_behind]
+
+    @property
+    def _stored_behind(self) -> list[int]:
+        assert self.cache is not None
+        return self._behind[: max(0, self.cache.get_seq_length() - self._verified)]
 
     @property
     def missing(self) -> list[int]:
@@ -82,17 +86,17 @@ class ModelDrafter:
     def begin(self, cache: HeteroCache) -> None:
         """It has this cache, which has a beginning of its tokens."""
         self.cache, self._point = cache, None
-        self._verified = cache.get_seq_length()
-        self._passed = self.tokens[: self._verified]
+        self._verified, self._behind = cache.get_seq_length(), []
 
     def passing(self, tokens: Sequence[int]) -> None:
         """These tokens pass the draft model now, or fail to."""
-        self._passed = [*self.stored, *tokens]
+        self._behind = [*self._stored_behind, *tokens]
 
-    def is_ready(self) -> None:
-        """All tokens of the sequence have passed, and guesses follow."""
+    def has_caught_up(self) -> None:
+        """Its cache has all of the sequence, and guesses follow."""
         assert self.cache is not None
-        self._verified, self._point = self.cache.get_seq_length(), self.cache.checkpoint()
+        self.begin(self.cache)
+        self._point = self.cache.checkpoint()
 
     def guessed(self, guesses: Sequence[int]) -> None:
         """These are the guesses at what comes next."""
@@ -103,17 +107,17 @@ class ModelDrafter:
         cache = self.cache
         if cache is None:
             return
-        stored, tokens = self.stored, self.tokens
-        most = min(len(stored), len(tokens) - 1)
-        common = min(self._verified, most)
-        while common < most and stored[common] == tokens[common]:
+        tokens, stored, common = self.tokens, cache.get_seq_length(), min(self._verified, len(self.tokens) - 1)
+        for token in self._stored_behind:
+            if common == len(tokens) - 1 or tokens[common] != token:
+                break
             common += 1
-        if common < len(stored):
+        if common < stored:
             point = self._point
             if cache.groups[0].can_crop_to(common):
-                cache.crop(common - len(stored))
+                cache.crop(common - stored)
             elif point is not None and point.length <= common:
-                cache.crop(point.length - len(stored), point)
+                cache.crop(point.length - stored, point)
             else:
                 cache.reset()
         self.begin(cache)
