@@ -8,6 +8,7 @@ from hetero_kv.chat.conversation import Conversation
 from hetero_kv.errors import ConfigError
 from hetero_kv.serving.speculation.speculation import Speculation
 from tests.chat.tiny_conversations import TOKENIZER, new_model
+from tests.support.free_rows import FreeRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,3 +105,33 @@ def test_an_unknown_way_to_guess_is_refused(model):
 def test_an_untouched_model_guesses_nothing():
     talk = Conversation(new_model(), TOKENIZER, speculation="lookup")
     assert talk.ask("hello hello hello", **ANSWER).statistics.drafted_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory):
+    """A conversation whose draft model, of the same weights, is read from a folder, and one that guesses nothing."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    new_model().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    model = new_model("quest")
+    talk, other = (Conversation(model, TOKENIZER, forks=1, speculation=way) for way in (str(folder), "off"))
+    talk._generator._speculation.costs = FreeRows()
+    return talk, other
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}])
+def test_a_draft_model_follows_turns_forks_and_undone_questions(guessing, settings):
+    talk, other = guessing
+    draft = talk._generator._speculation.draft
+    assert draft.name == "small"
+    for each in (talk, other):
+        each.reset()
+    for question in ("hello", "again"):
+        expected, answer = (each.ask(question, **ANSWER, **settings) for each in (other, talk))
+        assert (answer.text, talk._state.tokens) == (expected.text, other._state.tokens)
+        assert answer.statistics.drafted_tokens > 0
+    for each in (other, talk):
+        each.undo()
+    expected, answer = (each.fork().ask("more", **ANSWER) for each in (other, talk))
+    assert answer.text == expected.text
+    assert answer.statistics.drafted_tokens > 0
