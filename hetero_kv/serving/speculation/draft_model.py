@@ -63,6 +63,8 @@ class DraftModel:
         self._kept = ResidentPrefixes(injection.attention_operators(), _KEPT)
         self._live: weakref.WeakSet[ModelDrafter] = weakref.WeakSet()
         self._part_size = PartSize(longest_gap_s, _PART)
+        # Whether its weights have been read: the first part waits for the disk, and says nothing of its speed.
+        self._is_warm = False
         # How many sequences guessed together last.
         self._together = 1
 
@@ -165,7 +167,9 @@ class DraftModel:
         drafter.passing(part)
         assert drafter.cache is not None
         self._forward.prompt(drafter.cache, part)
-        self._part_size.passed(len(part), time.perf_counter() - began)
+        if self._is_warm:
+            self._part_size.passed(len(part), time.perf_counter() - began)
+        self._is_warm = True
         return True
 
     def _require_room(self, drafter: ModelDrafter, tokens: int) -> None:

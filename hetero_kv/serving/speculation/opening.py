@@ -26,6 +26,8 @@ Guessing = str | LoadedModel | DraftModel
 _RULES = "dense"
 # Settings that are the process's, not a model's.
 _SHARED_SETTINGS = ("threads_num", "dram_budget_gb", "packed_cache_gb")
+# The largest part of the free memory for a draft model's keys and values.
+_MOST_SHARE = 0.5
 
 
 def open_speculation(
@@ -100,7 +102,8 @@ def _store(draft: LoadedModel, main: Injection, max_seq_len: int | None, sequenc
     wanted = main.engine.max_seq_len if max_seq_len is None else max_seq_len
     longest = min(main.context_length if isinstance(wanted, str) else wanted, injection.context_length)
     own, mains = injection.bytes_per_token(), main.bytes_per_token()
-    share = own / (own + mains)
+    # A model without a growing cache needs its part, too.
+    share = min(_MOST_SHARE, own / max(1.0, own + mains))
     with PLANNING:
         # Unreferenced caches may wait for the cycle collector.
         gc.collect()
