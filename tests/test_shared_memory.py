@@ -161,3 +161,14 @@ def test_an_equal_share_of_each_fits_with_the_reserved_memory(share, size, dram)
 
 _PLANNED = tiny_model("llama", max_position_embeddings=CONTEXT)
 inject(_PLANNED, "ktransformers")
+
+
+def test_a_common_store_takes_a_part_and_leaves_the_rest_to_the_next(model, room_for):
+    room_for(16)
+    common_store = model.hetero_kv_injection.common_store
+    whole = common_store(sequences=32).tokens
+    part = common_store(sequences=32, share=0.25)
+    rest = common_store(sequences=32)
+    # A prompt on its way takes some of either.
+    assert 0.75 * whole / 4 < part.tokens <= whole / 4
+    assert part.tokens + rest.tokens == pytest.approx(whole, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,16 +153,25 @@ def test_a_baseline_that_shares_the_prefill_answers_the_same(loaded, tmp_path):
     assert by_method(own) == by_method(shared)
 
 
-def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monkeypatch):
+def loaded_draft():
+    draft = tiny_loaded()
+    inject(draft.model, "dense", command_line={"max_seq_len": 512})
+    return replace(draft, name="small")
+
+
+@pytest.mark.parametrize("way", ["lookup", "small"])
+def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monkeypatch, way):
     # Guess whatever the speed of the machine says about it.
     monkeypatch.setattr(speculation, "draft_lengths", lambda costs, odds, _: list(map(len, odds)))
+    monkeypatch.setattr(speculation.StepCosts, "of", lambda costs, rows: 1.0)
+    guessing = way if way == "lookup" else loaded_draft()
     alone = run(["recite"], model_under(loaded, "quest"), tmp_path / "alone", OPTIONS)
-    guessed = run(["recite"], model_under(loaded, "quest", speculation="lookup"), tmp_path / "guessed", OPTIONS)
+    guessed = run(["recite"], model_under(loaded, "quest", speculation=guessing), tmp_path / "guessed", OPTIONS)
     assert by_method(guessed) == by_method(alone)
     drafted = {result.method: result.cost.drafted_tokens for result in guessed.results}
     assert drafted["full"] == 0 < drafted["quest"]
     settings = guessed.summary["settings"]["methods"]
-    assert (settings["quest"]["speculation"], settings["full"].get("speculation")) == ("lookup", None)
+    assert (settings["quest"]["speculation"], settings["full"].get("speculation")) == (way, None)
     assert not any(result.cost.drafted_tokens for result in alone.results)
 
 
