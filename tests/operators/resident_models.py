@@ -1,0 +1,46 @@
+"""Tiny models whose blocks a GPU chooses and attends to: `attend_on: gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hetero_kv import HeteroCache, inject
+from tests.support.devices import model_on
+from tests.support.small_recipes import small_recipe
+from tests.support.tiny_models import tiny_model
+
+LAYERS, BLOCK = 2, 8
+ALL = 10**6
+
+
+def llama_on_gpu():
+    """A tiny Llama of two layers in float32 on the simulated GPU."""
+    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS))
+
+
+def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, **kwargs):
+    """A recipe with short blocks, the settings of whose attention are these."""
+    found = small_recipe(recipe, attend_on=attend_on, cuda_graphs=cuda_graphs, max_seq_len=max_seq_len)
+    changed = (
+        replace(rule, kwargs={**rule.kwargs, **kwargs}) if "representative_type" in rule.kwargs else rule
+        for rule in found.rules
+    )
+    return replace(found, rules=tuple(changed))
+
+
+def injected(model, *args, **settings):
+    inject(model, rules(*args, **settings))
+    return HeteroCache(model)
+
+
+def random_tokens(count, rows=1, seed=0):
+    return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def told(model, cache, tokens, prompt=0):
+    """Logits after a prompt of the first `prompt` tokens, and after each of the others."""
+    parts = tokens.to("cuda").split([*[prompt] * (prompt > 0), *[1] * (tokens.shape[1] - prompt)], dim=1)
+    return [model(part, past_key_values=cache).logits[:, -1].cpu() for part in parts]
