@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,13 +49,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: whole collections, which tests ask for, need not go through it.
+    """Automatic collections come seldom: of what is not frozen, most is alive too."""
+    _freeze()
+    gc.set_threshold(5_000, 20, 20)
 
-    Others come seldom: of what is left, models and compiled kernels, most stays too.
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a file leaves behind, models and kernels that other files use again, stays as well."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Collect garbage, and leave what is alive out of all later collections.
+
+    Whole collections, which engines and tests ask for, would take up to half a second among imported modules.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")
