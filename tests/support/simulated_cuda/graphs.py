@@ -35,9 +35,11 @@ class Node:
 
     def run(self) -> None:
         assert self.again is not None
-        for old, new in zip(self.out, tensors_in(self.again()), strict=True):
-            if old is not new:
-                old.copy_(new)
+        # What is computed again is on the CPU, where nothing is to be intercepted.
+        with torch._C._DisableTorchDispatch():
+            for old, new in zip(self.out, tensors_in(self.again()), strict=True):
+                if old is not new:
+                    old.copy_(new)
 
 
 class CUDAGraph:

@@ -266,8 +266,8 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
         written = _queue(simulation, name, named)
         data, fixed = on_cpu(args), on_cpu(kwargs)
         if name in DEFINITIONS and not by_interpreter:
-            DEFINITIONS[name](*data, **fixed)
-            simulation.computed(lambda: DEFINITIONS[name](*data, **fixed), ())
+            _compute(name, data, fixed)
+            simulation.computed(lambda: _compute(name, data, fixed), ())
             return
         simulation.refuse_capturing("a kernel by the interpreter")
         kept = {each: data.clone() for each, data in on_cpu(_tensors(named)).items() if each not in written}
@@ -281,6 +281,12 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
 
     with patch.object(JITFunction, "run", run), patch.object(JITFunction, "__call__", call):
         yield
+
+
+def _compute(name: str, data: Any, fixed: Any) -> None:
+    """A kernel's numbers by its definition, whose operators on the CPU need no interception."""
+    with torch._C._DisableTorchDispatch():
+        DEFINITIONS[name](*data, **fixed)
 
 
 def _require_grid(name: str, grid: tuple[int, ...]) -> None:
