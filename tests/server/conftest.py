@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
+
 import httpx2 as httpx
 import pytest
 
 from tests.server.running import host_of, running, tiny_served
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once():
+    """Every client would read the system's certificates, which takes longer than a request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="module")
