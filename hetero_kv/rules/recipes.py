@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -20,10 +21,7 @@ def find(name: str, folder: Path) -> Path | None:
     except (OSError, ValueError, RuntimeError):
         # An invalid file name, a folder without permission, or the home of an unknown user.
         pass
-    for packaged in _packaged():
-        if name in (packaged.name, packaged.stem, display(packaged), display(packaged.with_suffix(""))):
-            return packaged
-    return None
+    return _packaged_by_name().get(name)
 
 
 def names() -> list[str]:
@@ -40,9 +38,21 @@ def display(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+@cache
 def _folder(name: str) -> Path:
     return Path(str(resources.files("hetero_kv") / name)).resolve()
 
 
-def _packaged() -> list[Path]:
-    return [path for name in PACKAGED_FOLDERS for path in sorted(_folder(name).glob("*.yaml"))]
+@cache
+def _packaged() -> tuple[Path, ...]:
+    return tuple(path for name in PACKAGED_FOLDERS for path in sorted(_folder(name).glob("*.yaml")))
+
+
+@cache
+def _packaged_by_name() -> dict[str, Path]:
+    """The packaged files by their names, with and without folder and suffix; the first of two with one name."""
+    found: dict[str, Path] = {}
+    for path in _packaged():
+        for name in (path.name, path.stem, display(path), display(path.with_suffix(""))):
+            found.setdefault(name, path)
+    return found
