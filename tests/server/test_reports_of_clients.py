@@ -13,6 +13,8 @@ from tests.support import tool_templates
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUESTION = [{"role": "user", "content": "weather?"}]
+#: A question behind which there is room for a few dozen tokens.
+LONG_QUESTION = [{"role": "user", "content": "x" * (CAPACITY - 60)}]
 TOOL = {
     "type": "function",
     "function": {
@@ -127,8 +129,9 @@ def test_several_items_of_a_response_are_one_conversation(http):
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_a_longest_answer_of_minus_one_is_as_long_as_fits(http, field):
     """llama-cpp-python 1645: every answer ended at once with the reason "length"."""
-    found = chat(http, **{"max_tokens": None, field: -1, "ignore_eos": True}).json()
+    found = chat(http, **{"messages": LONG_QUESTION, "max_tokens": None, field: -1, "ignore_eos": True}).json()
     assert found["usage"]["total_tokens"] == CAPACITY + 1
+    assert found["usage"]["completion_tokens"] > 8
     assert found["choices"][0]["finish_reason"] == "length"
 
 
@@ -157,8 +160,8 @@ def test_ids_of_calls_that_are_null_are_no_error(caller):
 
 def test_an_answer_longer_than_what_is_left_is_given_as_far_as_it_fits(http):
     """lmdeploy 1589: prompt and max_tokens beyond the capacity together gave an empty answer."""
-    found = chat(http, max_tokens=CAPACITY, ignore_eos=True).json()
-    assert found["usage"]["completion_tokens"] == CAPACITY + 1 - found["usage"]["prompt_tokens"]
+    found = chat(http, messages=LONG_QUESTION, max_tokens=CAPACITY, ignore_eos=True).json()
+    assert 8 < found["usage"]["completion_tokens"] == CAPACITY + 1 - found["usage"]["prompt_tokens"]
     assert found["choices"][0]["finish_reason"] == "length"
 
 
