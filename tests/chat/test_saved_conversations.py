@@ -140,7 +140,7 @@ def chat(tiny_model_folder, tmp_path, capsys):
 
     def run(*flags, document_too=True):
         prompt = ["--prompt_file", str(document)] if document_too else []
-        common = ["--model", str(tiny_model_folder), "--config", "quest", "--max_seq_len", "4096", "--block_size", "4"]
+        common = ["--model", str(tiny_model_folder), "--config", "quest", "--max_seq_len", "4096", "--block_size", "8"]
         status = main(
             ["chat", *common, "--max_new_tokens", "3", "--context_folder", str(tmp_path / "c"), *prompt, *flags]
         )
@@ -256,7 +256,7 @@ def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat,
     load = "hetero_kv.models.loading.OpenedModel.load"
     monkeypatch.setattr(load, lambda self: pytest.fail("the weights were loaded"))
     for flags, said in (
-        (("--block_size", "8"), r"was saved under other settings: .*block_size.*; inject rules with those settings"),
+        (("--block_size", "16"), r"was saved under other settings: .*block_size.*; inject rules with those settings"),
         (("--dtype", "float16"), r"was saved with another dtype, \w+; here it is float16: load the model with dtype"),
     ):
         status, error = chat("--prompt", "word2", "--context", "notes", *flags, document_too=False)

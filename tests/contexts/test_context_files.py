@@ -45,9 +45,11 @@ BLOCKS_OF_32 = {
     "chunk_size": 64,
     "top_k_blocks": 500,
 }
+#: In blocks of a size whose kernels other tests compile for half precision.
+HALF = {"kv_type": "FP16", "block_size": 8, "sink_tokens": 8}
 #: Settings that decide what is in a pool, and the dimension of heads that they need.
 STORED = {
-    "half precision": ({"kv_type": "FP16", "representative_type": "DYNAMIC"}, 16),
+    "half precision": ({**HALF, "representative_type": "DYNAMIC"}, 16),
     "groups, values' means": ({**ESTIMATES, "group_blocks": 3, "group_factor": 1, "top_k_blocks": 4}, 16),
     "coarse copies of keys": (
         {
@@ -116,7 +118,7 @@ def test_rows_of_several_lengths_come_back_as_they_were(tmp_path):
 
 def test_a_window_where_the_model_computes_comes_back_as_it_was_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
-    model = made(kv_type="FP16")
+    model = made(**HALF)
     cache = saved(model, tmp_path / "c")
     loaded = HeteroCache.load(tmp_path / "c", model)
     assert torch.equal(goes_on(model, loaded, cache.lengths, 3), goes_on(model, cache, cache.lengths, 3))

@@ -13,10 +13,12 @@ from hetero_kv.gpu_ops import packed_weights
 from hetero_kv.gpu_ops.packed_weights import multiply, multiply_chosen, rows_of, unpack_into, unpacked_in_torch
 from hetero_kv.weights.device_weight import DeviceWeight
 from tests.support.devices import simulated_cuda
-from tests.support.quantized_blocks import dequantized, random_blocks
+from tests.support.quantized_blocks import SELDOM, dequantized, random_blocks
+from tests.support.slow_variants import with_slow
 
 #: A whole tile and half of one; one block of the formats with the longest ones.
 ROWS, COLUMNS = 24, 256
+_WITHOUT_CODEBOOK = [name for name, layout in FORMATS.items() if not layout.codebook]
 
 
 @functools.cache
@@ -36,14 +38,14 @@ def require_product(product, x, numbers, bias=0.0):
     assert (product.cpu() - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=SELDOM))
 def test_torch_unpacks_ggmls_numbers_bit_by_bit(name):
     data, numbers = matrix(name)
     assert torch.equal(unpacked_in_torch(data, name, ROWS, COLUMNS), numbers)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [name for name, layout in FORMATS.items() if not layout.codebook])
+@pytest.mark.parametrize("name", with_slow(_WITHOUT_CODEBOOK, slow={*_WITHOUT_CODEBOOK} & {*SELDOM}))
 def test_triton_unpacks_and_multiplies_ggmls_numbers(name):
     pytest.importorskip("triton")
     data, numbers = matrix(name)
@@ -57,7 +59,7 @@ def test_triton_unpacks_and_multiplies_ggmls_numbers(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ3_S", "IQ1_M"])
+@pytest.mark.parametrize("name", with_slow(["IQ2_XXS", "IQ3_S", "IQ1_M"], slow=["IQ2_XXS", "IQ1_M"]))
 def test_torch_unpacks_codebooks_on_a_gpu_that_runs_triton(name):
     data, numbers = matrix(name)
     with simulated_cuda(interpret=True):
@@ -115,13 +117,13 @@ def test_a_row_is_multiplied_with_the_matrix_that_it_chose(interpret):
 def test_torch_does_without_triton_piece_by_piece(monkeypatch):
     monkeypatch.setattr(packed_weights, "runs_triton", lambda tensor: False)
     monkeypatch.setattr(packed_weights, "_UNPACKED_AT_ONCE", 16 * COLUMNS)
-    data, numbers = matrix("Q3_K")
+    data, numbers = matrix("Q6_K")
     with simulated_cuda():
         on_gpu, ids = data.to("cuda"), torch.arange(ROWS, device="cuda")
         whole = torch.empty(ROWS, COLUMNS, device="cuda")
-        unpack_into(whole, on_gpu, "Q3_K")
+        unpack_into(whole, on_gpu, "Q6_K")
         assert torch.equal(whole.cpu(), numbers)
-        assert torch.equal(rows_of(on_gpu, "Q3_K", ROWS, COLUMNS, ids, torch.float32).cpu(), numbers)
+        assert torch.equal(rows_of(on_gpu, "Q6_K", ROWS, COLUMNS, ids, torch.float32).cpu(), numbers)
 
 
 @pytest.mark.cuda

@@ -12,7 +12,11 @@ from hetero_kv.serving.forward import ModelForward, Part
 from tests.support.ragged_rows import padded, prompt
 from tests.support.tiny_models import tiny_model
 
-SETTINGS = {"block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
+SETTINGS = {
+    "block_size": 4, "sink_tokens": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32",
+    # As tests of estimates store them, so that kernels are theirs.
+    "representative_storage": "FP32",
+}  # fmt: skip
 LENGTHS = (50, 9, 31, 31, 64)
 #: More tokens than a block, so that every row fills one.
 TOKENS = 9

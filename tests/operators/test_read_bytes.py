@@ -12,6 +12,7 @@ from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 from tests.operators.bounded_models import bounded
 from tests.operators.shadowkv_models import injected as shadowkv
+from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,7 +123,9 @@ def test_under_a_target_mass_bytes_follow_the_taken_blocks(llama):
     assert read == pytest.approx(expected.tolist())
 
 
-def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_blocks(llama, monkeypatch):
+# Keys less an offset have kernels of their own.
+@pytest.mark.parametrize("key_offset", with_slow(["none", "block_mean"], slow=["block_mean"]))
+def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_blocks(llama, monkeypatch, key_offset):
     taken, call = [], EstimatingStep.__call__
 
     def noted(self, *args):
@@ -136,16 +139,18 @@ def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_
         "residual_attention": "estimate",
         "rerank": "all",
         "attend_to": "tokens",
-        "key_offset": "block_mean",
+        "key_offset": key_offset,
     }
+    # In half precision, one for each block.
+    offset = VECTOR // 2 if key_offset == "block_mean" else 0
     read = after(llama, retrieving(llama, **settings))
     assert len(taken) == len(read) == 3
     for (tokens, looked, scored, _, _, touched, whole), found in zip(taken, read, strict=True):
         # Three blocks' tokens, out of more blocks than three; all are looked at.
         assert (tokens, looked, scored) == (12, CONTEXT, CONTEXT)
         assert 3 < touched <= 12
-        around = AROUND * TOKEN + (4 + touched) * VECTOR // 2
-        looks = CONTEXT * (REPRESENTATIVES + 4 * VECTOR + VECTOR // 2)
+        around = AROUND * TOKEN + (4 + touched) * offset
+        looks = CONTEXT * (REPRESENTATIVES + 4 * VECTOR + offset)
         assert found == around + 12 * TOKEN + looks + (CONTEXT - whole) * VECTOR
 
 

@@ -11,7 +11,10 @@ from hetero_kv.weights.block_numbers import numbers_of_blocks
 RARE = ("Q1_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS")
 
 #: What each of these has, others have: minimums, fifth and third bits, tables, and scales of two levels.
-COMBINED = ("Q5_1", "Q3_K", "Q5_K", "IQ4_XS")
+COMBINED = ("Q4_1", "Q5_1", "Q3_K", "Q5_K", "IQ4_XS")
+
+#: Types whose kernels are compiled in slow tests alone.
+SELDOM = (*RARE, *COMBINED)
 
 #: Where the float16 scales and minimums of a block lie.
 _HALVES = {
