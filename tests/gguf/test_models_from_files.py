@@ -26,13 +26,15 @@ PROMPT, WHOLE = 40, 56
 PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
-WITHOUT_RULES = {"falcon", "bloom", "mamba", "mamba2"}
+WITHOUT_RULES = {"falcon", "bloom", "dbrx", "mamba", "mamba2", "mpt"}
 #: Whose state is not given back as keys and values are.
 ONLY_STATE = {"mamba", "mamba2"}
 #: Layers use the keys and values of others.
 SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
 #: Layers have several modules with a state, or none.
 OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
+#: Layers attend otherwise than to all tokens before, or to a window of them.
+OTHER_ATTENTION = {"llama4": "chunked", "deepseek32": "indexed", "glm-dsa": "indexed"}
 #: Whose files this package does not write yet: heads of the state are reordered.
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
@@ -40,7 +42,7 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS and name not in SHARED_KEYS
+    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS | OTHER_ATTENTION.keys() and name not in SHARED_KEYS
 ]
 
 
@@ -133,6 +135,13 @@ def test_rules_that_find_no_attention_are_refused_by_name(written, name):
 def test_rules_for_layers_with_no_module_or_several_are_refused_by_name(written, name):
     opened = open_model(written(name).path, dtype="float32", device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d .*modules with a layer_idx"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+@pytest.mark.parametrize(("name", "kind"), OTHER_ATTENTION.items())
+def test_rules_for_layers_that_attend_otherwise_are_refused_by_name(written, name, kind):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=rf"layer \d of \w+ has the layer type '{kind}_attention'"):
         inject(opened.model, "dense", command_line=COVERING)
 
 

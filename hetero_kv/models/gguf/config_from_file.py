@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import architecture_of
@@ -18,6 +19,8 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 VOCABULARY = "tokenizer.ggml.tokens"
 #: Setting -> key behind `tokenizer.ggml.`.
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+#: Model type -> its class of a causal language model, where transformers' table of these lacks it.
+UNREGISTERED = {"mistral4": "Mistral4ForCausalLM"}
 #: Key -> its value in a causal language model; classifiers and encoders have others.
 NOT_CAUSAL = {"attention.causal": True, "pooling_type": 0}
 
@@ -81,7 +84,11 @@ def configuration_of(file: GGUFFile) -> Any:
     values = {name: value for name, value in settings_of(file).values.items() if value is not None or name in _NONE}
     for name, key in TOKENS.items():
         values[name] = token_id(file, key) if VOCABULARY in file.metadata else None
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    model_type = values.pop("model_type")
+    config = AutoConfig.for_model(model_type, **values)
+    if model_type in UNREGISTERED:
+        AutoModelForCausalLM.register(type(config), getattr(transformers, UNREGISTERED[model_type]), exist_ok=True)
+    return config
 
 
 def adapt(config: Any, file: GGUFFile) -> None:

@@ -22,7 +22,11 @@ from hetero_kv.weights.block_numbers import numbers_of_blocks
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _MODULE = re.compile(r"\.layers\.(?P<layer>\d+)\.(.+\.)?experts$")
+#: What says in which order experts lie: whether they have a gate, whether inputs are the first dimension, and whether
+#: gate and up follow each other instead of alternating.
 _FORM = ("has_gate", "is_transposed", "is_concatenated")
+#: Class of experts that has no such attributes -> their values.
+_FORMS = {"Llama4TextExperts": (True, True, True)}
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ class ExpertPlace:
         leaf: the parameter's name in the module.
         part: "gate" or "up" if the parameter contains both; "" for a whole parameter.
         outputs: the parameter's outputs that the tensor fills.
+        is_transposed: whether the parameter's inputs are before its outputs.
     """
 
     module: str
     leaf: str
     part: str
     outputs: slice
+    is_transposed: bool
 
     @property
     def parameter(self) -> str:
@@ -52,7 +58,7 @@ def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
     modules = {
         match["layer"]: (path.replace(".wrapped", ""), module)
         for path, module in model.named_modules()
-        if (match := _MODULE.search(path)) and all(hasattr(module, name) for name in _FORM)
+        if (match := _MODULE.search(path)) and _form_of(module) is not None
     }
     places = {}
     for info in file.tensors:
@@ -62,18 +68,31 @@ def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
         path, module = modules[match["layer"]]
         suffix = "_bias" if match["kind"] == "bias" else ""
         part = match["part"]
-        if part in ("gate", "up") and module.has_gate:
-            places[info.name] = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(module, part))
+        has_gate, is_transposed, is_concatenated = _form_of(module) or ()
+        if part in ("gate", "up") and has_gate:
+            width = module.down_proj.shape[1 if is_transposed else 2] if is_concatenated else None
+            place = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(part, width), is_transposed)
         else:
-            places[info.name] = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None))
+            place = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None), is_transposed)
+        places[info.name] = place
     return places
 
 
-def _half(module: Any, part: str) -> slice:
-    """The outputs of a merged gate-and-up parameter that belong to `part`."""
-    if not module.is_concatenated:
+def _form_of(module: nn.Module) -> tuple[bool, bool, bool] | None:
+    """The values of `_FORM`; None if the module has no experts of a known form."""
+    if all(hasattr(module, name) for name in _FORM):
+        has_gate, is_transposed, is_concatenated = (bool(getattr(module, name)) for name in _FORM)
+        return has_gate, is_transposed, is_concatenated
+    return _FORMS.get(type(module).__name__)
+
+
+def _half(part: str, width: int | None) -> slice:
+    """The outputs of a merged gate-and-up parameter that belong to `part`.
+
+    width: the outputs of gate and of up; None if they alternate.
+    """
+    if width is None:
         return slice(0 if part == "gate" else 1, None, 2)
-    width = module.down_proj.shape[1 if module.is_transposed else 2]
     return slice(0, width) if part == "gate" else slice(width, None)
 
 
@@ -104,7 +123,7 @@ def load_expert_tensor(
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
         set_parameter(module, place.leaf, parameter)
     numbers = parameter.data
-    by_output = numbers.transpose(1, 2) if numbers.dim() == 3 and module.is_transposed else numbers
+    by_output = numbers.transpose(1, 2) if numbers.dim() == 3 and place.is_transposed else numbers
     room = by_output[:, place.outputs]
     require_shape(file, info, tuple(room.shape), info.shape)
     room.copy_(torch.from_numpy(np.array(numbers_of_blocks(data, info.quantization))))

@@ -59,6 +59,11 @@ INTEGER_RANGES = {
     "attention.q_lora_rank": IntegerRange(1, 1 << 17),
     "attention.kv_lora_rank": IntegerRange(1, 1 << 17),
     "attention.sliding_window": IntegerRange(0, 1 << 31),
+    "attention.temperature_length": IntegerRange(1, 1 << 27),
+    "attention.indexer.head_count": IntegerRange(1, 4096),
+    "attention.indexer.key_length": IntegerRange(1, 1 << 14),
+    "attention.indexer.top_k": IntegerRange(1, 1 << 27),
+    "kda.head_dim": IntegerRange(1, 1 << 14),
     "shortconv.l_cache": IntegerRange(1, 1 << 14),
     "ssm.conv_kernel": IntegerRange(1, 1 << 14),
     "ssm.inner_size": IntegerRange(1, 1 << 20),
@@ -78,6 +83,8 @@ RANGES = {
     "attn_logit_softcapping": (0.0, 1e6),
     "final_logit_softcapping": (0.0, 1e6),
     "attention.clamp_kqv": (0.0, math.inf),
+    "attention.max_alibi_bias": (0.0, 1e6),
+    "attention.value_scale": (-math.inf, math.inf),
     "attention.scale": (-math.inf, math.inf),
     "attention.temperature_scale": (-math.inf, math.inf),
     "embedding_scale": (-math.inf, math.inf),
@@ -103,7 +110,12 @@ BOOLEANS = frozenset({
 })  # fmt: skip
 STRINGS = frozenset({"rope.scaling.type", "tensor_data_layout"})
 #: Keys of arrays of integers or booleans; the first may also be a single integer.
-LISTS = ("attention.sliding_window_pattern", "attention.recurrent_layers", "rope.dimension_sections")
+LISTS = (
+    "attention.sliding_window_pattern",
+    "attention.recurrent_layers",
+    "attention.indexer.types",
+    "rope.dimension_sections",
+)
 #: Keys of arrays of numbers.
 FLOAT_LISTS = ("activation_sparsity_scale",)
 #: Beginning of the keys of xIELU, which have no architecture's name.

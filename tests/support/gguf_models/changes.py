@@ -101,6 +101,21 @@ def alternating_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.nda
     return {f"ffn_gate_exps.{kind}": rows[:, 0::2], f"ffn_up_exps.{kind}": rows[:, 1::2]}
 
 
+def gate_and_up_columns(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Experts [experts, columns, gate rows and then up rows] of Llama 4."""
+    return gate_and_up(tensor.swapaxes(1, 2), config)
+
+
+def by_expert(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """DBRX's experts below each other, [experts × rows, columns] -> [experts, rows, columns]."""
+    return tensor.reshape(config.ffn_config.moe_num_experts, -1, tensor.shape[1])
+
+
+def columns_by_expert(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """The same, with rows for columns."""
+    return by_expert(tensor, config).swapaxes(1, 2)
+
+
 def columns_first(tensor: np.ndarray, config: Any) -> np.ndarray:
     """Experts [experts, columns, rows]."""
     return tensor.swapaxes(1, 2)

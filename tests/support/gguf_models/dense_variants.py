@@ -22,6 +22,7 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama: YaRN, all told": (
         "llama", rotation("yarn", 5e3, **YARN, attention_factor=0.8, beta_fast=16.0, beta_slow=2.0)
     ),
+    "llama: InternLM 3": ("internlm3", {"layout": "internlm3", **DIM, **rotation("linear", 5e4, factor=6.0)}),
     "llama: Mistral": ("mistral", {**DIM, "sliding_window": None}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "use_sliding_window": False, **rotation(theta=2e6)}),
     "mistral3": (
@@ -112,6 +113,12 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm: of 12B": (
         "stablelm", {"partial_rotary_factor": 0.5, "qk_layernorm": True, "use_parallel_residual": True}
     ),
+    "jais2": ("jais2", {**DIM, **rotation(theta=5e5)}),
+    "mpt": (
+        "mpt",
+        {"d_model": 96, "n_layers": 3, "n_heads": 6, "max_seq_len": 512, "attn_config": {"clip_qkv": 2.0}},
+    ),
+    "starcoder": ("gpt_bigcode", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, **TIED}),
     "nemotron": ("nemotron", {"partial_rotary_factor": 0.5, "norm_eps": 1e-3}),
     "olmo2": ("olmo2", {}),

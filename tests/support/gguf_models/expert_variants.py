@@ -9,8 +9,11 @@ from tests.support.gguf_models.settings import (
     EXPERTS,
     GEMMA4,
     GROUPS,
+    INDEXER,
     LATENT,
+    LLAMA4,
     LOCAL_EXPERTS,
+    LONG,
     ROUTED,
     ROUTED_YARN,
     TIED,
@@ -58,6 +61,120 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mup_enabled": True,
         },
     ),
+    "mellum": (
+        "mellum",
+        {
+            **DIM,
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e5, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
+    "cohere2moe": (
+        "cohere2_moe",
+        {
+            **DIM,
+            **TIED,
+            "num_hidden_layers": 5,
+            "intermediate_size": 32,
+            "prefix_dense_intermediate_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "logit_scale": 0.3,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        },
+    ),
+    "hy_v3": ("hy_v3", {**DIM, **EXPERTS, "num_shared_experts": 2, "router_scaling_factor": 1.7}),
+    "mimo2": (
+        "mimo_v2_flash",
+        {
+            **{name: value for name, value in ROUTED.items() if name not in ("first_k_dense_replace",)},
+            "head_dim": 48,
+            "v_head_dim": 32,
+            "num_hidden_layers": 4,
+            "routed_scaling_factor": 1.0,
+            "attention_value_scale": 0.7,
+            "sliding_window": WINDOW + 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.334},
+            },
+        },
+    ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4: rotation of Scout": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            **rotation(
+                "llama3", 50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=1.0,
+                original_max_position_embeddings=32,
+            ),
+        },
+    ),
+    "phimoe": (
+        "phimoe",
+        {
+            **LOCAL_EXPERTS,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "max_position_embeddings": 131_072,
+            "sliding_window": None,
+            **rotation(
+                "longrope", 1e4, **LONG, original_max_position_embeddings=4096,
+                short_mscale=1.243163121016122, long_mscale=1.243163121016122,
+            ),
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 512,
+            "tie_word_embeddings": False,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 5e5},
+            "ffn_config": {
+                "hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2,
+                "moe_normalize_expert_weights": 1.0,
+            },
+            **rotation(theta=5e5),
+        },
+    ),
+    "granitemoe: shared expert": (
+        "granitemoeshared",
+        {
+            **LOCAL_EXPERTS,
+            "shared_intermediate_size": 64,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **{name: value for name, value in LATENT.items() if name != "v_head_dim"},
+            **TIED,
+            "v_head_dim": 16,
+            **rotation(
+                "longrope", 1e4, long_factor=[1 + 0.3 * n for n in range(4)],
+                short_factor=[1 + 0.1 * n for n in range(4)], original_max_position_embeddings=512,
+            ),
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "ernie4_5-moe": (
         "ernie4_5_moe",
@@ -97,6 +214,23 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2: GLM 4.7 Flash": ("glm4_moe_lite", {**LATENT, **ROUTED}),
     "deepseek2: Youtu": ("youtu", {**LATENT, **TIED}),
     "deepseek2: older converter": ("deepseek_v3", {**LATENT, **ROUTED, "is_of_older_converter": True}),
+    "deepseek32": ("deepseek_v32", {**LATENT, **GROUPS, **INDEXER, **ROUTED_YARN}),
+    "glm-dsa": (
+        "glm_moe_dsa",
+        {**LATENT, **GROUPS, **INDEXER, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **LATENT,
+            **GROUPS,
+            "first_k_dense_replace": 0,
+            **rotation(
+                "yarn", 1e4, factor=32.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+                mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+            ),
+        },
+    ),
     "gemma4: experts": (
         "gemma4_text",
         {

@@ -41,6 +41,8 @@ _GRANITE = {
     "logit_scale": ("logits_scaling", 1.0),
 }
 _ROUTED = {"expert_weights_scale": ("routed_scaling_factor", 1.0), "expert_weights_norm": ("norm_topk_prob", False)}
+# No groups are the same as all four.
+_GROUPED = {**_ROUTED, "expert_group_count": ("topk_group", 4)}
 _FULL = ("layer_types", "full_attention")
 #: What stands for a key that is not there: architecture -> key -> (setting, its value; of each layer the same).
 DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -63,11 +65,19 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "granitemoe": _GRANITE,
     "granitehybrid": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
+    "mpt": {"attention.clamp_kqv": ("attn_config", {"clip_qkv": None})},
+    "mellum": {"attention.sliding_window": _FULL},
+    "cohere2moe": {"expert_weights_norm": _ROUTED["expert_weights_norm"]},
+    "hy_v3": {"expert_weights_scale": ("router_scaling_factor", 1.0)},
+    "mimo2": {"attention.value_scale": ("attention_value_scale", 1.0)},
+    "kimi-linear": {"expert_weights_scale": _ROUTED["expert_weights_scale"]},
     "afmoe": {"expert_weights_scale": ("route_scale", 1.0)},
     "nemotron_h_moe": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
     "dots1": _ROUTED,
-    # No groups are the same as all four.
-    "deepseek2": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
+    "deepseek2": _GROUPED,
+    "deepseek32": _GROUPED,
+    "glm-dsa": _GROUPED,
+    "mistral4": _GROUPED,
     "glm4moe": _ROUTED,
     "exaone-moe": _ROUTED,
 }
@@ -77,6 +87,9 @@ _ROTATION = re.compile(
 )
 #: Of Mistral 3, and the first of DeepSeek.
 _BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
+_SCALED_BY_POSITION = ("mistral3", "mistral4", "deepseek2", "deepseek32")
+#: Where layers with a window have the base of the others, unless the file says theirs.
+_ONE_BASE = ("mellum", "mimo2")
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ class Base:
         """The logits that the changed file stands for, where they are those of a model with other settings."""
         setting = layout_of(self.original.config).keys.get(suffix)
         settings = self.original.config.to_dict()
-        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture in ("mistral3", "deepseek2")):
+        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture in _SCALED_BY_POSITION):
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
@@ -173,7 +186,8 @@ class Base:
         old = config.rope_parameters["full_attention"] if nested else config.rope_parameters
         if old["rope_type"] in ("llama3", "longrope"):
             return None
-        window = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 1e4)}
+        usual = said.get("rope.freq_base", 1e4) if self.architecture in _ONE_BASE else 1e4
+        window = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", usual)}
         if old["rope_type"] == "proportional":
             full = {**old, "rope_theta": said.get("rope.freq_base", 1e4)}
             return {"full_attention": full, "sliding_attention": window}
@@ -183,7 +197,9 @@ class Base:
             return None
         new = {"truncate": old["truncate"]} if "truncate" in old else {}
         new |= {"rope_theta": said.get("rope.freq_base", 1e4)}
-        new |= {"partial_rotary_factor": rotated / dim} if "partial_rotary_factor" in old else {}
+        share = {"partial_rotary_factor": rotated / dim} if "partial_rotary_factor" in old else {}
+        new |= share
+        window |= share
         factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", 0)) or 1
         kind = said.get("rope.scaling.type", "linear")
         if kind == "yarn":
@@ -194,9 +210,11 @@ class Base:
                 "beta_slow": said.get("rope.scaling.yarn_beta_slow"),
             }
             if "llama_4_scaling_beta" in old:
-                more["llama_4_scaling_beta"] = said.get("attention.temperature_scale", 0.0)
+                is_latent = self.architecture == "mistral4"
+                more["llama_4_scaling_beta"] = said.get("attention.temperature_scale", 0.1 if is_latent else 0.0)
                 if multiplier := said.get("rope.scaling.yarn_log_multiplier"):
-                    more |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+                    whole = multiplier / 0.1 if is_latent else multiplier
+                    more |= {"mscale": whole if is_latent else 1.0, "mscale_all_dim": whole}
             elif "mscale_all_dim" in old:
                 more |= dict.fromkeys(
                     ("mscale", "mscale_all_dim"), said.get("rope.scaling.yarn_log_multiplier", 0) / 0.1

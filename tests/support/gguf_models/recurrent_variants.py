@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DELTA, EXPERTS, LOCAL_EXPERTS, MAMBA2, NEMOTRON, TIED, rotation
+from tests.support.gguf_models.settings import DELTA, EXPERTS, LATENT, LOCAL_EXPERTS, MAMBA2, NEMOTRON, TIED, rotation
 
 #: As `variants.VARIANTS`.
 RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,6 +96,19 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv"],
             "num_dense_layers": 1,
             "conv_L_cache": 3,
+        },
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            **{name: value for name, value in LATENT.items() if name != "q_lora_rank"},
+            **LOCAL_EXPERTS,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.7,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
     "qwen3next": (

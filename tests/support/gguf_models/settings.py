@@ -49,6 +49,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+LLAMA4 = {
+    **DIM,
+    **LOCAL_EXPERTS,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+}
+# Of fewer tokens than the tests have.
+INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 24}
 GROUPS = {**ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 DELTA = {
     **DIM,

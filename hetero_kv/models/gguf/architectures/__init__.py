@@ -16,11 +16,17 @@ from hetero_kv.models.gguf.architectures import (
     gemma4,
     granite_hybrid,
     hybrid,
+    kimi_linear,
     llama,
+    llama4,
+    minicpm3,
     mixtures,
     older,
+    older_mixtures,
     qwen,
     state_space,
+    ungated,
+    windowed_mixtures,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture
 from hetero_kv.models.gguf.architectures.unsupported import reason
@@ -49,6 +55,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         gemma4,
         granite_hybrid,
         state_space,
+        kimi_linear,
+        llama4,
+        minicpm3,
+        older_mixtures,
+        ungated,
+        windowed_mixtures,
     )
     for table in module.TABLES
 }

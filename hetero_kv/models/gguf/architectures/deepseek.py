@@ -1,4 +1,7 @@
-"""DeepSeek V2 and V3, and models with their multi-head latent attention (Kimi K2, GLM 4.7 Flash, GigaChat 3, Youtu).
+"""DeepSeek V2 and V3, and models with their multi-head latent attention.
+
+These are Kimi K2, GLM 4.7 Flash, GigaChat 3, Youtu, Mistral 4, and DeepSeek V3.2 and GLM 5, which choose the tokens
+that they attend to.
 
 Sources: `conversion/deepseek.py`, `conversion/glm.py` and `src/models/deepseek2.cpp` of
 https://github.com/ggml-org/llama.cpp.
@@ -36,6 +39,12 @@ GATING = "expert_gating_func"
 #: The vocabulary and blocks of GLM 4.7 Flash, whose first files do not say how experts are chosen.
 ROWS_OF_GLM_FLASH, BLOCKS_OF_GLM_FLASH = 154_880, (47, 48)
 MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+TEMPERATURE = "attention.temperature_scale"
+#: By how much Mistral Small 4 scales attention by position; no converted file says it.
+TEMPERATURE_OF_MISTRAL_4 = 0.1
+INDEXERS = "attention.indexer.types"
+#: The context of GLM 5.2, the first whose layers share what they choose.
+CONTEXT_OF_GLM_52 = 1 << 20
 #: The converter multiplies the model's `mscale_all_dim` by this.
 MULTIPLIER_UNIT = 0.1
 
@@ -55,9 +64,7 @@ def _deepseek2(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 def _put_latent_attention(metadata: MetadataReader, settings: ConfigSettings) -> None:
     heads, rotated = settings["num_attention_heads"], metadata.require("rope.dimension_count", "qk_rope_head_dim")
-    settings.put("qk_rope_head_dim", rotated, "rope.dimension_count")
-    settings.copy("kv_lora_rank", "attention.kv_lora_rank")
-    latent = settings["kv_lora_rank"]
+    latent = metadata.require("attention.kv_lora_rank", "kv_lora_rank")
     key, value, groups = "attention.key_length", "attention.value_length", heads
     if metadata.has(f"{key}_mla"):
         # These say the sizes of keys and values in llama.cpp's cache: latent, and in one head.
@@ -65,13 +72,83 @@ def _put_latent_attention(metadata: MetadataReader, settings: ConfigSettings) ->
         metadata.expect(value, latent, f"is not the {latent} of attention.kv_lora_rank")
         key, value, groups = f"{key}_mla", f"{value}_mla", 1
     metadata.expect("attention.head_count_kv", groups, f"is not {groups}, the number that such a file has")
+    put_latent_sizes(metadata, settings, key, value)
+
+
+def put_latent_sizes(metadata: MetadataReader, settings: ConfigSettings, key: str, value: str | None) -> None:
+    """Put the ranks of latents, and the sizes of keys and values.
+
+    Args:
+        key, value: the metadata keys of the sizes; None for values whose size is known.
+    """
+    heads, rotated = settings["num_attention_heads"], metadata.require("rope.dimension_count", "qk_rope_head_dim")
+    settings.put("qk_rope_head_dim", rotated, "rope.dimension_count")
+    settings.copy("kv_lora_rank", "attention.kv_lora_rank")
     dim = metadata.require(key, "qk_head_dim")
     if dim <= rotated:
         raise metadata.unsupported(key, f"is not more than the {rotated} of rope.dimension_count")
     settings.put("qk_nope_head_dim", dim - rotated, key)
-    settings.copy("v_head_dim", value)
+    if value is not None:
+        settings.copy("v_head_dim", value)
     settings.put("num_key_value_heads", heads)
     settings.put("q_lora_rank", metadata.scalar("attention.q_lora_rank"), "attention.q_lora_rank")
+
+
+def _put_indexer(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put what chooses the tokens that a layer attends to (DeepSeek sparse attention)."""
+    settings.copy("index_n_heads", "attention.indexer.head_count")
+    settings.copy("index_head_dim", "attention.indexer.key_length")
+    settings.copy("index_topk", "attention.indexer.top_k")
+
+
+def _deepseek32(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    settings.values["model_type"] = "deepseek_v32"
+    _put_sparse(metadata, settings)
+
+
+def _glm_dsa(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    settings.values["model_type"] = "glm_moe_dsa"
+    _put_sparse(metadata, settings)
+    if metadata.scalar("expert_group_count", 1) > 1:
+        settings.put("n_group", settings["n_group"], "expert_group_count")
+    layers = settings["num_hidden_layers"]
+    chosen = metadata.get(INDEXERS)
+    if chosen is None:
+        if settings["max_position_embeddings"] >= CONTEXT_OF_GLM_52:
+            raise metadata.unsupported(INDEXERS, "is missing, and the layers of GLM 5.2 differ in it")
+        chosen = [True] * layers
+    if not isinstance(chosen, tuple | list) or len(chosen) < layers or not chosen[0]:
+        raise metadata.unsupported(INDEXERS, f"has not one value for each of {layers} layers, true in the first")
+    settings.put("indexer_types", ["full" if each else "shared" for each in chosen[:layers]], INDEXERS)
+
+
+def _put_sparse(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    put_layers_without_predictors(metadata, settings)
+    _put_latent_attention(metadata, settings)
+    _put_rope(metadata, settings)
+    metadata.expect(GATING, SIGMOID, "is another choice of experts than the model's sigmoid")
+    _put_experts(metadata, settings)
+    _put_indexer(metadata, settings)
+
+
+def _mistral4(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    settings.values["model_type"] = "mistral4"
+    _put_latent_attention(metadata, settings)
+    _put_rope(metadata, settings)
+    rope = settings["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        raise metadata.unsupported("rope.scaling.type", "is not YaRN, which the model has")
+    # llama.cpp's converter leaves it out.
+    rope["llama_4_scaling_beta"] = metadata.scalar(TEMPERATURE, 0.0) or TEMPERATURE_OF_MISTRAL_4
+    if metadata.has(TEMPERATURE):
+        settings.from_file["rope_parameters"][1]["llama_4_scaling_beta"] = rope["llama_4_scaling_beta"]
+    length = rope["original_max_position_embeddings"]
+    metadata.expect("attention.temperature_length", length, f"is not the {length} of rope.scaling")
+    rotated, dim = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
+    rope["partial_rotary_factor"] = rotated / dim
+    settings.values.pop("head_dim")
+    metadata.expect(GATING, SOFTMAX, "is another choice of experts than the model's softmax")
+    _put_experts(metadata, settings)
 
 
 def _put_rope(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -149,7 +226,7 @@ def put_expert_groups(metadata: MetadataReader, settings: ConfigSettings) -> Non
         metadata.expect("expert_weights_norm", False, "normalizes weights of experts, which DeepSeek V2 does not")
 
 
-_LAYER: Places = {
+LATENT_LAYER: Places = {
     **{name: place for name, place in ATTENTION.items() if name not in ("attn_k", "attn_v")},
     **GATED,
     **SHARED_EXPERTS,
@@ -164,14 +241,27 @@ _LAYER: Places = {
     "attn_v_b": ParameterPlace("self_attn.kv_b_proj", LATENT_VALUES, LATENT_VALUE_ROWS),
 }
 
+_SPARSE_LAYER: Places = {
+    **LATENT_LAYER,
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+
 TABLES = (
     Architecture(
         "deepseek2",
         ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu"),
         {**SIZES, **RMS_NORM},
         MODEL,
-        _LAYER,
+        LATENT_LAYER,
         _deepseek2,
         predicts=True,
     ),
+    Architecture(
+        "deepseek32", ("deepseek_v32",), {**SIZES, **RMS_NORM}, MODEL, _SPARSE_LAYER, _deepseek32, predicts=True
+    ),
+    Architecture("glm-dsa", ("glm_moe_dsa",), {**SIZES, **RMS_NORM}, MODEL, _SPARSE_LAYER, _glm_dsa, predicts=True),
+    Architecture("mistral4", ("mistral4",), {**SIZES, **RMS_NORM}, MODEL, LATENT_LAYER, _mistral4),
 )

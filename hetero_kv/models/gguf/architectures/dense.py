@@ -17,7 +17,7 @@ from hetero_kv.models.gguf.architectures.common import (
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader, Places
 from hetero_kv.models.gguf.architectures.rope import put_rope
-from hetero_kv.models.gguf.architectures.sliding_windows import PATTERN, WINDOW, put_windows
+from hetero_kv.models.gguf.architectures.sliding_windows import PATTERN, WINDOW, put_rope_by_window, put_windows
 
 #: The number of layers of EXAONE 4 32B, the only EXAONE 4 with windows in files that do not name their layers.
 LAYERS_OF_EXAONE_32B = 64
@@ -31,13 +31,7 @@ def _olmo2(metadata: MetadataReader, settings: ConfigSettings) -> None:
         return
     settings.values["model_type"] = "olmo3"
     put_windows(metadata, settings, usual=4)
-    full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
-    base = float(metadata.scalar("rope.freq_base_swa", full["rope_theta"]))
-    settings.values["rope_parameters"] = {
-        "full_attention": full,
-        "sliding_attention": {"rope_type": "default", "rope_theta": base},
-    }
-    settings.from_file["rope_parameters"] = (metadata.key("rope.*"), {"full_attention": stated})
+    put_rope_by_window(metadata, settings)
 
 
 def _cohere(metadata: MetadataReader, settings: ConfigSettings) -> None:

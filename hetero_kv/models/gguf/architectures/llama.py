@@ -24,7 +24,12 @@ from hetero_kv.models.gguf.architectures.declaration import (
     ParameterPlace,
     Places,
 )
-from hetero_kv.models.gguf.architectures.inverse_transforms import KEY_ROWS, QUERY_ROWS
+from hetero_kv.models.gguf.architectures.inverse_transforms import (
+    KEY_ROWS,
+    QUERY_ROWS,
+    SHARED_GATE_ROWS,
+    SHARED_UP_ROWS,
+)
 from hetero_kv.models.gguf.architectures.rope import put_rope
 from hetero_kv.models.gguf.architectures.sliding_windows import WINDOW
 
@@ -93,6 +98,7 @@ def _granite(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_granite_scales(metadata, settings)
 
 
+SHARED_WIDTH = "expert_shared_feed_forward_length"
 #: The factors of Granite's models, which all their files have.
 GRANITE_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 
@@ -116,6 +122,9 @@ def _granite_dense(metadata: MetadataReader, settings: ConfigSettings) -> None:
 def _granite_mixture(metadata: MetadataReader, settings: ConfigSettings) -> None:
     _granite(metadata, settings)
     put_experts(metadata, settings, "num_local_experts", width=None)
+    if metadata.scalar(SHARED_WIDTH, 0):
+        settings.values["model_type"] = "granitemoeshared"
+        settings.put("shared_intermediate_size", metadata.scalar(SHARED_WIDTH), SHARED_WIDTH)
 
 
 def _mistral3(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -151,7 +160,7 @@ _LAYOUT = {"tensor_data_layout": "names who reordered the rows; they are reorder
 
 LLAMA = Architecture(
     "llama",
-    ("llama", "mixtral", "mistral", "ministral"),
+    ("llama", "mixtral", "mistral", "ministral", "internlm3"),
     _KEYS,
     MODEL,
     {**REORDERED, **GATED, **ROUTER},
@@ -166,10 +175,16 @@ ARCEE = Architecture(
 GRANITE = Architecture("granite", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _granite_dense)
 GRANITE_MOE = Architecture(
     "granitemoe",
-    ("granitemoe",),
+    ("granitemoe", "granitemoeshared"),
     _KEYS,
     MODEL,
-    {**REORDERED, "ffn_gate_inp": "block_sparse_moe.router"},
+    {
+        **REORDERED,
+        "ffn_gate_inp": "block_sparse_moe.router",
+        "ffn_gate_shexp": ParameterPlace("shared_mlp.input_linear", part=SHARED_GATE_ROWS),
+        "ffn_up_shexp": ParameterPlace("shared_mlp.input_linear", part=SHARED_UP_ROWS),
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
     _granite_mixture,
 )
 OLMO = Architecture("olmo", ("olmo",), SIZES, MODEL, {**REORDERED, **GATED}, _olmo)

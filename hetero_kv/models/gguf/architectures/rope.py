@@ -14,7 +14,7 @@ from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures.declaration import ConfigSettings, MetadataReader, same, shown
 
 #: Tensors that belong to RoPE and not to a parameter.
-ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 DEFAULT_BASE = 10_000.0
 SCALING = "rope.scaling."
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
@@ -28,6 +28,7 @@ def put_rope(
     partial: bool = False,
     yarn: tuple[str, ...] = (),
     axes: bool = False,
+    original: int | None = None,
 ) -> None:
     """Put `rope_parameters`; `head_dim`, or heads and hidden size, must be put before.
 
@@ -35,8 +36,11 @@ def put_rope(
         partial: whether the model can rotate a part of each head.
         yarn: further YaRN keys that the architecture reads, without `rope.scaling.`.
         axes: whether positions have several axes (M-RoPE), which are equal for text.
+        original: the context for which factors of a long context are made, if the file does not say it.
     """
-    parameters, stated = rope_parameters(metadata, head_dim_of(settings), partial=partial, yarn=yarn, axes=axes)
+    parameters, stated = rope_parameters(
+        metadata, head_dim_of(settings), partial=partial, yarn=yarn, axes=axes, original=original
+    )
     settings.values["rope_parameters"] = parameters
     settings.from_file["rope_parameters"] = (
         metadata.key("rope.*"),
@@ -51,7 +55,13 @@ def head_dim_of(settings: ConfigSettings) -> int:
 
 
 def rope_parameters(
-    metadata: MetadataReader, head_dim: int, *, partial: bool = False, yarn: tuple[str, ...] = (), axes: bool = False
+    metadata: MetadataReader,
+    head_dim: int,
+    *,
+    partial: bool = False,
+    yarn: tuple[str, ...] = (),
+    axes: bool = False,
+    original: int | None = None,
 ) -> tuple[dict[str, Any], set[str]]:
     """Transformers' RoPE parameters, and the names of those that the file contains.
 
@@ -73,7 +83,7 @@ def rope_parameters(
         if metadata.has("rope.dimension_count"):
             stated.add("partial_rotary_factor")
     _refuse_other_scalings(metadata, yarn, axes)
-    kind, scaling = _scaling(metadata, parameters["rope_theta"], rotated)
+    kind, scaling = _scaling(metadata, parameters["rope_theta"], rotated, original)
     attention = metadata.scalar(f"{SCALING}attn_factor", 1.0)
     if kind == "yarn":
         scaling |= {name: _yarn_value(metadata, key) for key, name in _YARN.items() if metadata.has(SCALING + key)}
@@ -113,13 +123,13 @@ def _refuse_other_scalings(metadata: MetadataReader, yarn: tuple[str, ...], axes
         raise metadata.unsupported("rope.dimension_sections", "has a fourth axis, on which text has no positions")
 
 
-def _scaling(metadata: MetadataReader, base: float, rotated: int) -> tuple[str, dict[str, Any]]:
+def _scaling(metadata: MetadataReader, base: float, rotated: int, original: int | None) -> tuple[str, dict[str, Any]]:
     """Transformers' type of the scaling, and its parameters."""
-    original = metadata.scalar(f"{SCALING}original_context_length")
+    stated = metadata.scalar(f"{SCALING}original_context_length")
     factor = metadata.scalar("rope.scale_linear", 0.0)
     factor = metadata.scalar(f"{SCALING}factor", factor) or 1.0
     kind = metadata.scalar(f"{SCALING}type", "linear")
-    factors, long, short = (metadata.tensor(name) for name in sorted(ROPE_TENSORS, key=_order))
+    factors, long, short = (metadata.tensor(name) for name in ROPE_TENSORS)
     if (long is None) != (short is None):
         raise _invalid_scaling(metadata, "only one of rope_factors_long.weight and rope_factors_short.weight")
     if factors is not None and long is not None:
@@ -127,7 +137,7 @@ def _scaling(metadata: MetadataReader, base: float, rotated: int) -> tuple[str, 
             metadata, "two RoPE scalings, the tensors rope_freqs.weight and rope_factors_long.weight"
         )
     if long is not None and short is not None:
-        return "longrope", _long_factors(metadata, long, short, original, factor, rotated, kind)
+        return "longrope", _long_factors(metadata, long, short, stated or original, factor, rotated, kind)
     if kind == "longrope":
         raise metadata.unsupported(
             f"{SCALING}type", "needs the tensors rope_factors_long.weight and rope_factors_short.weight"
@@ -141,13 +151,9 @@ def _scaling(metadata: MetadataReader, base: float, rotated: int) -> tuple[str, 
     if kind == "linear":
         return "linear", {"factor": float(factor)}
     if kind == "yarn":
-        length = original or metadata.require("context_length", "max_position_embeddings")
+        length = stated or metadata.require("context_length", "max_position_embeddings")
         return "yarn", {"factor": float(factor), "original_max_position_embeddings": int(length)}
     raise metadata.unsupported(f"{SCALING}type", "is an unknown scaling")
-
-
-def _order(name: str) -> int:
-    return ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight").index(name)
 
 
 def _long_factors(
@@ -285,4 +291,7 @@ def same_rope(ours: Any, theirs: Any, head_dim: int) -> bool:
         if theirs.get(name) is None and name in ours and ours.get("rope_type") == theirs.get("rope_type")
     }
     known = defaults | {name: value for name, value in theirs.items() if value is not None}
-    return all(same(value, known.get(name)) for name, value in ours.items())
+    rotated = known["partial_rotary_factor"]
+    if int(head_dim * ours.get("partial_rotary_factor", rotated)) != int(head_dim * rotated):
+        return False
+    return all(same(value, known.get(name)) for name, value in ours.items() if name != "partial_rotary_factor")

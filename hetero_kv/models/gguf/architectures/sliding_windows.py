@@ -1,4 +1,4 @@
-"""Reads which layers have a sliding window, and its size.
+"""Reads which layers have a sliding window, its size, and how they rotate.
 
 Defaults are llama.cpp's (`load_arch_hparams` in `src/models/`).
 """
@@ -18,12 +18,14 @@ def put_windows(
     *,
     default: int | None = None,
     may_be_none: bool = False,
+    full_first: bool = False,
 ) -> None:
     """Put `sliding_window` and `layer_types`.
 
     Args:
         usual: the default pattern: of this many layers, all but the last have the window; 1 for no windows.
         default: the default window, tokens; None if the file must have it.
+        full_first: whether the layer without a window is the first of a pattern's, instead of the last.
         may_be_none: whether some models of the architecture have no windows; their files have 0 or no key.
 
     Raises ModelError if the file has no window, and the architecture requires one.
@@ -41,7 +43,7 @@ def put_windows(
     has_window = (
         [bool(each) for each in pattern]
         if isinstance(pattern, tuple | list)
-        else [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+        else [pattern == 0 or layer % pattern != (0 if full_first else pattern - 1) for layer in range(layers)]
     )
     # A list may include the blocks that predict further tokens.
     if len(has_window) not in (layers, metadata.scalar("block_count", layers)):
@@ -49,3 +51,15 @@ def put_windows(
     settings.put("sliding_window", window or None, WINDOW)
     kinds = ["sliding_attention" if each else "full_attention" for each in has_window[:layers]]
     settings.put("layer_types", kinds, PATTERN)
+
+
+def put_rope_by_window(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Divide `rope_parameters` by kind of layers: those with a window have a base of their own, and no scaling."""
+    full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
+    base = float(metadata.scalar("rope.freq_base_swa", full["rope_theta"]))
+    share = {name: full[name] for name in ("partial_rotary_factor",) if name in full}
+    settings.values["rope_parameters"] = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": base, **share},
+    }
+    settings.from_file["rope_parameters"] = (metadata.key("rope.*"), {"full_attention": stated})

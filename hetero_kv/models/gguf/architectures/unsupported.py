@@ -8,9 +8,9 @@ from __future__ import annotations
 #: The installed transformers has no class for these, or only one that downloads its code.
 NO_CLASS = frozenset({
     "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "cogvlm", "deci", "deepseek", "dream",
-    "graniteswitch", "grok", "grovemoe", "jais", "llada", "llada-moe", "maincoder", "nanbeige", "openelm", "orion",
-    "pangu-embedded", "plamo", "plamo2", "plamo3", "plm", "qwen", "refact", "rnd1", "rwkv6", "rwkv6qwen2", "rwkv7",
-    "smallthinker", "talkie",
+    "graniteswitch", "grok", "grovemoe", "jais", "kimi-k3", "llada", "llada-moe", "maincoder", "maple", "nanbeige",
+    "openelm", "orion", "pangu-embedded", "plamo", "plamo2", "plamo3", "plm", "qwen", "refact", "rnd1", "rwkv6",
+    "rwkv6qwen2", "rwkv7", "smallthinker", "spark2_5", "talkie",
 })  # fmt: skip
 #: They turn texts, images or sounds into vectors, or vectors into sounds.
 NO_GENERATOR = frozenset({

@@ -13,11 +13,14 @@ from tests.support.gguf_models.layouts import (
     gemma3n,
     gemma4,
     granite_hybrid,
+    kimi_linear,
     llama,
+    other_experts,
     qwen,
     recurrent,
     state_space,
     ungated,
+    windowed_experts,
 )
 from tests.support.gguf_models.layouts.layout import Layout, Place, Value
 
@@ -38,4 +41,7 @@ LAYOUTS: dict[str, Layout] = {
     **gemma4.LAYOUTS,
     **granite_hybrid.LAYOUTS,
     **state_space.LAYOUTS,
+    **kimi_linear.LAYOUTS,
+    **windowed_experts.LAYOUTS,
+    **other_experts.LAYOUTS,
 }

@@ -8,7 +8,7 @@ from tests.support.gguf_models import changes
 from tests.support.gguf_models.layouts.keys import RMS, ROUTED, SIZES, VOCABULARY
 from tests.support.gguf_models.layouts.layout import Layout, Place, Value, always, setting
 from tests.support.gguf_models.layouts.names import ATTENTION, GATED, MIXED, MODEL, NORMS, SHARED
-from tests.support.gguf_models.layouts.rotation import ROTATION, scaled
+from tests.support.gguf_models.layouts.rotation import ROTATION, longrope_factors, scaled
 
 
 def _is_older(config: Any) -> bool:
@@ -59,6 +59,18 @@ LAYER: dict[str, Place] = {
     "self_attn.kv_b_proj.weight": ("", changes.latent_keys_and_values),
 }
 
+INDEXER: dict[str, Place] = {
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+}
+INDEXER_KEYS: dict[str, Value] = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
+
 #: transformers' model type -> layout.
 LAYOUTS: dict[str, Layout] = {
     "deepseek_v3": Layout("deepseek2", {**KEYS, "expert_gating_func": always(2)}, LAYER, MODEL, pre="deepseek-v3"),
@@ -69,6 +81,48 @@ LAYOUTS: dict[str, Layout] = {
         LAYER,
         MODEL,
         pre="glm4",
+    ),
+    "deepseek_v32": Layout(
+        "deepseek32",
+        {**KEYS, **INDEXER_KEYS, "expert_gating_func": always(2)},
+        {**LAYER, **INDEXER},
+        MODEL,
+        pre="deepseek-v3",
+    ),
+    "glm_moe_dsa": Layout(
+        "glm-dsa",
+        {
+            **KEYS,
+            **INDEXER_KEYS,
+            "expert_gating_func": always(2),
+            "attention.indexer.types": lambda config: [kind == "full" for kind in config.indexer_types],
+        },
+        {**LAYER, **INDEXER},
+        MODEL,
+        pre="glm4",
+    ),
+    "mistral4": Layout(
+        "mistral4",
+        {**KEYS, "expert_gating_func": always(1)},
+        {**LAYER, "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight"},
+        MODEL,
+        pre="tekken",
+    ),
+    "minicpm3": Layout(
+        "minicpm3",
+        {
+            **SIZES,
+            **RMS,
+            **VOCABULARY,
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.key_length": "qk_head_dim",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        {**LAYER, "self_attn.kv_b_proj.weight": "attn_kv_b.weight"},
+        MODEL,
+        pieces=True,
+        extra=longrope_factors,
     ),
     "youtu": Layout(
         "deepseek2",

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from tests.support.gguf_models import changes
-from tests.support.gguf_models.layouts.keys import EXPERT_WIDTH, EXPERTS, ROUTED, USUAL, VOCABULARY, window_pattern
+from tests.support.gguf_models.layouts.keys import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    ROUTED,
+    USUAL,
+    VOCABULARY,
+    window_pattern,
+)
 from tests.support.gguf_models.layouts.layout import Layout, always
 from tests.support.gguf_models.layouts.names import (
     ATTENTION,
@@ -15,7 +22,9 @@ from tests.support.gguf_models.layouts.names import (
     SHARED,
     USUAL_LAYER,
 )
-from tests.support.gguf_models.layouts.rotation import ROTATED
+from tests.support.gguf_models.layouts.rotation import (
+    ROTATED,
+)
 
 #: transformers' model type -> layout.
 LAYOUTS: dict[str, Layout] = {

@@ -44,6 +44,7 @@ LAYOUTS: dict[str, Layout] = {
             "attention.temperature_scale": scaled("yarn", "llama_4_scaling_beta"),
         },
     ),
+    "internlm3": llama_like("llama", pieces=True),
     "internlm2": llama_like("internlm2", pieces=True),
     "xverse": llama_like("xverse", pieces=True),
     "exaone": Layout(

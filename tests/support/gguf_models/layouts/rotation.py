@@ -38,7 +38,8 @@ def llama3_factors(config: Any) -> dict[str, np.ndarray]:
     dim = rotated(config)
     lengths = 2 * math.pi * said["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     turns = said["original_max_position_embeddings"] / lengths
-    share = (turns - said["low_freq_factor"]) / (said["high_freq_factor"] - said["low_freq_factor"])
+    with np.errstate(divide="ignore"):  # Llama 4 has one factor for both
+        share = (turns - said["low_freq_factor"]) / (said["high_freq_factor"] - said["low_freq_factor"])
     share = np.clip(share, 0, 1)
     return {"rope_freqs.weight": (1 / ((1 - share) / said["factor"] + share)).astype(np.float32)}
 
