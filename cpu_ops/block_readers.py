@@ -90,6 +90,13 @@ def _q1_0(block, codes, scales, minimums):
     return _half(block, 0), np.uint16(0)
 
 
+@_reads("Q2_0")
+def _q2_0(block, codes, scales, minimums):
+    for i in range(64):
+        codes[i] = (block[2 + i // 4] >> (2 * (i % 4))) & 3
+    return _half(block, 0), np.uint16(0)
+
+
 @_reads("TQ2_0")
 def _tq2_0(block, codes, scales, minimums):
     _two_bits(block, 0, codes)

@@ -160,6 +160,7 @@ FORMATS = {
         WeightFormat("MXFP4", 17, 4, table=_E2M1_DOUBLED, bytes_as="e8m0"),
         WeightFormat("NVFP4", 36, 4, groups=2, scales=2, table=_E2M1_DOUBLED, bytes_as="e4m3"),
         WeightFormat("Q1_0", 18, 1, groups=4, scales=0, table=(-1, 1, *[0] * 14)),
+        WeightFormat("Q2_0", 18, 2, zero=1, groups=2, scales=0),
         # A file has five digits of base 3 in a byte, which take too long to separate at every product.
         WeightFormat("TQ1_0", 54, 2, zero=1, groups=8, scales=0),
         WeightFormat("TQ2_0", 66, 2, zero=1, groups=8, scales=0),

@@ -26,7 +26,7 @@ from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import bytes_tensor, most_rows_of_codes
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
+    from hetero_kv.weights.tensor_types import TensorType
 
 _logger = logging.getLogger(__name__)
 # The trial of the kernels for few rows: rows, experts of a row, and the difference of norms that rounding explains.
@@ -153,7 +153,7 @@ class QuantizedExperts(QuantizedModule):
         return sizes
 
     def load_experts(
-        self, leaf: str, outputs: slice, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]
+        self, leaf: str, outputs: slice, blocks: np.ndarray, kind: TensorType, shape: tuple[int, ...]
     ) -> str | None:
         """Take some or all outputs of a projection from a GGUF file; returns the type that replaces theirs.
 

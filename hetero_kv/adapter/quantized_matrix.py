@@ -22,7 +22,7 @@ from hetero_kv.weights.packed_weight import PackedWeight
 from hetero_kv.weights.quantized_weight import QuantizedWeight, bytes_tensor
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
+    from hetero_kv.weights.tensor_types import TensorType
 
 # An attribute of a parameter: a weak reference to the matrix that was quantized from it.
 _QUANTIZED_AS = "_hetero_kv_quantized"
@@ -111,7 +111,7 @@ class QuantizedMatrix(QuantizedModule):
         return ReadOnlyWeight.of(numbers if self.inputs is None else numbers[:, self.inputs.argsort()], self.path)
 
     def load_blocks(
-        self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...], columns: np.ndarray | None = None
+        self, blocks: np.ndarray, kind: TensorType, shape: tuple[int, ...], columns: np.ndarray | None = None
     ) -> str | None:
         """Take the weights from a GGUF file; returns the type that replaces theirs if theirs has no kernels.
 

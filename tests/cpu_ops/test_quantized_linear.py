@@ -2,11 +2,9 @@
 
 import threading
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply, multiply_runs
 from hetero_kv.cpu_ops.weight_formats import FORMATS, format_named
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
+from hetero_kv.weights.tensor_types import BLOCK_SIZES, type_named
 from tests.support.quantized_blocks import SELDOM, dequantized, random_blocks
 from tests.support.slow_variants import with_slow
 
@@ -45,7 +44,7 @@ def require_products(out, x, numbers, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_described_as_ggml_has_it(name):
-    columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    columns, size = BLOCK_SIZES[type_named(name)]
     # There, every number is one block.
     blocks = FORMATS[name].columns if FORMATS[name].number else 1
     assert (columns * blocks, size * blocks) == (FORMATS[name].columns, FORMATS[name].block_bytes)

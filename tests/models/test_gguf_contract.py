@@ -14,6 +14,8 @@ from hetero_kv.models import ModelError, load_model, model_config, open_model
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.finite_check import all_finite
 from hetero_kv.models.weightless import weightless_model
+from hetero_kv.weights.block_numbers import numbers_of_blocks
+from hetero_kv.weights.tensor_types import BLOCK_SIZES, type_named
 from tests.support.gguf_models.container import ARRAY, STRING, Layout, Tensor, array, scalar
 
 U32, F32 = 4, 6
@@ -179,6 +181,8 @@ TYPES = [
     "Q6_K",
     "IQ4_NL",
     "IQ4_XS",
+    "Q1_0",
+    "Q2_0",
     "TQ1_0",
     "TQ2_0",
     "IQ1_S",
@@ -197,13 +201,13 @@ TYPES = [
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("name", TYPES)
 def test_numbers_are_told_to_be_finite_as_unpacking_tells_it(name):
-    kind = gguf.GGMLQuantizationType[name]
-    _, size = gguf.GGML_QUANT_SIZES[kind]
+    kind = type_named(name)
+    _, size = BLOCK_SIZES[kind]
     random, told = np.random.default_rng(0), set()
     for _ in range(400):
         data = random.integers(0, 256, 4 * size, np.uint8)
         told.add(all_finite(data, kind))
-        assert all_finite(data, kind) == np.isfinite(gguf.dequantize(data, kind)).all()
+        assert all_finite(data, kind) == np.isfinite(numbers_of_blocks(data, kind)).all()
     assert told == {True, False}
 
 
@@ -260,9 +264,9 @@ def test_a_file_without_tokens_is_refused(layout, tmp_path):
 
 
 def test_a_type_that_this_version_cannot_read_is_said_to_be_one(layout, tmp_path):
-    layout.tensors[0].kind = 42
+    layout.tensors[0].kind = 43
     layout.write(tmp_path / "new.gguf")
-    with pytest.raises(ModelError, match=r"new\.gguf': tensor '.+' has type 42, which this version cannot read; give"):
+    with pytest.raises(ModelError, match=r"new\.gguf': tensor '.+' has type 43, which this version cannot read; give"):
         GGUFFile.read(tmp_path / "new.gguf")
 
 

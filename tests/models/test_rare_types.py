@@ -15,6 +15,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.weights.block_numbers import numbers_of_blocks
 from hetero_kv.weights.packed_weight import PackedWeight
+from hetero_kv.weights.tensor_types import type_named
 from tests.models.tiny_gguf import write
 from tests.support.quantized_blocks import RARE, random_blocks
 from tests.support.slow_variants import with_slow
@@ -45,7 +46,7 @@ def blocks(name, rows, seed):
 
 @pytest.mark.parametrize("name", with_slow(["NVFP4", "IQ2_XS", "IQ3_S", *RARE], slow=RARE))
 def test_a_model_keeps_its_blocks_and_computes_with_their_numbers(name, tmp_path):
-    kind = GGMLQuantizationType[name]
+    kind = type_named(name)
     tensors = {f"blk.0.{matrix}.weight": (blocks(name, HIDDEN, number), kind) for number, matrix in enumerate(MATRICES)}
     random = np.random.default_rng(0).standard_normal((len(TOKENS), HIDDEN))
     head = blocks(name, len(TOKENS), 9), kind
@@ -81,6 +82,15 @@ def test_q1_0_is_the_scale_or_minus_the_scale_by_each_bit():
     expected = np.full(128, -0.5, np.float32)
     expected[[0, 2, 127]] = 0.5
     assert (numbers_of_blocks(block[None], GGMLQuantizationType.Q1_0) == expected).all()
+
+
+def test_q2_0_is_minus_one_to_two_times_the_scale_by_each_two_bits():
+    block = np.concatenate(
+        [np.array([0.5], np.float16).view(np.uint8), np.array([0b11_10_01_00] + [0] * 14 + [0x40], np.uint8)]
+    )
+    expected = np.full(64, -0.5, np.float32)
+    expected[[1, 2, 3, 63]] = 0.0, 0.5, 1.0, 0.0
+    assert (numbers_of_blocks(block[None], type_named("Q2_0")) == expected).all()
 
 
 def test_the_documentation_lists_the_types_that_stay_packed():

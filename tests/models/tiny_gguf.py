@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -10,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from hetero_kv.models.gguf.file import FileState, GGUFFile, TensorInfo
 from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue
+from hetero_kv.weights.tensor_types import BLOCK_SIZES
 from tests.support.tiny_qwen2 import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENS
 
 U32, F32 = 4, 6
@@ -71,7 +73,9 @@ def write(path, architecture, metadata, tensors, kind=None):
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, numbers in tensors.items():
         if isinstance(numbers, tuple):
-            writer.add_tensor(name, numbers[0], raw_dtype=numbers[1])
+            # The writer asks for the size of a block, which it may not know.
+            with patch.dict(gguf.GGML_QUANT_SIZES, BLOCK_SIZES):
+                writer.add_tensor(name, numbers[0], raw_dtype=numbers[1])
             continue
         array = np.ascontiguousarray(numbers, np.float32)
         if kind is not None and array.ndim > 1:

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from gguf import GGML_QUANT_SIZES
-
 from hetero_kv.models.gguf.header import (
     ARRAY,
     FLOATS,
@@ -23,6 +21,7 @@ from hetero_kv.models.gguf.header import (
     MetadataValue,
 )
 from hetero_kv.models.gguf.metadata_ranges import IntegerRange, check_finite, check_integer, check_values, shown_entry
+from hetero_kv.weights.tensor_types import BLOCK_SIZES
 
 DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 16
@@ -101,7 +100,7 @@ def stored_bytes(tensor: GGUFTensorEntry) -> int:
         raise MalformedHeaderError(
             f"tensor {tensor.name!r} has the type {tensor.quantization.name}, which no weights have"
         )
-    block, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
+    block, block_bytes = BLOCK_SIZES[tensor.quantization]
     if tensor.shape[-1] % block:
         raise MalformedHeaderError(
             f"tensor {tensor.name!r} is {shown}; its rows must be whole blocks of {block} "

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from gguf import GGMLQuantizationType
-
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.contract import (
     alignment,
@@ -35,6 +33,7 @@ from hetero_kv.models.gguf.header import (
     UnknownTypeError,
 )
 from hetero_kv.models.gguf.split_files import check_parts, part_count, part_paths
+from hetero_kv.weights.tensor_types import TensorType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -52,7 +51,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    quantization: GGMLQuantizationType
+    quantization: TensorType
     offset: int
     nbytes: int
     part: int = 0

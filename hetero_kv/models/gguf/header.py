@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from gguf import GGMLQuantizationType
+from hetero_kv.weights.tensor_types import TensorType, tensor_type
 
 STRING, ARRAY, BOOL = 8, 9, 7
 # The value types of fixed size, by their number in the specification, as `struct` letters.
@@ -58,7 +58,7 @@ class GGUFTensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    quantization: GGMLQuantizationType
+    quantization: TensorType
     offset: int
 
 
@@ -183,7 +183,7 @@ class HeaderCursor:
         fastest_first = self.unpack(f"<{dimensions}Q")
         kind, offset = self.unpack("<IQ")
         try:
-            quantization = GGMLQuantizationType(kind)
+            quantization = tensor_type(kind)
         except ValueError as error:
             if kind > LARGEST_TYPE:
                 raise MalformedHeaderError(f"tensor {name!r} has type {kind}, which does not exist") from error

@@ -12,6 +12,7 @@ from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.finite_check import all_finite
 from hetero_kv.weights.block_numbers import numbers_of_blocks
+from hetero_kv.weights.tensor_types import byte_shape
 
 # numpy has no types for quantized blocks, which stay bytes.
 _PLAIN = {gguf.GGMLQuantizationType.F16: np.float16, gguf.GGMLQuantizationType.F32: np.float32}
@@ -39,7 +40,7 @@ def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:
         )
     if info.quantization in _PLAIN:
         return raw.view(_PLAIN[info.quantization]).reshape(info.shape)
-    return raw.reshape(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
+    return raw.reshape(byte_shape(info.shape, info.quantization))
 
 
 def tensor_data(file: GGUFFile, names: Collection[str] | None = None) -> Iterator[tuple[TensorInfo, np.ndarray]]:

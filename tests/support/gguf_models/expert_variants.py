@@ -10,6 +10,7 @@ from tests.support.gguf_models.settings import (
     GEMMA4,
     GROUPS,
     INDEXER,
+    LAGUNA,
     LATENT,
     LLAMA4,
     LOCAL_EXPERTS,
@@ -175,6 +176,8 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
+    "laguna": ("laguna", LAGUNA),
+    "laguna: gates of numbers": ("laguna", {**LAGUNA, "gating": "per-element"}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "ernie4_5-moe": (
         "ernie4_5_moe",

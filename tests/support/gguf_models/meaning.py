@@ -65,6 +65,11 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "granitemoe": _GRANITE,
     "granitehybrid": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
+    "laguna": {
+        "attention.sliding_window": _FULL,
+        "expert_weights_scale": ("moe_routed_scaling_factor", 1.0),
+        "leading_dense_block_count": ("mlp_layer_types", "sparse"),
+    },
     "mpt": {"attention.clamp_kqv": ("attn_config", {"clip_qkv": None})},
     "mellum": {"attention.sliding_window": _FULL},
     "cohere2moe": {"expert_weights_norm": _ROUTED["expert_weights_norm"]},
@@ -82,14 +87,14 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "exaone-moe": _ROUTED,
 }
 _ROTATION = re.compile(
-    r"rope\.(freq_base|freq_base_swa|dimension_count|scale_linear"
+    r"rope\.(freq_base|freq_base_swa|dimension_count|dimension_count_swa|scale_linear"
     r"|scaling\.(type|factor|original_context_length|yarn_beta_fast|yarn_beta_slow|yarn_attn_factor))"
 )
 #: Of Mistral 3, and the first of DeepSeek.
 _BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
 _SCALED_BY_POSITION = ("mistral3", "mistral4", "deepseek2", "deepseek32")
 #: Where layers with a window have the base of the others, unless the file says theirs.
-_ONE_BASE = ("mellum", "mimo2")
+_ONE_BASE = ("laguna", "mellum", "mimo2")
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,8 @@ class Base:
         share = {"partial_rotary_factor": rotated / dim} if "partial_rotary_factor" in old else {}
         new |= share
         window |= share
+        if "rope.dimension_count_swa" in said and share:
+            window["partial_rotary_factor"] = said["rope.dimension_count_swa"] / dim
         factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", 0)) or 1
         kind = said.get("rope.scaling.type", "linear")
         if kind == "yarn":

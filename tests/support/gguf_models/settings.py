@@ -49,6 +49,24 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+LAGUNA = {
+    **DIM,
+    **EXPERTS,
+    "num_hidden_layers": 5,
+    "num_attention_heads_per_layer": [4, 6, 6, 6, 4],
+    "shared_expert_intermediate_size": 64,
+    "moe_routed_scaling_factor": 1.7,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "gating": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 16.0,
+            "original_max_position_embeddings": 32,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
 LLAMA4 = {
     **DIM,
     **LOCAL_EXPERTS,

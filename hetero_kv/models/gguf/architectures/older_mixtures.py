@@ -25,6 +25,7 @@ from hetero_kv.models.gguf.architectures.declaration import (
 from hetero_kv.models.gguf.architectures.inverse_transforms import InverseTransform
 from hetero_kv.models.gguf.architectures.rope import put_rope
 from hetero_kv.models.gguf.architectures.sliding_windows import WINDOW
+from hetero_kv.models.gguf.architectures.ungated import require_same_clamp
 
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
 #: The factor of attention of Phi 3.5 MoE, for its context and the one that it was first trained for. Its file has the
@@ -37,11 +38,11 @@ def _dbrx(metadata: MetadataReader, settings: ConfigSettings) -> None:
     groups = metadata.scalar("attention.head_count_kv", heads)
     settings.values |= {"num_attention_heads": heads, "hidden_size": settings["d_model"]}
     put_rope(metadata, settings)
-    del settings.values["num_attention_heads"], settings.values["hidden_size"]
     metadata.expect("attention.layer_norm_epsilon", 1e-5, "is not the model's 0.00001")
     clamp = metadata.require("attention.clamp_kqv", "clip_qkv")
     if not clamp:
         raise metadata.unsupported("attention.clamp_kqv", "is no clamp, and the model has one")
+    require_same_clamp(metadata, clamp)
     base = settings["rope_parameters"]["rope_theta"]
     settings.put("attn_config", {"kv_n_heads": groups, "clip_qkv": clamp, "rope_theta": base})
     experts = {

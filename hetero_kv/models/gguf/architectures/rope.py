@@ -79,7 +79,7 @@ def rope_parameters(
             "rope.dimension_count", f"rotates {rotated} dimensions of a head; RoPE needs an even number"
         )
     if partial:
-        parameters["partial_rotary_factor"] = _partial_factor(rotated, head_dim)
+        parameters["partial_rotary_factor"] = partial_factor(rotated, head_dim)
         if metadata.has("rope.dimension_count"):
             stated.add("partial_rotary_factor")
     _refuse_other_scalings(metadata, yarn, axes)
@@ -103,7 +103,7 @@ def _yarn_value(metadata: MetadataReader, key: str) -> float:
     return float(metadata.scalar(SCALING + key))
 
 
-def _partial_factor(rotated: int, head_dim: int) -> float:
+def partial_factor(rotated: int, head_dim: int) -> float:
     """The `partial_rotary_factor` from which transformers computes exactly `rotated` dimensions."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, 1)

@@ -6,9 +6,11 @@ Defaults are llama.cpp's (`load_arch_hparams` in `src/models/`).
 from __future__ import annotations
 
 from hetero_kv.models.gguf.architectures.declaration import ConfigSettings, MetadataReader
+from hetero_kv.models.gguf.architectures.rope import head_dim_of, partial_factor
 
 PATTERN = "attention.sliding_window_pattern"
 WINDOW = "attention.sliding_window"
+ROTATED = "rope.dimension_count_swa"
 
 
 def put_windows(
@@ -58,6 +60,11 @@ def put_rope_by_window(metadata: MetadataReader, settings: ConfigSettings) -> No
     full, stated = settings["rope_parameters"], settings.from_file["rope_parameters"][1]
     base = float(metadata.scalar("rope.freq_base_swa", full["rope_theta"]))
     share = {name: full[name] for name in ("partial_rotary_factor",) if name in full}
+    if share and metadata.has(ROTATED):
+        rotated, dim = metadata.scalar(ROTATED), head_dim_of(settings)
+        if rotated % 2 or not 0 < rotated <= dim:
+            raise metadata.unsupported(ROTATED, f"is not an even number of the {dim} dimensions of a head")
+        share["partial_rotary_factor"] = partial_factor(rotated, dim)
     settings.values["rope_parameters"] = {
         "full_attention": full,
         "sliding_attention": {"rope_type": "default", "rope_theta": base, **share},

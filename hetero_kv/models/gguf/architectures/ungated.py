@@ -6,7 +6,7 @@ Sources: `conversion/jais.py`, `mpt.py`, `starcoder.py` and `src/models/` of htt
 from __future__ import annotations
 
 from hetero_kv.models.gguf.architectures.common import ATTENTION, MODEL, SIZES, put_heads_and_rope
-from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader
+from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader, same
 from hetero_kv.models.gguf.architectures.llama import put_biases
 
 ALIBI, ALIBI_OF_MPT = "attention.max_alibi_bias", 8.0
@@ -25,13 +25,24 @@ def _mpt(metadata: MetadataReader, settings: ConfigSettings) -> None:
     # Without the key, llama.cpp applies no ALiBi.
     if metadata.scalar(ALIBI, 0.0) != ALIBI_OF_MPT:
         raise metadata.unsupported(ALIBI, f"is not the {ALIBI_OF_MPT} that the model computes with in any case")
-    settings.put("attn_config", {"alibi": True, "clip_qkv": metadata.scalar("attention.clamp_kqv", 0.0) or None})
+    clamp = metadata.scalar("attention.clamp_kqv", 0.0) or None
+    require_same_clamp(metadata, clamp)
+    settings.put("attn_config", {"alibi": True, "clip_qkv": clamp})
+
+
+def require_same_clamp(metadata: MetadataReader, clamp: float | None) -> None:
+    """Raise ModelError if a configuration's `attn_config` clamps queries, keys and values otherwise than the file."""
+    known = getattr(getattr(metadata.config, "attn_config", None), "clip_qkv", None)
+    if metadata.config is not None and not same(clamp or 0.0, known or 0.0):
+        raise metadata.unsupported("attention.clamp_kqv", f"is not the configuration's clip_qkv, {known}")
 
 
 def _starcoder(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("multi_query", True)
     metadata.expect("attention.head_count_kv", 1, "is not the model's single head of keys and values")
-    settings.put("n_inner", metadata.require("feed_forward_length", "n_inner"), "feed_forward_length")
+    width = metadata.scalar("feed_forward_length", 4 * settings["n_embd"])
+    if width != 4 * settings["n_embd"]:
+        settings.put("n_inner", width, "feed_forward_length")
 
 
 _EPSILON = "attention.layer_norm_epsilon"

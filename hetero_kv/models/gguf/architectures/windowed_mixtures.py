@@ -1,8 +1,8 @@
 """Mixtures of experts whose layers with a window rotate otherwise than those without.
 
-These are Command A MoE, Mellum and MiMo V2. Hunyuan 3 is among them for its router.
+These are Command A MoE, Laguna, Mellum and MiMo V2. Hunyuan 3 is among them for its router.
 
-Sources: `conversion/command_r.py`, `hunyuan.py`, `mellum.py`, `mimo.py` and `src/models/` of https://github.com/ggml-org/llama.cpp.
+Sources: `conversion/command_r.py`, `hunyuan.py`, `laguna.py`, `mellum.py`, `mimo.py` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -82,6 +82,40 @@ def _put_layers_with_router(metadata: MetadataReader, settings: ConfigSettings) 
     settings.put("mlp_layer_types", ["sparse" if each else "dense" for each in routed])
 
 
+def _laguna(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    layers, heads = settings["num_hidden_layers"], metadata.get(HEADS)
+    per_layer = list(heads) if isinstance(heads, tuple | list) else [heads] * layers
+    settings.put("num_attention_heads", per_layer[0])
+    settings.put("num_attention_heads_per_layer", per_layer, HEADS)
+    put_heads(metadata, settings)
+    if any(each < 1 or each % (settings["num_key_value_heads"] or 1) for each in per_layer):
+        raise metadata.unsupported(HEADS, "is not a multiple of attention.head_count_kv in every layer")
+    settings.put("gating", _gating(metadata, settings, per_layer))
+    put_windows(metadata, settings, usual=4, may_be_none=True, full_first=True)
+    if settings["sliding_window"] is None:
+        settings.values.pop("sliding_window")
+    put_rope(metadata, settings, partial=True)
+    put_rope_by_window(metadata, settings)
+    put_experts(metadata, settings, "num_experts")
+    settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
+    metadata.expect("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+    if not metadata.scalar("expert_weights_norm", False):
+        raise metadata.unsupported("expert_weights_norm", "does not normalize weights of experts, which the model does")
+    scale = metadata.scalar("expert_weights_scale", 0.0) or 1.0
+    settings.put("moe_routed_scaling_factor", scale, "expert_weights_scale")
+    dense = metadata.scalar("leading_dense_block_count", 0)
+    kinds = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    settings.put("mlp_layer_types", kinds, "leading_dense_block_count")
+    settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
+
+
+def _gating(metadata: MetadataReader, settings: ConfigSettings, heads: list[int]) -> str:
+    """Whether a layer's gates are one a head or one a number, which the rows of their matrices say."""
+    rows = {tensor.name: tensor.shape[0] for tensor in metadata.file.tensors}
+    gates = [rows.get(f"blk.{layer}.attn_gate.weight") for layer in range(len(heads))]
+    return "per-head" if gates == heads else "per-element"
+
+
 def _mimo2(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_layers_without_predictors(metadata, settings)
     layers = settings["num_hidden_layers"]
@@ -134,8 +168,8 @@ def _hy_v3(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("mlp_bias", metadata.has_tensor("ffn_down.bias"))
 
 
-#: Kind of a layer with a window, and the key of the number of key heads.
-SLIDING, KV_HEADS = "sliding_attention", "attention.head_count_kv"
+#: Kind of a layer with a window, and the keys of the numbers of heads.
+SLIDING, HEADS, KV_HEADS = "sliding_attention", "attention.head_count", "attention.head_count_kv"
 _KEYS = {**SIZES, **RMS_NORM}
 
 COHERE2_MOE = Architecture(
@@ -183,5 +217,13 @@ MIMO2 = Architecture(
     _mimo2,
     predicts=True,
 )
+LAGUNA = Architecture(
+    "laguna",
+    ("laguna",),
+    {name: setting for name, setting in _KEYS.items() if name != HEADS},
+    MODEL,
+    {**ATTENTION, **NORMED_HEADS, **GATED, **SHARED_EXPERTS, "attn_gate": "self_attn.g_proj"},
+    _laguna,
+)
 
-TABLES = (COHERE2_MOE, HY_V3, MELLUM, MIMO2)
+TABLES = (COHERE2_MOE, HY_V3, LAGUNA, MELLUM, MIMO2)

@@ -89,6 +89,30 @@ LAYOUTS: dict[str, Layout] = {
         },
         MODEL,
     ),
+    "laguna": Layout(
+        "laguna",
+        {
+            **USUAL,
+            **EXPERTS,
+            **EXPERT_WIDTH,
+            **VOCABULARY,
+            **ROTATED,
+            "attention.head_count": "num_attention_heads_per_layer",
+            "attention.sliding_window": "sliding_window",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_norm": always(True),
+            "expert_weights_scale": "moe_routed_scaling_factor",
+            "expert_gating_func": always(2),
+            "leading_dense_block_count": lambda config: config.mlp_layer_types.count("dense"),
+            "rope.freq_base_swa": lambda config: rotation_of(config, "sliding_attention")["rope_theta"],
+            "rope.dimension_count_swa": lambda config: int(
+                config.head_dim * rotation_of(config, "sliding_attention")["partial_rotary_factor"]
+            ),
+        },
+        {**USUAL_LAYER, **HEAD_NORMS, **MIXED, **SHARED, "self_attn.g_proj": "attn_gate"},
+        MODEL,
+        pre="laguna",
+    ),
     "hy_v3": Layout(
         "hy_v3",
         {
