@@ -71,6 +71,18 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("dots1", "expert_weights_norm", scalar(UINT32, 1)),
         ("granite", "logit_scale", scalar(STRING, "2")),
         ("olmo", "attention__clamp_kqv", scalar(FLOAT32, -1.0)),
+        # transformers' MPT has one slope in any case, and DBRX always a clamp.
+        ("mpt", "attention__max_alibi_bias", scalar(FLOAT32, 4.0)),
+        ("mpt", "attention__max_alibi_bias", None),
+        ("dbrx", "attention__clamp_kqv", None),
+        ("llama4", "attention__sliding_window", scalar(UINT32, 4096)),
+        ("glm-dsa", "attention__indexer__types", array(BOOL, [False, True, True])),
+        ("phimoe", "context_length", scalar(UINT32, 65_536)),
+        ("mimo2", "attention__head_count_kv", array(UINT32, [2, 2, 2, 2])),
+        ("mimo2", "attention__sliding_window_pattern", None),
+        ("kimi-linear", "attention__head_count_kv", scalar(UINT32, 1)),
+        ("laguna", "rope__dimension_count_swa", scalar(UINT32, 64)),
+        ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
     ],
 )  # fmt: skip
 def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, value):

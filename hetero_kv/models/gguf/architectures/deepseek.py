@@ -109,8 +109,6 @@ def _deepseek32(metadata: MetadataReader, settings: ConfigSettings) -> None:
 def _glm_dsa(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.values["model_type"] = "glm_moe_dsa"
     _put_sparse(metadata, settings)
-    if metadata.scalar("expert_group_count", 1) > 1:
-        settings.put("n_group", settings["n_group"], "expert_group_count")
     layers = settings["num_hidden_layers"]
     chosen = metadata.get(INDEXERS)
     if chosen is None:

@@ -71,9 +71,6 @@ def _phimoe(metadata: MetadataReader, settings: ConfigSettings) -> None:
 def _put_attention_factors(metadata: MetadataReader, settings: ConfigSettings) -> None:
     rope = settings["rope_parameters"]
     context, original = settings["max_position_embeddings"], rope["original_max_position_embeddings"]
-    times = context / original
-    usual = math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
-    metadata.expect(ATTENTION_FACTOR, usual, f"is not the {usual:.4g} of its converter")
     known = getattr(metadata.config, "rope_parameters", None) or {}
     if (context, original) == CONTEXTS_OF_PHI_MOE:
         known = dict.fromkeys(("short_mscale", "long_mscale"), FACTOR_OF_PHI_MOE) | known
@@ -81,6 +78,9 @@ def _put_attention_factors(metadata: MetadataReader, settings: ConfigSettings) -
         raise metadata.unsupported(
             "context_length", "is not that of Phi 3.5 MoE, and the file does not say by what the model scales attention"
         )
+    times = context / original
+    usual = math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
+    metadata.expect(ATTENTION_FACTOR, usual, f"is not the {usual:.4g} of its converter")
     rope.pop("attention_factor", None)
     rope |= {name: known[name] for name in ("short_mscale", "long_mscale")}
 
