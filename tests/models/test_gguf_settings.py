@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.models.gguf.architectures.declaration import MetadataReader
-from hetero_kv.models.gguf.architectures.rope import _partial_factor, llama3_factors, rope_parameters
+from hetero_kv.models.gguf.architectures.rope import partial_factor, llama3_factors, rope_parameters
 from hetero_kv.models.gguf.config_from_file import adapt, configuration_of, settings_of
 from tests.models.tiny_gguf import header, value
 
@@ -62,8 +62,8 @@ def test_a_file_of_something_else_than_a_model_is_refused(kind):
 
 
 def test_an_architecture_without_a_table_is_refused_as_such():
-    with pytest.raises(ModelError, match=r"has the GGUF architecture 'laguna', which is not supported yet; give the"):
-        configuration_of(header("laguna"))
+    with pytest.raises(ModelError, match=r"has the GGUF architecture 'deepseek4', which is not supported yet; give the"):
+        configuration_of(header("deepseek4"))
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "feed_forward_length"])
@@ -208,7 +208,7 @@ def test_a_rotation_that_only_one_tensor_says_is_refused(monkeypatch):
 @given(dim=st.integers(1, 128).map(lambda half: 2 * half), data=st.data())
 def test_a_share_of_a_head_is_that_many_dimensions(dim, data):
     count = 2 * data.draw(st.integers(1, dim // 2))
-    assert int(dim * _partial_factor(count, dim)) == count
+    assert int(dim * partial_factor(count, dim)) == count
 
 
 def test_windows_are_of_the_layers_that_a_file_says():

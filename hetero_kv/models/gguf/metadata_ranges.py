@@ -89,6 +89,7 @@ RANGES = {
     "attention.temperature_scale": (-math.inf, math.inf),
     "embedding_scale": (-math.inf, math.inf),
     "residual_scale": (-math.inf, math.inf),
+    "kda.gate_lower_bound": (-1e6, 0.0),
     "logit_scale": (-math.inf, math.inf),
     "expert_weights_scale": (-math.inf, math.inf),
     "rope.scale_linear": (0.0, 1e6),
@@ -104,6 +105,7 @@ RANGES = {
 BOOLEANS = frozenset({
     "attention.causal",
     "expert_weights_norm",
+    "kda.safe_gate",
     "rope.scaling.finetuned",
     "ssm.dt_b_c_rms",
     "use_parallel_residual",

@@ -75,6 +75,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "cohere2moe": {"expert_weights_norm": _ROUTED["expert_weights_norm"]},
     "hy_v3": {"expert_weights_scale": ("router_scaling_factor", 1.0)},
     "mimo2": {"attention.value_scale": ("attention_value_scale", 1.0)},
+    "bailingmoe3": {**_GROUPED, "expert_weights_norm": ("moe_renormalize", False)},
     "kimi-linear": {"expert_weights_scale": _ROUTED["expert_weights_scale"]},
     "afmoe": {"expert_weights_scale": ("route_scale", 1.0)},
     "nemotron_h_moe": {**_ROUTED, "expert_group_count": ("topk_group", 4)},
