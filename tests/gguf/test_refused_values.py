@@ -98,6 +98,8 @@ def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, val
         ("llama", "attention__head_count", 8, "blk.0.attn_q.weight"),
         ("qwen3moe", "expert_feed_forward_length", 64, "blk.0.ffn_"),
         ("qwen3moe", "expert_count", 8, "blk.0.ffn_"),
+        ("kimi-linear", "kda__head_dim", 32, "blk.0.attn_q.weight"),
+        ("glm-dsa", "attention__indexer__head_count", 8, "blk.0.indexer."),
     ],
 )
 def test_a_tensor_of_another_shape_is_named_with_the_keys_that_say_its_shape(changed, name, key, value, tensor):

@@ -62,7 +62,9 @@ def test_a_file_of_something_else_than_a_model_is_refused(kind):
 
 
 def test_an_architecture_without_a_table_is_refused_as_such():
-    with pytest.raises(ModelError, match=r"has the GGUF architecture 'deepseek4', which is not supported yet; give the"):
+    with pytest.raises(
+        ModelError, match=r"has the GGUF architecture 'deepseek4', which is not supported yet; give the"
+    ):
         configuration_of(header("deepseek4"))
 
 

@@ -7,7 +7,13 @@ import re
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 
-_HEADS = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count")
+_HEADS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.dimension_count",
+    "kda.head_dim",
+)
 _FEED_FORWARD = ("feed_forward_length", "expert_feed_forward_length")
 _LATENT = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla")
 _STATE = ("conv_kernel", "inner_size", "state_size", "group_count", "time_step_rank")
@@ -18,7 +24,8 @@ _SHAPED_BY = {
     r".*\.ffn_(gate|up|down)\..*": _FEED_FORWARD,
     r".*\.attn_(q|k|v|qkv|gate|output|q_norm|k_norm|sinks)\..*": _HEADS,
     r".*\.attn_(q|q_a|q_b|kv_a|kv_b|k_b|v_b|output)(_mqa|_norm)?\..*": (*_LATENT, "rope.dimension_count"),
-    r".*\.(ssm_.*|attn_qkv\..*|attn_gate\..*)": tuple(f"ssm.{name}" for name in _STATE),
+    r".*\.(ssm_.*|attn_qkv\..*|attn_gate\..*)": (*(f"ssm.{name}" for name in _STATE), "kda.head_dim"),
+    r".*\.indexer\..*": ("attention.indexer.head_count", "attention.indexer.key_length"),
     r".*\.shortconv\..*": ("shortconv.l_cache",),
     r"position_embd\..*": ("context_length",),
 }
