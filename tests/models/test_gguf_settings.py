@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.models.gguf.architectures.declaration import MetadataReader
-from hetero_kv.models.gguf.architectures.rope import partial_factor, llama3_factors, rope_parameters
+from hetero_kv.models.gguf.architectures.rope import llama3_factors, partial_factor, rope_parameters
 from hetero_kv.models.gguf.config_from_file import adapt, configuration_of, settings_of
 from tests.models.tiny_gguf import header, value
 
