@@ -19,7 +19,9 @@ class LaterType(IntEnum):
 
 TensorType = GGMLQuantizationType | LaterType
 #: Type -> (columns of a block, its bytes).
-BLOCK_SIZES: Mapping[int, tuple[int, int]] = {LaterType.Q2_0: (64, 18), **GGML_QUANT_SIZES}
+BLOCK_SIZES: Mapping[int, tuple[int, int]] = {
+    int(kind): size for kind, size in ((LaterType.Q2_0, (64, 18)), *GGML_QUANT_SIZES.items())
+}
 
 
 def tensor_type(number: int) -> TensorType:

@@ -55,20 +55,19 @@ class ExpertPlace:
 
 def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
     """GGUF tensor name -> its place, for the expert tensors that the model has a place for."""
-    modules = {
-        match["layer"]: (path.replace(".wrapped", ""), module)
+    modules: dict[str, tuple[str, Any, tuple[bool, bool, bool]]] = {
+        match["layer"]: (path.replace(".wrapped", ""), module, form)
         for path, module in model.named_modules()
-        if (match := _MODULE.search(path)) and _form_of(module) is not None
+        if (match := _MODULE.search(path)) and (form := _form_of(module)) is not None
     }
     places = {}
     for info in file.tensors:
         match = _NAME.fullmatch(info.name)
         if match is None or match["layer"] not in modules:
             continue
-        path, module = modules[match["layer"]]
+        path, module, (has_gate, is_transposed, is_concatenated) = modules[match["layer"]]
         suffix = "_bias" if match["kind"] == "bias" else ""
         part = match["part"]
-        has_gate, is_transposed, is_concatenated = _form_of(module) or ()
         if part in ("gate", "up") and has_gate:
             width = module.down_proj.shape[1 if is_transposed else 2] if is_concatenated else None
             place = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(part, width), is_transposed)

@@ -90,7 +90,7 @@ def _laguna(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings)
     if any(each < 1 or each % (settings["num_key_value_heads"] or 1) for each in per_layer):
         raise metadata.unsupported(HEADS, "is not a multiple of attention.head_count_kv in every layer")
-    settings.put("gating", _gating(metadata, settings, per_layer))
+    settings.put("gating", _gating(metadata, per_layer))
     put_windows(metadata, settings, usual=4, may_be_none=True, full_first=True)
     if settings["sliding_window"] is None:
         settings.values.pop("sliding_window")
@@ -109,7 +109,7 @@ def _laguna(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
 
-def _gating(metadata: MetadataReader, settings: ConfigSettings, heads: list[int]) -> str:
+def _gating(metadata: MetadataReader, heads: list[int]) -> str:
     """Whether a layer's gates are one a head or one a number, which the rows of their matrices say."""
     rows = {tensor.name: tensor.shape[0] for tensor in metadata.file.tensors}
     gates = [rows.get(f"blk.{layer}.attn_gate.weight") for layer in range(len(heads))]
