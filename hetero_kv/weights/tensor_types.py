@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -17,7 +18,7 @@ class LaterType(IntEnum):
     Q2_0 = 42
 
 
-TensorType = GGMLQuantizationType | LaterType
+TensorType: TypeAlias = GGMLQuantizationType | LaterType
 #: Type -> (columns of a block, its bytes).
 BLOCK_SIZES: Mapping[int, tuple[int, int]] = {
     int(kind): size for kind, size in ((LaterType.Q2_0, (64, 18)), *GGML_QUANT_SIZES.items())
