@@ -21,7 +21,10 @@ def find(name: str, folder: Path) -> Path | None:
     except (OSError, ValueError, RuntimeError):
         # An invalid file name, a folder without permission, or the home of an unknown user.
         pass
-    return _packaged_by_name().get(name)
+    for packaged in _packaged():
+        if name in (packaged.name, packaged.stem, display(packaged), display(packaged.with_suffix(""))):
+            return packaged
+    return None
 
 
 def names() -> list[str]:
@@ -46,13 +49,3 @@ def _folder(name: str) -> Path:
 @cache
 def _packaged() -> tuple[Path, ...]:
     return tuple(path for name in PACKAGED_FOLDERS for path in sorted(_folder(name).glob("*.yaml")))
-
-
-@cache
-def _packaged_by_name() -> dict[str, Path]:
-    """The packaged files by their names, with and without folder and suffix; the first of two with one name."""
-    found: dict[str, Path] = {}
-    for path in _packaged():
-        for name in (path.name, path.stem, display(path), display(path.with_suffix(""))):
-            found.setdefault(name, path)
-    return found
