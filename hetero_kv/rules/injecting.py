@@ -164,9 +164,7 @@ def _injected(
     return injection
 
 
-def _require_reader_of_attend_on(
-    engine: EngineSettings, operators: Sequence[type[Operator]], rules: str
-) -> None:  # fmt: skip
+def _require_reader_of_attend_on(engine: EngineSettings, operators: Sequence[type[Operator]], rules: str) -> None:
     """Raise ConfigError where `attend_on: gpu` changes nothing, because no operator reads it."""
     if engine.attend_on == GPU and not any(
         issubclass(each, AttentionOperator) and each.reads_attend_on for each in operators

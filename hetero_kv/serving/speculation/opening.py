@@ -99,8 +99,8 @@ def require_drafts_for(draft: LoadedModel, tokenizer: Any) -> None:
 def _store(draft: LoadedModel, main: Injection, max_seq_len: int | None, sequences: int) -> Store:
     """The store of a draft model's caches: its share of the free memory, by what a token of both models takes."""
     injection: Injection = draft.model.hetero_kv_injection
-    wanted = main.engine.max_seq_len if max_seq_len is None else max_seq_len
-    longest = min(main.context_length if isinstance(wanted, str) else wanted, injection.context_length)
+    requested = main.engine.max_seq_len if max_seq_len is None else max_seq_len
+    longest = min(main.context_length if isinstance(requested, str) else requested, injection.context_length)
     own, mains = injection.bytes_per_token(), main.bytes_per_token()
     # A model without a growing cache needs its part, too.
     share = min(_MOST_SHARE, own / max(1.0, own + mains))
@@ -113,7 +113,7 @@ def _store(draft: LoadedModel, main: Injection, max_seq_len: int | None, sequenc
             store = injection.common_store(capacity, sequences, share=share)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(f"the keys and values of the draft model {draft.name}: {error}") from error
-    if isinstance(wanted, int) and capacity < wanted:
+    if isinstance(requested, int) and capacity < requested:
         _logger.warning(
             "the draft model %s takes %d tokens of a sequence; what follows behind is answered without guesses",
             draft.name,
