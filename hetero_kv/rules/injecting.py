@@ -122,7 +122,6 @@ def _injected(
     left = [path for path in plan.keys() - applicable if issubclass(plan[path][1], QuantizedModule)]
     warn_of_unpacked(model, [modules[path] for path in left if settings[path].settings.weights in (AUTO, AS_STORED)])
     plan = {path: both for path, both in plan.items() if path in applicable}
-    _require_reader_of_attend_on(engine.settings, [cls for _, cls in plan.values()], rule_set.file.name)
     for path, (rule, _) in plan.items():
         if isinstance(model.get_submodule(path), QuantizedModule):
             raise InjectionError(
@@ -148,6 +147,8 @@ def _injected(
             injection.operators[path] = operator
         if shared is not None:
             shared.give(injection.operators)
+        # Behind the operators' own refusals, which say more.
+        _require_reader_of_attend_on(engine.settings, [cls for _, cls in plan.values()], rule_set.file.name)
         _configure_together(
             [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
         )
