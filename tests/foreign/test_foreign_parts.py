@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
@@ -282,8 +282,13 @@ def test_the_modules_of_every_architecture_are_known():
     """A class that counts as foreign loses all fast paths without a word, as experts' once did."""
     unknown = {}
     for model_type in sorted({each for table in ARCHITECTURES.values() for each in table.model_types}):
-        package = CONFIG_MAPPING[model_type].__module__.rpartition(".")[0]
-        modeling = importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
+        config = CONFIG_MAPPING[model_type]
+        package = config.__module__.rpartition(".")[0]
+        name = f"{package}.modeling_{package.rpartition('.')[2]}"
+        if importlib.util.find_spec(name) is None:
+            # Another model's classes with a configuration of its own.
+            name = MODEL_FOR_CAUSAL_LM_MAPPING[config].__module__
+        modeling = importlib.import_module(name)
         for name, kind in vars(modeling).items():
             is_module = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == modeling.__name__
             if is_module and not is_known_class(kind):
