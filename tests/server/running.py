@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -54,17 +55,29 @@ def host_of(*served: ServedModel, folder: Path, keys: tuple[str, ...] = (), **se
 @contextmanager
 def running(host: Host, **arguments) -> Iterator[str]:
     """The address of a server that runs within this context: "http://127.0.0.1:…"."""
+    with running_on_loop(host, **arguments) as (address, _):
+        yield address
+
+
+@contextmanager
+def running_on_loop(host: Host, **arguments) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
+    """The address of a server that runs within this context, and its event loop."""
     config = uvicorn.Config(
         application(host, **arguments), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server, loops = uvicorn.Server(config), list[asyncio.AbstractEventLoop]()
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", loops[0]
     finally:
         server.should_exit = True
         thread.join(10)

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from hetero_kv.server.limits import Gate
-from tests.server.running import host_of, running, tiny_served
+from tests.server.running import host_of, running, running_on_loop, tiny_served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -235,19 +235,32 @@ def test_more_answers_than_a_request_may_have_are_refused(http):
 def test_a_server_that_stops_ends_its_answers_with_an_error(tmp_path):
     found = tiny_served(max_batch=1)
     host = host_of(found, folder=tmp_path)
-    payload = {"prompt": [5, 6], "max_tokens": 700, "ignore_eos": True, "stream": True, "logprobs": 0}
-    with found.engine, running(host) as address:
+    forward = found.engine._scheduler.forward
+    decode, release = forward.decode, threading.Event()
+
+    def held_up(caches, tokens):
+        release.wait(20)
+        return decode(caches, tokens)
+
+    forward.decode = held_up
+    payload = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "stream": True, "logprobs": 0}
+    with found.engine, running_on_loop(host) as (address, loop):
         ends = []
 
         def read():
             with httpx.stream("POST", f"{address}/v1/completions", json=payload, timeout=60) as stream:
                 ends.append([line for line in stream.iter_lines() if line][-2])
 
+        async def stop():
+            host.stop_answers()
+
         threads = [threading.Thread(target=read) for _ in range(6)]
         for thread in threads:
             thread.start()
         wait_until(lambda: len(host.active) == 6)
-        host.stop_answers()
+        # Answers belong to the event loop's thread.
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(20)
+        release.set()
         for thread in threads:
             thread.join()
     assert len(ends) == 6
