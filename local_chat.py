@@ -5,4 +5,4 @@ import sys
 from hetero_kv.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(run_command("chat", sys.argv[1:], prog="local_chat.py"))
+    sys.exit(run_command("chat", sys.argv[1:], prog="local_chat.py", is_program=True))

@@ -66,11 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"hetero-kv {metadata.version('hetero-kv')}")
         return 0
-    return run_command(words[0], words[1:])
+    return run_command(words[0], words[1:], is_program=arguments is None)
 
 
-def run_command(name: str, arguments: Sequence[str], prog: str | None = None) -> int:
-    """Run one command like `main`; `prog` is the program's name in the help."""
+def run_command(name: str, arguments: Sequence[str], prog: str | None = None, *, is_program: bool = False) -> int:
+    """Run one command like `main`.
+
+    prog: the program's name in the help. is_program: whether the process is the command's alone.
+    """
     make_printing_safe()
     try:
         if name not in COMMANDS:
@@ -83,6 +86,10 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         is_passed_on = command.takes_words and list(arguments) not in (["-h"], ["--help"])
         parsed = arguments if is_passed_on else parser.parse(arguments)
         _require_instruction_set()
+        if is_program and not command.takes_words:
+            from hetero_kv.start_up.deferred_imports import defer_imports
+
+            defer_imports()
         status: int = module.run(parsed)
         if sys.stdout is not None:
             # Flush here, so that a write error is handled below and not by the interpreter at exit.

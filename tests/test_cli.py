@@ -38,7 +38,7 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         pytest.param(
             ["--json", "x"],
             2,
-            "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, ",
+            "hetero-kv has no command '--json'; known: chat, serve, eval, models, contexts, plan, rules, ",
             marks=pytest.mark.slow,
         ),
         (["local_chat.py", "--help"], 0, "--top_k_blocks"),

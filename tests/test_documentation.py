@@ -32,18 +32,18 @@ THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt", "injection_rules/NAME.yaml"}
 #: The packages from the ground up. Those of one line do not import each other, nor those of later lines.
 FLOORS = (
     (
+        "hetero_kv.cache_home",
         "hetero_kv.cpu_ops",
         "hetero_kv.control_groups",
         "hetero_kv.durable_file",
         "hetero_kv.errors",
         "hetero_kv.malloc_tuning",
         "hetero_kv.printing",
-        "hetero_kv.start_up",
     ),
     ("hetero_kv.cpus", "hetero_kv.gpu_ops", "hetero_kv.text_decoding", "hetero_kv.threads"),
     ("hetero_kv.documents", "hetero_kv.settings", "hetero_kv.store", "hetero_kv.weights"),
     ("hetero_kv.models",),
-    ("hetero_kv.engine",),
+    ("hetero_kv.engine", "hetero_kv.start_up"),
     ("hetero_kv.adapter",),
     ("hetero_kv.families",),
     ("hetero_kv.operators",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
-from hetero_kv.start_up import collection_deferred
+from hetero_kv.start_up.collection import collection_deferred
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession

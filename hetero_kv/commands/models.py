@@ -8,8 +8,9 @@ from collections.abc import Callable
 from rich.filesize import decimal
 from rich.markup import escape
 
+from hetero_kv.cache_home import cache_home
 from hetero_kv.errors import ConfigError
-from hetero_kv.models.fetching import cache_home, fetch, fetched_bytes, remove
+from hetero_kv.models.fetching import fetch, fetched_bytes, remove
 from hetero_kv.models.hub_files import HUB_FILE, hub_gguf
 from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, NamedModel, unknown_name
 from hetero_kv.models.packed_folder import clear_packed, packed_home, packed_sizes

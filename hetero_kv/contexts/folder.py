@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from hetero_kv.cache_home import cache_home
 from hetero_kv.contexts.settings import ContextSettings
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
-from hetero_kv.models.fetching import cache_home
 
 #: What a place that is no folder begins with, behind its protocol.
 _ADDRESS = "://"

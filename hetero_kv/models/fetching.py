@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hetero_kv.cache_home import cache_home
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.named import ModelFile, NamedModel
@@ -25,11 +26,6 @@ from hetero_kv.models.sources import Source, SourceError, remove_stale
 
 READ_BYTES = 1 << 22
 LOCK = "lock"
-
-
-def cache_home() -> Path:
-    """The folder of all fetched files: HETERO_KV_HOME, or ~/.cache/hetero_kv."""
-    return Path(os.environ.get("HETERO_KV_HOME") or "~/.cache/hetero_kv").expanduser()
 
 
 def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:

@@ -23,6 +23,7 @@ from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.vocabulary import suppressed_ids, token_id
 from hetero_kv.models.gguf.weight_loading import load_weights
 from hetero_kv.models.gguf.weights import WeightMap
+from hetero_kv.models.initial_values import NothingDrawn
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.packed_cache import PackedCache
@@ -211,7 +212,7 @@ def _tell_of_encoder(file: GGUFFile) -> None:
 @torch.inference_mode(False)
 def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """The model with its buffers, and with parameters on the meta device."""
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), NothingDrawn():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # the parameters above are new objects
     return model

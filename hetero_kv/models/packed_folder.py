@@ -7,7 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from hetero_kv.models.fetching import cache_home
+from hetero_kv.cache_home import cache_home
 
 _logger = logging.getLogger(__name__)
 # The share of the free disk that the packed weights of one file may take.

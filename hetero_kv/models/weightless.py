@@ -16,6 +16,7 @@ from hetero_kv.models.config_contract import require_possible_config
 from hetero_kv.models.configuration import config_and_header
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.weights import WeightMap
+from hetero_kv.models.initial_values import NothingDrawn
 from hetero_kv.models.named import DEFAULT_MODEL
 
 
@@ -58,7 +59,7 @@ def weightless_model(
     )
     name = (path.resolve().parent.name if path.name == "config.json" else path.stem) if is_config else str(name_or_path)
     with as_model_error(name, f"cannot be built from its {type(config).__name__}"):
-        with torch.device("meta"):
+        with torch.device("meta"), NothingDrawn():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         stored = WeightMap.of(model, file).stored_types(file) if file is not None else None
         return WeightlessModel(model.eval(), name, stored)

@@ -12,7 +12,7 @@ from hetero_kv.server.cluster.settings import ClusterSettings
 from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
-from hetero_kv.start_up import collection_deferred
+from hetero_kv.start_up.collection import collection_deferred
 
 _MISSING = "the server needs FastAPI and others; pip install 'hetero-kv[server]', or `make serve` in the repository"
 _MISSING_RAY = "a cluster needs Ray Serve; pip install 'hetero-kv[cluster]', or `make cluster` in the repository"

@@ -18,7 +18,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.server.app import application
 from hetero_kv.server.plan import ServerPlan
 from hetero_kv.server.settings import ServerSettings
-from hetero_kv.start_up import collection_deferred
+from hetero_kv.start_up.collection import collection_deferred
 
 _logger = logging.getLogger(__name__)
 #: The largest head of a request, bytes.

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hetero_kv.cache_home import cache_home
 from hetero_kv.loading import load_model, with_rules
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel
-from hetero_kv.models.fetching import cache_home
 from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.setting_flags import settings_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from hetero_kv.cache_home import cache_home
 from hetero_kv.models.chat_template import thinking_variable
-from hetero_kv.models.fetching import cache_home
 from hetero_kv.server.checked_flags import CheckedFlags
 from hetero_kv.server.host import Host
 from hetero_kv.server.keys import Keys

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from hetero_kv.start_up import collection_deferred
+from hetero_kv.start_up.collection import collection_deferred
 
 
 class Cyclic:

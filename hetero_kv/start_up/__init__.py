@@ -1,0 +1,1 @@
+"""What makes a command start fast."""
