@@ -3,6 +3,7 @@
 import sys
 
 from hetero_kv.cli import run_command
+from hetero_kv.ending import end
 
 if __name__ == "__main__":
-    sys.exit(run_command("chat", sys.argv[1:], prog="local_chat.py", is_program=True))
+    end(run_command("chat", sys.argv[1:], prog="local_chat.py", is_program=True))

@@ -1,7 +1,15 @@
-"""`python -m hetero_kv` is the same as `hetero-kv`, for when scripts are not on the path."""
+"""The console script `hetero-kv`, and `python -m hetero_kv` for when scripts are not on the path."""
 
-import sys
+from typing import NoReturn
 
 from hetero_kv.cli import main
+from hetero_kv.ending import end
 
-sys.exit(main())
+
+def program() -> NoReturn:
+    """Run `hetero-kv` as the command line says, and end the process."""
+    end(main())
+
+
+if __name__ == "__main__":
+    program()

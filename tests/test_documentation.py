@@ -36,6 +36,7 @@ FLOORS = (
         "hetero_kv.cpu_ops",
         "hetero_kv.control_groups",
         "hetero_kv.durable_file",
+        "hetero_kv.ending",
         "hetero_kv.errors",
         "hetero_kv.malloc_tuning",
         "hetero_kv.printing",
