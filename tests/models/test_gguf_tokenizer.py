@@ -225,6 +225,11 @@ def test_the_originals_own_tokenizer_is_used_where_the_file_has_it():
         tokenizer_of(byte_level(huggingface__json_="{}"))
 
 
+def test_tokens_may_contain_zero_bytes_and_begin_with_spaces():
+    vocabulary = tokenizer_of(byte_level(["a\0b", " h", " he"], merges=[" h e"])).get_vocab()
+    assert [vocabulary[token] for token in ("a\0b", " h", " he")] == [257, 258, 259]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -235,6 +240,7 @@ def test_the_originals_own_tokenizer_is_used_where_the_file_has_it():
             r"tokenizer\.ggml\.merges of '.*' has 'h z', which does not merge two tokens into a third",
         ),
         ({"merges": ["he"]}, r"tokenizer\.ggml\.merges of '.*' has 'he'"),
+        ({"merges": [" h e"]}, r"tokenizer\.ggml\.merges of '.*' has ' h e'"),
         ({"add_bos_token": 3}, r"tokenizer\.ggml\.add_bos_token of '.*' is 3; it must be true or false"),
     ],
 )

@@ -140,7 +140,7 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
             f"{str(file.path)!r} has no merges of its tokens (tokenizer.ggml.merges); convert it again, or {_OTHERWISE}"
         )
     if pre is not None and pre.in_bytes:
-        backend = Tokenizer(models.BPE(vocabulary.numbers, merges, ignore_merges=pre.ignore_merges))
+        backend = Tokenizer(_bpe(file, vocabulary, merges, ignore_merges=pre.ignore_merges))
         if pre.composes:
             backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = _splitting(pre)
@@ -149,8 +149,9 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
         adds_space = pre is None and _flag(file, "add_space_prefix", True)
         unknown = vocabulary.named.get("unk_token")
         backend = Tokenizer(
-            models.BPE(
-                vocabulary.numbers,
+            _bpe(
+                file,
+                vocabulary,
                 merges,
                 unk_token=None if unknown is None else vocabulary.tokens[unknown],
                 fuse_unk=True,
@@ -165,6 +166,14 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
         )
     _add(backend, file, vocabulary)
     return backend
+
+
+def _bpe(file: GGUFFile, vocabulary: Vocabulary, merges: list[tuple[str, str]], **settings: Any) -> models.BPE:
+    try:
+        return models.BPE(vocabulary.numbers, merges, **settings)
+    except Exception:  # the package raises no narrower class
+        vocabulary.require_merges(file, merges)
+        raise
 
 
 def _splitting(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:

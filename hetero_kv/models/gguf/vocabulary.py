@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 from gguf import TokenType
 
 from hetero_kv.models.errors import ModelError
@@ -43,14 +45,14 @@ class Vocabulary:
 
     Attributes:
         tokens: the tokens' texts by id, without duplicates.
-        types: the tokens' types in the file.
+        types: the tokens' types in the file, [tokens] of `TokenType`.
         named: transformers' names of special tokens -> ids.
         control: ids of tokens that are matched before a text is split, and omitted from decoded text.
         user_defined: ids of tokens that are matched before a text is split, and shown in decoded text.
     """
 
     tokens: list[str]
-    types: list[TokenType]
+    types: np.ndarray
     named: dict[str, int]
     control: frozenset[int]
     user_defined: frozenset[int]
@@ -73,12 +75,12 @@ class Vocabulary:
         # A named token can be a word: converters use `!` as the padding token. It remains a word.
         signs = {number for number in ids.values() if _is_sign(tokens[number], types[number])}
         control = signs | {number for number, token in enumerate(tokens) if token in ENDS}
-        control |= {number for number, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
-        user_defined = {number for number, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+        control |= _numbers_of(types, TokenType.CONTROL, TokenType.UNKNOWN)
+        user_defined = _numbers_of(types, TokenType.USER_DEFINED)
         named = {name: ids[key] for key, name in NAMED_TOKENS.items() if key in ids and ids[key] in signs}
         return cls(tokens, types, named, frozenset(control), frozenset(user_defined - control))
 
-    @property
+    @cached_property
     def numbers(self) -> dict[str, int]:
         """The ids by text."""
         return {token: number for number, token in enumerate(self.tokens)}
@@ -117,23 +119,21 @@ class Vocabulary:
         return merges
 
     def merges_of(self, file: GGUFFile) -> list[tuple[str, str]]:
-        """The merges that the file lists, in its order.
+        """The merges that the file lists, in its order; `require_merges` checks them."""
+        halves = [merge.partition(" ")[::2] for merge in file.get("tokenizer.ggml.merges")]
+        # The first token may begin with a space.
+        return [(left, right) if left else _split_behind(right) for left, right in halves]
 
-        Raises:
-            ModelError: a merge is not of two tokens into a third.
-        """
+    def require_merges(self, file: GGUFFile, merges: list[tuple[str, str]]) -> None:
+        """Raise ModelError unless each of the file's merges is of two tokens into a third."""
         numbers = self.numbers
-        merges = []
-        for merge in file.get("tokenizer.ggml.merges"):
-            place = merge.find(" ", 1)
-            left, right = merge[:place], merge[place + 1 :]
-            if place < 1 or left not in numbers or right not in numbers or left + right not in numbers:
+        for left, right in merges:
+            if not (left in numbers and right in numbers and left + right in numbers):
+                merge = f"{left} {right}" if right else left
                 raise ModelError(
                     f"tokenizer.ggml.merges of {str(file.path)!r} has {merge!r}, which does not merge two tokens into "
                     "a third; convert the file again"
                 )
-            merges.append((left, right))
-        return merges
 
 
 def _texts(file: GGUFFile) -> list[str]:
@@ -160,21 +160,32 @@ def _texts(file: GGUFFile) -> list[str]:
     return named
 
 
-def _is_sign(token: str, kind: TokenType) -> bool:
+def _split_behind(merge: str) -> tuple[str, str]:
+    """The two tokens of a merge that begins with a space, which is cut off."""
+    left, _, right = merge.partition(" ")
+    return f" {left}", right
+
+
+def _is_sign(token: str, kind: int) -> bool:
     """Whether a token that the file names is a special token, not a word of a text."""
     return kind not in (TokenType.NORMAL, TokenType.BYTE) or (len(token) > 2 and token[0] + token[-1] in ("<>", "[]"))
 
 
-def _types(file: GGUFFile, count: int) -> list[TokenType]:
-    known = {int(kind): kind for kind in TokenType}
-    numbers = file.get("tokenizer.ggml.token_type") or (int(TokenType.NORMAL),) * count
-    for token, number in enumerate(numbers):
-        if number not in known:
-            raise ModelError(
-                f"tokenizer.ggml.token_type of {str(file.path)!r} is {number} for token {token:,}; types are from "
-                f"{min(known)} to {max(known)}: convert the file again"
-            )
-    return [known[number] for number in numbers]
+def _types(file: GGUFFile, count: int) -> np.ndarray:
+    known = [int(kind) for kind in TokenType]
+    types = np.asarray(file.get("tokenizer.ggml.token_type") or (int(TokenType.NORMAL),) * count)
+    unknown = np.flatnonzero(~np.isin(types, known))
+    if unknown.size:
+        raise ModelError(
+            f"tokenizer.ggml.token_type of {str(file.path)!r} is {types[unknown[0]]} for token {unknown[0]:,}; types "
+            f"are from {min(known)} to {max(known)}: convert the file again"
+        )
+    return types
+
+
+def _numbers_of(types: np.ndarray, *kinds: TokenType) -> set[int]:
+    """The numbers of the tokens of some types."""
+    return set(np.flatnonzero(np.isin(types, kinds)).tolist())
 
 
 def token_id(file: GGUFFile, key: str) -> int | None:
