@@ -26,6 +26,8 @@ from typing import Any
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import IndexDataCacheFile
 
+from hetero_kv.cpu_ops.kernel_loading import with_names
+
 _load_by_key = IndexDataCacheFile.load
 
 
@@ -63,7 +65,7 @@ def _save(self: Any, key: Any, data: Any) -> None:
     overloads = self._load_index()
     names = set(overloads.values())
     name = overloads.get(key) or next(name for name in map(self._data_name, count(1)) if name not in names)
-    self._save_data(name, data)
+    self._save_data(name, with_names(data))
     if key not in overloads:
         self._save_index({**overloads, key: name})
 

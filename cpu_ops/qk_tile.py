@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, emit_multiply_by_tiles, multiplies_by_tiles
 from hetero_kv.cpu_ops.bfloat16_tiles import COLUMNS, LANES, emit_score_tile_bf16
+from hetero_kv.cpu_ops.cache_lines import neighbours_on_lines
 from hetero_kv.cpu_ops.cpu_features import ISAS, isa
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LOG2_E, row_softcap
@@ -23,7 +24,6 @@ from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.cpu_ops.listed_keys import MASKED
 from hetero_kv.cpu_ops.matrix_tiles import emit_multiply_tile
 from hetero_kv.cpu_ops.run_attention import runs_in_bfloat16
-from hetero_kv.cpu_ops.scratch import neighbours_on_lines
 from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 QUERY_COLUMNS = COLUMNS

@@ -16,6 +16,7 @@ from numba import njit, types
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, transpose_words
 from hetero_kv.cpu_ops.bfloat16_bits import round_row
 from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16
+from hetero_kv.cpu_ops.cache_lines import on_lines
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E
@@ -24,7 +25,7 @@ from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.cpu_ops.listed_keys import MASKED, address_in, mask_future, places_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from hetero_kv.cpu_ops.scratch import on_lines, scratch
+from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.softmax_rows import rows_most
 from hetero_kv.cpu_ops.threads import kernel_threads
 from hetero_kv.cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown

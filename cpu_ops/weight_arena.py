@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 
-from hetero_kv.cpu_ops.scratch import LINE, from_line, on_lines
+from hetero_kv.cpu_ops.cache_lines import LINE, from_line, on_lines
 
 _CHUNK_BYTES = 32 << 20
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_kv.cpu_ops.scratch import LINE
+from hetero_kv.cpu_ops.cache_lines import LINE
 from hetero_kv.cpu_ops.weight_arena import WEIGHTS
 from hetero_kv.durable_file import write_pieces_atomically
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_kv.cpu_ops.scratch import LINE, neighbours_on_lines, on_lines, scratch
+from hetero_kv.cpu_ops.cache_lines import LINE, neighbours_on_lines, on_lines
+from hetero_kv.cpu_ops.scratch import scratch
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.int64])
