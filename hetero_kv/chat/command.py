@@ -122,6 +122,9 @@ def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
 
 def _opened(options: ChatOptions) -> ChatSession:
     with collection_deferred():
+        from hetero_kv.models import ahead
+
+        ahead.begin(options.model, options.gguf_path)
         from hetero_kv.chat.session import open_session
 
         return open_session(options)

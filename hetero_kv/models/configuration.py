@@ -18,6 +18,7 @@ from hetero_kv.models.gguf.architectures import architecture_of
 from hetero_kv.models.gguf.config_from_file import adapt, configuration_of
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.merged_tensors import separated
+from hetero_kv.models.gguf.opening import Opening
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.progress import ProgressReport
@@ -86,15 +87,18 @@ def loading_errors(location: Location) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def open_gguf(location: Location) -> Iterator[GGUFFile | None]:
-    """The GGUF file of `location`, or None; within this context transformers logs nothing below an error."""
+def open_gguf(location: Location, opening: Opening | None = None) -> Iterator[GGUFFile | None]:
+    """The GGUF file of `location`, or None; within this context transformers logs nothing below an error.
+
+    opening: what was kept of the file.
+    """
     with ExitStack() as stack:
         fetching_from_hub = location.pretrained is not None and not Path(location.pretrained).expanduser().is_dir()
         stack.enter_context(nullcontext() if fetching_from_hub else _quiet())
         if location.gguf is None:
             yield None
             return
-        file = GGUFFile.read(location.gguf)
+        file = GGUFFile.read(location.gguf) if opening is None else opening.file
         yield separated(file, architecture_of(file))
 
 

@@ -35,8 +35,8 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
         ModelError: every source of a file failed (the message has each one's reason), the disk is full, or the cache
             folder cannot be written.
     """
-    folder = cache_home() / "models" / model.name
-    present = tuple(folder / file.name for file in model.files)
+    present = places(model)
+    folder = present[0].parent
     # Without the lock, so that a read-only cache works too; files are only replaced atomically.
     if all(path.is_file() and _is_whole(path, file, report) for path, file in zip(present, model.files, strict=True)):
         _clear(model, folder)
@@ -51,6 +51,11 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some, or set HETERO_KV_HOME to a folder on another disk"
         raise ModelError(f"{model.name} cannot be fetched into {str(folder)!r}: {error.strerror}; {remedy}") from error
+
+
+def places(model: NamedModel) -> tuple[Path, ...]:
+    """Where the files of `model` are in the cache, if they are there."""
+    return tuple(cache_home() / "models" / model.name / file.name for file in model.files)
 
 
 def fetched_bytes(model: NamedModel) -> int:

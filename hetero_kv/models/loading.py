@@ -19,7 +19,8 @@ from hetero_kv.models.configuration import config_of, loading_errors, open_gguf,
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.model_files import encoders, gguf_models
-from hetero_kv.models.gguf.tokenizer import tokenizer_of
+from hetero_kv.models.gguf.opening import Opening, keep_opening, kept_opening
+from hetero_kv.models.gguf.tokenizer import fast_tokenizer, tokenizer_parts
 from hetero_kv.models.gguf.vocabulary import suppressed_ids, token_id
 from hetero_kv.models.gguf.weight_loading import load_weights
 from hetero_kv.models.gguf.weights import WeightMap
@@ -154,10 +155,11 @@ def _opened(
     start_renderer()
     weights: WeightMap | None = None
     tensor_files: TensorFiles | None = None
-    with open_gguf(location) as gguf, loading_errors(location):
+    opening = None if location.gguf is None else kept_opening(location.gguf)
+    with open_gguf(location, opening) as gguf, loading_errors(location):
         config = config_of(location, gguf, trust_remote_code)
         if gguf is not None and location.pretrained is None:
-            tokenizer: Any = tokenizer_of(gguf)
+            tokenizer: Any = _tokenizer(gguf, opening, packed_cache)
         else:
             tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
         if gguf is not None:
@@ -195,6 +197,16 @@ def _opened(
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
+
+
+def _tokenizer(file: GGUFFile, opening: Opening | None, cache: PackedCache | None) -> Any:
+    """The tokenizer of a file, which is kept for later starts if there is a cache."""
+    if opening is not None:
+        return fast_tokenizer(opening.tokenizer)
+    parts = tokenizer_parts(file)
+    if cache is not None:
+        keep_opening(Opening(file, parts), cache.limit)
+    return fast_tokenizer(parts)
 
 
 def _tell_of_encoder(file: GGUFFile) -> None:

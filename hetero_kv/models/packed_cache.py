@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,16 @@ import numpy as np
 
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.durable_file import write_atomically
+from hetero_kv.models.code_digest import MODELS, code_digest
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.packed_file import DamagedPackedFileError, PackedFile, write_packed
-from hetero_kv.models.packed_folder import makes_room, packed_home
+from hetero_kv.models.packed_folder import SETTLED_NS, makes_room, packed_home
 
 _logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE, VERIFIED = "weights", "verified"
 #: Bytes from which on packed weights are kept: fewer are packed in no time.
 WORTH_KEEPING = 32 << 20
-#: A model file that was written less than this many nanoseconds ago may be written again without another time.
-SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,6 @@ def _identity(file: GGUFFile, packed: Iterable[str]) -> dict[str, Any]:
     }
 
 
-@cache
 def _code_version() -> str:
     """A hash of the code that reads and packs weights."""
-    digest = hashlib.sha256(str(CODE_VERSION).encode())
-    for folder in (Path(__file__).parent, Path(__file__).parents[1] / "weights"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return f"{CODE_VERSION} {code_digest(MODELS, MODELS.parent / 'weights')}"

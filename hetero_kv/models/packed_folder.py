@@ -10,6 +10,8 @@ from pathlib import Path
 from hetero_kv.cache_home import cache_home
 
 _logger = logging.getLogger(__name__)
+#: A model file that was written less than this many nanoseconds ago may be written again without another time.
+SETTLED_NS = 2_000_000_000
 # The share of the free disk that the packed weights of one file may take.
 _FREE_SHARE = 0.5
 

@@ -65,6 +65,11 @@ class FileState(NamedTuple):
     changed: int
     inode: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        """The state of a file by its status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -195,8 +200,7 @@ def _damage_of(path: Path, state: FileState) -> Iterator[None]:
 
 
 def _state(file: Any) -> FileState:
-    status = os.fstat(file.fileno())
-    return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    return FileState.of(os.fstat(file.fileno()))
 
 
 def _header(path: Path, content: bytes, state: FileState) -> GGUFFile:

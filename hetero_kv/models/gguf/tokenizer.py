@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.opening import TokenizerParts
 from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from hetero_kv.models.gguf.tokenizer_keys import CHAT_TEMPLATE, unknown_keys
 from hetero_kv.models.gguf.vocabulary import Vocabulary
@@ -42,7 +43,17 @@ class _SharedBackend:
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """The tokenizer that a file describes.
+    """The tokenizer that a file describes. Raises as `tokenizer_parts`."""
+    return fast_tokenizer(tokenizer_parts(file))
+
+
+def fast_tokenizer(parts: TokenizerParts) -> PreTrainedTokenizerFast:
+    """The tokenizer of these parts."""
+    return PreTrainedTokenizerFast(tokenizer_object=_SharedBackend(parts.backend), **parts.settings)
+
+
+def tokenizer_parts(file: GGUFFile) -> TokenizerParts:
+    """The parts of the tokenizer that a file describes.
 
     Raises:
         ModelError: the file has no tokenizer, or one with an unknown or unsupported property.
@@ -53,17 +64,17 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     vocabulary = Vocabulary.of(file, is_sentencepiece=kind == SENTENCEPIECE)
     written = file.get("tokenizer.huggingface.json")
     backend = _backend(file, vocabulary, pre) if written is None else _written(file, vocabulary, written)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_SharedBackend(backend),
-        chat_template=_chat_template(file),
+    settings = {
+        "chat_template": _chat_template(file),
         # Keep the model's spaces.
-        clean_up_tokenization_spaces=False,
+        "clean_up_tokenization_spaces": False,
         # As in transformers' classes.
-        padding_side="right" if kind == BYTE_LEVEL else "left",
-        add_bos_token=_adds(file, vocabulary, "bos", default=pre is None or pre.add_bos),
-        add_eos_token=_adds(file, vocabulary, "eos", default=False),
+        "padding_side": "right" if kind == BYTE_LEVEL else "left",
+        "add_bos_token": _adds(file, vocabulary, "bos", default=pre is None or pre.add_bos),
+        "add_eos_token": _adds(file, vocabulary, "eos", default=False),
         **{name: vocabulary.tokens[number] for name, number in vocabulary.named.items()},
-    )
+    }
+    return TokenizerParts(backend, settings)
 
 
 def _require_supported(file: GGUFFile, kind: str | None) -> None:
