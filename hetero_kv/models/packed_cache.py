@@ -24,12 +24,12 @@ from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.models.code_digest import MODELS, code_digest
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.packed_file import DamagedPackedFileError, PackedFile, write_packed
+from hetero_kv.models.packed_file import WEIGHTS_FILE, DamagedPackedFileError, PackedFile, write_packed
 from hetero_kv.models.packed_folder import SETTLED_NS, makes_room, packed_home
 
 _logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE, VERIFIED = "weights", "verified"
+VERIFIED = "verified"
 #: Bytes from which on packed weights are kept: fewer are packed in no time.
 WORTH_KEEPING = 32 << 20
 

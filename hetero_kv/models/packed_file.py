@@ -22,6 +22,8 @@ from hetero_kv.cpu_ops.cache_lines import LINE
 from hetero_kv.cpu_ops.weight_arena import WEIGHTS
 from hetero_kv.durable_file import write_pieces_atomically
 
+#: The name of such a file in its folder.
+WEIGHTS_FILE = "weights"
 MAGIC = b"HKVPACK1"
 # The table's length in bytes, and its SHA-256.
 _TRAILER = struct.Struct(f"<Q32s{len(MAGIC)}s")
@@ -80,11 +82,14 @@ class PackedFile:
     Attributes:
         places: tensor -> its place.
 
+    Args:
+        identity: of what was packed; None for any.
+
     Raises DamagedPackedFileError for a file that is cut short, has another table than it was written with, or is of
     another identity; OSError if it cannot be read.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any] | None) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -92,7 +97,7 @@ class PackedFile:
         except BaseException:
             self.close()
             raise
-        if table["identity"] != identity:
+        if identity is not None and table["identity"] != identity:
             self.close()
             raise DamagedPackedFileError("is of other weights than its name says")
         self.places = {name: Place(*place) for name, place in table["tensors"].items()}
@@ -111,6 +116,12 @@ class PackedFile:
             raise DamagedPackedFileError("has a damaged table")
         table: dict[str, Any] = json.loads(text)
         return table
+
+    def is_same_as(self, other: PackedFile) -> bool:
+        """Whether both are one file, which has not changed between."""
+        mine, others = os.fstat(self._descriptor), os.fstat(other._descriptor)
+        names = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+        return all(getattr(mine, name) == getattr(others, name) for name in names)
 
     def close(self) -> None:
         """Close the file; mapped tensors stay."""

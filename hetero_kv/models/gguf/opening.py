@@ -28,11 +28,12 @@ from hetero_kv.durable_file import write_atomically
 from hetero_kv.models.code_digest import MODELS, code_digest
 from hetero_kv.models.gguf.file import FileState, GGUFFile, TensorInfo
 from hetero_kv.models.gguf.header import MetadataValue
+from hetero_kv.models.packed_ahead import PACKED_AHEAD
 from hetero_kv.models.packed_folder import SETTLED_NS, makes_room, packed_home
 
 _logger = logging.getLogger(__name__)
 
-OPENING = "opening"
+OPENING, PACKED = "opening", "packed"
 #: Bytes from which on it is kept: a smaller vocabulary is read in no time.
 WORTH_KEEPING = 1 << 20
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -62,13 +63,21 @@ def begin_opening(path: Path) -> None:
     def read() -> None:
         try:
             found.set_result(_read(path))
+            _begin_packed(path)
         except Exception as error:
             # What cannot be read here is read from the file.
             _logger.debug("what was kept of %s", path, exc_info=error)
-            found.set_result(None)
+            if not found.done():
+                found.set_result(None)
 
     _begun[path] = found
     threading.Thread(target=read, name="hetero_kv opening").start()
+
+
+def _begin_packed(path: Path) -> None:
+    note = _path(path, FileState.of(os.stat(path))).with_name(PACKED)
+    if note.exists():
+        PACKED_AHEAD.begin(packed_home() / note.read_text())
 
 
 def kept_opening(path: Path) -> Opening | None:
@@ -104,6 +113,17 @@ def keep_opening(opening: Opening, limit: int) -> None:
             write_atomically(path, hashlib.sha256(written).digest() + written)
     except OSError as error:
         _logger.warning("the tokenizer is not kept in %s: %s", path.parent, error)
+
+
+def note_packed(file: GGUFFile, folder: Path | None) -> None:
+    """Note the folder of the packed weights that this start has taken, None for none; the next one reads them ahead."""
+    note = _path(file.path, file.state).with_name(PACKED)
+    # What is not noted is not read ahead.
+    with suppress(OSError):
+        if folder is None:
+            note.unlink(missing_ok=True)
+        elif note.with_name(OPENING).exists() and not (note.exists() and note.read_text() == folder.name):
+            write_atomically(note, folder.name)
 
 
 def _read(path: Path) -> Opening | None:

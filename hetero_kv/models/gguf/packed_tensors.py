@@ -16,9 +16,11 @@ from hetero_kv.cpu_ops.weight_blocks import pack
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.models.gguf.experts import ExpertPlace, require_expert_shape
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.opening import note_packed
 from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.gguf.tensor_reader import tensor_data
 from hetero_kv.models.gguf.weights import WeightMap, owner_of, shape_of
+from hetero_kv.models.packed_ahead import PACKED_AHEAD
 from hetero_kv.models.packed_cache import PackedCache, discard
 from hetero_kv.models.packed_file import DamagedPackedFileError, PackedFile
 from hetero_kv.models.progress import ProgressReport
@@ -118,7 +120,7 @@ def load_from_cache(
         if kept is None:
             return False
         try:
-            found = _read(kept, tensors, kept.mapped if cache.maps(size) else kept.copied, report)
+            found = _found(kept, tensors, cache.maps(size), report)
         except (DamagedPackedFileError, OSError) as error:
             discard(kept.path, error)
             continue
@@ -126,6 +128,7 @@ def load_from_cache(
             kept.close()
         for tensor, data in zip(tensors, found, strict=True):
             tensor.take(data)
+        note_packed(file, kept.path.parent)
         return True
     return False
 
@@ -141,8 +144,18 @@ def _packed(
         report("packing weights", done, total)
 
 
+def _found(kept: PackedFile, tensors: Sequence[PackedTensor], maps: bool, report: ProgressReport) -> list[np.ndarray]:
+    """The packed bytes of each tensor, mapped or copied."""
+    ahead = PACKED_AHEAD.take(None if maps else kept)
+    try:
+        return _read(tensors, kept.mapped if maps else (ahead or kept).copied, report)
+    finally:
+        if ahead is not None:
+            ahead.close()
+
+
 def _read(
-    kept: PackedFile, tensors: Sequence[PackedTensor], read: Callable[[str], np.ndarray], report: ProgressReport
+    tensors: Sequence[PackedTensor], read: Callable[[str], np.ndarray], report: ProgressReport
 ) -> list[np.ndarray]:
     done, total = 0, sum(tensor.size for tensor in tensors)
     found = []

@@ -17,11 +17,13 @@ from torch import nn
 
 from hetero_kv.models.gguf.experts import load_expert_tensor
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.opening import note_packed
 from hetero_kv.models.gguf.packed_tensors import load_from_cache, packed_tensors
 from hetero_kv.models.gguf.row_parts import joined
 from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.gguf.tensor_reader import tensor_data
 from hetero_kv.models.gguf.weights import ROW, WeightMap, owner_of, shape_of
+from hetero_kv.models.packed_ahead import PACKED_AHEAD
 from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.parameters import parameter_dtype, set_tensor, tie, tied_parameters
 from hetero_kv.models.progress import ProgressReport
@@ -54,6 +56,9 @@ def load_weights(
         # For the memory plan: the system may drop their pages, and a token needs them.
         size = sum(each.size for each in packed)
         model.hetero_kv_mapped_weights = size if cache.maps(size) else 0
+    else:
+        PACKED_AHEAD.take(None)
+        note_packed(file, None)
     left = {info.name: info.nbytes for info in file.tensors if info.name not in loaded}
     done, total = 0, sum(left.values())
     converted: Counter[tuple[str, str]] = Counter()
