@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def open_model(
     trust_rules: Collection[str] = (),
     settings_file: Mapping[str, Any] | None = None,
     progress: ProgressReport | None = None,
+    keeps_trials: bool = False,
     **settings: Any,
 ) -> OpenedModel:
     """Like `load_model`, but without weights: `load()` loads them, and compiles the kernels during and after that.
@@ -90,6 +92,9 @@ def open_model(
     Without `config`, rules can be injected before the weights are loaded (`inject`), so that weights which an
     operator keeps packed are never unpacked. `weights_device` is the only setting then
     (`hetero_kv.models.open_model`).
+
+    keeps_trials: whether what trials of fast paths show is kept for later starts; no code of others may then run in
+    this process.
 
     Raises the errors of `load_model`.
     """
@@ -114,7 +119,8 @@ def open_model(
     def load_weights() -> None:
         with injection.preparation.beginning():
             opened.load_weights()
-        injection.compile_kernels(progress)
+        with injection.trials_kept() if keeps_trials else nullcontext():
+            injection.compile_kernels(progress)
 
     return replace(opened, load_weights=load_weights)
 

@@ -38,6 +38,7 @@ FLOORS = (
         "hetero_kv.durable_file",
         "hetero_kv.ending",
         "hetero_kv.errors",
+        "hetero_kv.file_states",
         "hetero_kv.malloc_tuning",
         "hetero_kv.printing",
     ),

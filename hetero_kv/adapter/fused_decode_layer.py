@@ -169,6 +169,16 @@ class FusedDecodeLayer:
         self._feed_forward(hidden, attended, gates, array)
         return out
 
+    def found(self) -> Any:
+        """See `KeptFastPath`."""
+        *settings, sink = self.call_settings
+        return None if sink is not None else [sorted(self._rotated), self._are_halves, settings]
+
+    def take(self, found: Any) -> None:
+        """See `KeptFastPath`."""
+        rotated, self._are_halves, (scale, softcap, window) = found
+        self._rotated, self.call_settings = frozenset(rotated), (scale, softcap, window, None)
+
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from the layer's output for random input.
 

@@ -119,6 +119,15 @@ class FusedPrefillLayer:
             self._output(hidden_states[:, first:], attended[:, :, first:], out[:, first:])
         return out
 
+    def found(self) -> Any:
+        """See `KeptFastPath`."""
+        return list(self.call_settings[:3])
+
+    def take(self, found: Any) -> None:
+        """See `KeptFastPath`."""
+        scale, softcap, window = found
+        self.call_settings = (scale, softcap, window, None)
+
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from the layer's output for random input."""

@@ -14,13 +14,14 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
+from hetero_kv.adapter.kept_trials import TRIALS_OF_MODEL
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops.gates import GELU_TANH, SILU
@@ -191,12 +192,38 @@ class FastPath(Protocol):
         """The largest relative difference, of norms, from the layer's output for random input."""
 
 
+@runtime_checkable
+class KeptFastPath(FastPath, Protocol):
+    """A fast path whose trials are kept (`kept_trials`)."""
+
+    @abstractmethod
+    def found(self) -> Any:
+        """What the trial has found, besides that the outputs agree, as JSON; None if it cannot be kept."""
+
+    @abstractmethod
+    def take(self, found: Any) -> None:
+        """Be as after the trial that has found this."""
+
+
 def agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
     """Whether a fast path computes what its layer computes, up to `tolerance`; a difference is logged at `level`.
 
     Args:
         name: of the fast path, in the log.
     """
+    trials = TRIALS_OF_MODEL.get()
+    if trials is None or not isinstance(fast_path, KeptFastPath):
+        return _agrees(fast_path, layer, tolerance, name, level)
+    kept = trials.result(name, fast_path.operator.path)
+    if kept is not None:
+        fast_path.take(kept)
+        return True
+    agreed = _agrees(fast_path, layer, tolerance, name, level)
+    trials.show(name, fast_path.operator.path, fast_path.found() if agreed else None)
+    return agreed
+
+
+def _agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: int) -> bool:
     try:
         difference = fast_path.difference_from(layer)
     except Exception as error:

@@ -122,7 +122,13 @@ def open_session(options: ChatOptions) -> ChatSession:
         config = named_config(options.rules, options.trust_rules)
         command_line = config.command_line(options.long_context)
         engine = config.rules.engine_settings(command_line=command_line, settings_file=settings_file)
-        with_rules = {"config": config, "settings_file": settings_file, **options.long_context}
+        is_own_code = not (options.trust_rules or options.trust_remote_code)
+        with_rules = {
+            "config": config,
+            "settings_file": settings_file,
+            "keeps_trials": is_own_code,
+            **options.long_context,
+        }
     else:
         _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flag_spellings])
         sources = [SettingsSource(COMMAND_LINE, options.long_context), SettingsSource(SETTINGS_FILE, settings_file)]

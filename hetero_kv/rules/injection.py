@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.foreign import mark_own
+from hetero_kv.adapter.kept_trials import trials_kept
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.contexts.active_state import adapted_modules, effective_adapters
@@ -278,6 +280,10 @@ class Injection:
         progress: see `Preparation.compile`.
         """
         self.preparation.compile(progress)
+
+    def trials_kept(self) -> AbstractContextManager[None]:
+        """Within this context, what trials of fast paths show is kept; see `kept_trials`."""
+        return trials_kept(self.model, self.operators, self.engine)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """An empty cache layer per layer of the model: the operator's, or transformers' for a layer without one."""

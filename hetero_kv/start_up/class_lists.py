@@ -10,13 +10,14 @@ import hashlib
 import marshal
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hetero_kv.durable_file import write_atomically
+from hetero_kv.file_states import file_state, file_states
 from hetero_kv.models.packed_folder import packed_home
 
 FILE = "class_lists"
@@ -46,20 +47,9 @@ def keep_class_lists(module: Any) -> None:
 
 def _path(code: Path, folder: Path) -> Path:
     digest = hashlib.sha256(f"{sys.version} {marshal.version} {folder}\n".encode())
-    for entry in (code, *_files(folder)):
-        state = entry.stat()
-        digest.update(f"{os.fspath(entry)} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}\n".encode())
+    for state in (file_state(code), *file_states(folder)):
+        digest.update(f"{state}\n".encode())
     return packed_home() / digest.hexdigest()[:32] / FILE
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """The files below a folder, in order, without compiled ones."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if not entry.is_dir():
-                yield entry
-            elif entry.name != "__pycache__":
-                yield from _files(Path(entry))
 
 
 def _kept(path: Path, make: Callable[[], Any]) -> bytes:

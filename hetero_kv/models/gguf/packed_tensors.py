@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,20 +106,23 @@ def _of_experts(model: nn.Module, file: GGUFFile, place: ExpertPlace, info: Tens
 
 def load_from_cache(
     file: GGUFFile, tensors: Sequence[PackedTensor], cache: PackedCache, report: ProgressReport
-) -> bool:
-    """Load packed tensors from the cache, where they are put first if they are missing; False if that is impossible.
+) -> Path | None:
+    """Load packed tensors from the cache, where they are put first if they are missing.
+
+    Returns the folder of the cache that has them; None if that is impossible.
+
 
     Raises ModelError if the file has changed, or numbers are not finite.
     """
     size = sum(tensor.size for tensor in tensors)
     if not cache.is_for(file, size):
-        return False
+        return None
     identities = [tensor.identity for tensor in tensors]
     # A file that was damaged is packed once more.
     for _ in range(2):
         kept = cache.kept(file, identities, size, _packed(file, tensors, report))
         if kept is None:
-            return False
+            return None
         try:
             found = _found(kept, tensors, cache.maps(size), report)
         except (DamagedPackedFileError, OSError) as error:
@@ -129,8 +133,8 @@ def load_from_cache(
         for tensor, data in zip(tensors, found, strict=True):
             tensor.take(data)
         note_packed(file, kept.path.parent)
-        return True
-    return False
+        return kept.path.parent
+    return None
 
 
 def _packed(

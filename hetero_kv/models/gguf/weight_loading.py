@@ -51,7 +51,10 @@ def load_weights(
     tied = tied_parameters(model)
     packed = [] if cache is None else packed_tensors(model, file, weights)
     loaded: set[str] = set()
-    if cache is not None and load_from_cache(file, packed, cache, report):
+    folder = None if cache is None else load_from_cache(file, packed, cache, report)
+    if cache is not None and folder is not None:
+        # By what is known of these weights.
+        model.hetero_kv_packed_folder = folder
         loaded = {each.info.name for each in packed}
         # For the memory plan: the system may drop their pages, and a token needs them.
         size = sum(each.size for each in packed)
