@@ -37,6 +37,7 @@ def load_model(
     trust_rules: Collection[str] = (),
     settings_file: Mapping[str, Any] | None = None,
     progress: ProgressReport | None = None,
+    keeps_trials: bool = False,
     **settings: Any,
 ) -> LoadedModel:
     """Load a model. With `config`, inject the rules, keep packed weights as stored, and compile the kernels.
@@ -49,6 +50,8 @@ def load_model(
             with unpacked weights.
         trust_rules: the user's modules whose operators the rules may name (`load_rules`).
         settings_file: settings that the rules override.
+        keeps_trials: whether what trials of fast paths show is kept for later starts; no code of others may then have
+            changed torch, transformers or their classes in this process.
         settings: settings that override the rules, by name: `max_seq_len=32768`, `kv_type="Q8_0"`, `threads_num=4`, …
             (docs/configuration.md).
 
@@ -69,7 +72,12 @@ def load_model(
     if config is None:
         _refuse_without_config("load_model", settings)
         return models.load_model(name_or_path, **arguments)
-    rules: dict[str, Any] = {"config": config, "trust_rules": trust_rules, "settings_file": settings_file}
+    rules: dict[str, Any] = {
+        "config": config,
+        "trust_rules": trust_rules,
+        "settings_file": settings_file,
+        "keeps_trials": keeps_trials,
+    }
     return open_model(name_or_path, **arguments, **rules, **settings).load()
 
 
@@ -92,9 +100,6 @@ def open_model(
     Without `config`, rules can be injected before the weights are loaded (`inject`), so that weights which an
     operator keeps packed are never unpacked. `weights_device` is the only setting then
     (`hetero_kv.models.open_model`).
-
-    keeps_trials: whether what trials of fast paths show is kept for later starts; no code of others may then run in
-    this process.
 
     Raises the errors of `load_model`.
     """

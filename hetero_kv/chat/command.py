@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, TextIO
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
-from hetero_kv.planning.free_memory import free_dram
 from hetero_kv.start_up.collection import collection_deferred
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession
 
 __all__ = ["add_flags", "run"]
-
-# The share of the free DRAM that may be filled with weights while the process imports what computes with them.
-_READ_AHEAD = 0.1
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -126,11 +122,9 @@ def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
 
 def _opened(options: ChatOptions) -> ChatSession:
     with collection_deferred():
-        from hetero_kv.models import ahead
+        from hetero_kv.planning.read_ahead import read_ahead
 
-        # Of more, the plans of memory would see that it is read already.
-        most_bytes = round(_READ_AHEAD * free_dram()) if options.mode == "long_context" else 0
-        ahead.begin(options.model, options.gguf_path, most_bytes=most_bytes)
+        read_ahead(options.model, options.gguf_path, with_weights=options.mode == "long_context")
         from hetero_kv.chat.session import open_session
 
         return open_session(options)

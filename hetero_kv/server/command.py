@@ -86,11 +86,14 @@ def run(flags: argparse.Namespace) -> int:
     Raises:
         HeteroKVError: a mistake in the flags, a model that cannot be loaded, or too little memory for it.
     """
+    from hetero_kv.planning.read_ahead import read_ahead
     from hetero_kv.server.checked_flags import checked
 
     found = checked(flags)
     try:
         with collection_deferred():
+            if found.cluster is None:
+                read_ahead(flags.model, flags.gguf_path)
             from hetero_kv.server.launch import serve
             from hetero_kv.server.plan import ServerPlan
     except ImportError as error:

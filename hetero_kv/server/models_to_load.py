@@ -54,13 +54,19 @@ class ModelsToLoad:
         model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
         if flags.model is None and gguf_path is not None:
             model, gguf_path = gguf_path, None
+        trusted = trusted_modules(flags)
         return cls(
             model,
             gguf_path,
             flags.rules,
             flags.also,
-            {"dtype": flags.dtype, "device": flags.device, "trust_remote_code": flags.trust_remote_code},
-            {"trust_rules": trusted_modules(flags), "settings_file": read_settings_file(), **settings_of(flags)},
+            {
+                "dtype": flags.dtype,
+                "device": flags.device,
+                "trust_remote_code": flags.trust_remote_code,
+                "keeps_trials": not (trusted or flags.trust_remote_code),
+            },
+            {"trust_rules": trusted, "settings_file": read_settings_file(), **settings_of(flags)},
         )
 
     def load(
