@@ -15,7 +15,7 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat serve cluster test test-newest test-cuda test-slow test-page test-agents test-schema test-cluster campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve cluster test test-newest test-cuda test-slow test-page test-agents test-schema test-cluster test-s3 campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -62,6 +62,12 @@ test-schema: $(TESTED)  ## random requests by the server's OpenAPI document; SEC
 
 test-cluster: $(CLUSTER)  ## replicas on Ray Serve that answer, are killed, hang, and lose their folder; minutes
 	$(BIN)/python -m pytest tests/server/cluster $(ARGS)
+
+test-s3: $(TESTED)  ## contexts at an S3 address, of a server on this machine
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check 'moto[s3,server]' s3fs
+	PYTHONPATH=$$(echo $(CURDIR)/.venv-s3/lib/python3*/site-packages) MOTO_SERVER=$(CURDIR)/.venv-s3/bin/moto_server \
+		$(BIN)/python -m pytest -m slow tests/serving/test_s3_contexts.py $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the slow tests' tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)

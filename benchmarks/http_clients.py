@@ -13,10 +13,19 @@ from urllib.parse import urlsplit
 
 @dataclass
 class TimedAnswer:
-    """One question: when it was answer, and when its tokens came, seconds of `time.perf_counter`."""
+    """One question: when it was sent, and when its tokens came, seconds of `time.perf_counter`.
+
+    Attributes:
+        text: the answer.
+        prompt_tokens: of the prompt, as the server counts them.
+        cached_tokens: of these, those that the server had already.
+    """
 
     began: float
     times: list[float] = field(default_factory=list)
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def first_s(self) -> float:
@@ -36,7 +45,10 @@ def ask(address: str, prompt: str, tokens: int) -> TimedAnswer:
     """
     place = urlsplit(address)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=3600)
-    fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    fields = {
+        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
     answer = TimedAnswer(time.perf_counter())
     connection.request("POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -47,8 +59,13 @@ def ask(address: str, prompt: str, tokens: int) -> TimedAnswer:
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"{address}: {chunk['error']}")
-            if any(choice["text"] for choice in chunk.get("choices", ())):
+            text = "".join(choice["text"] for choice in chunk.get("choices", ()))
+            if text:
                 answer.times.append(time.perf_counter())
+                answer.text += text
+            if usage := chunk.get("usage"):
+                answer.prompt_tokens = usage["prompt_tokens"]
+                answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     connection.close()
     return answer
 

@@ -33,17 +33,29 @@ class EngineDeployment(EngineReplica):
         super().__init__(plan, serve.get_replica_context().replica_id.unique_id)
 
 
-def application_of(plan: ServerPlan, cluster: ClusterSettings) -> Application:
-    """The application of a plan."""
+def application_of(
+    plan: ServerPlan, cluster: ClusterSettings, router: RequestRouterConfig | None = None
+) -> Application:
+    """The application of a plan.
+
+    Args:
+        router: how requests find their replicas; None: they go where they cost least.
+    """
+    router = router or RequestRouterConfig(
+        request_router_class=PrefixRouter,
+        request_router_kwargs={"report_s": cluster.report_s},
+        request_routing_stats_period_s=cluster.report_s,
+        request_routing_stats_timeout_s=max(5.0, cluster.report_s),
+    )
     number: dict[str, Any] = {"num_replicas": cluster.replicas}
     if cluster.replicas == "auto":
         policy = AutoscalingPolicy(policy_function=replicas_for_load)
         bounds = {"min_replicas": 1, "max_replicas": cluster.most_replicas}
         number = {"autoscaling_config": AutoscalingConfig(**bounds, policy=policy)}
-    engines = _replicas("engines", plan, cluster, **number)
+    engines = _replicas("engines", plan, cluster, router, **number)
     prefill = None
     if cluster.prefill_replicas:
-        prefill = _replicas("prefill", plan, cluster, num_replicas=cluster.prefill_replicas)
+        prefill = _replicas("prefill", plan, cluster, router, num_replicas=cluster.prefill_replicas)
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -57,15 +69,11 @@ def application_of(plan: ServerPlan, cluster: ClusterSettings) -> Application:
     return ingress.bind(engines, plan, cluster, prefill)
 
 
-def _replicas(name: str, plan: ServerPlan, cluster: ClusterSettings, **number: Any) -> Application:
+def _replicas(
+    name: str, plan: ServerPlan, cluster: ClusterSettings, router: RequestRouterConfig, **number: Any
+) -> Application:
     """A deployment of replicas, as many as `number` says."""
     settings = plan.settings
-    router = RequestRouterConfig(
-        request_router_class=PrefixRouter,
-        request_router_kwargs={"report_s": cluster.report_s},
-        request_routing_stats_period_s=cluster.report_s,
-        request_routing_stats_timeout_s=max(5.0, cluster.report_s),
-    )
     deployment = serve.deployment(
         EngineDeployment,
         name=name,

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.server.cluster.application import application_of
@@ -25,10 +26,13 @@ _OBJECT_STORE = 200_000_000
 _TOLD_S = 10.0
 
 
-def serve_cluster(plan: ServerPlan, cluster: ClusterSettings) -> int:
+def serve_cluster(plan: ServerPlan, cluster: ClusterSettings, router: RequestRouterConfig | None = None) -> int:
     """Serve by replicas until SIGINT or SIGTERM; returns the exit status.
 
     Joins the Ray cluster that RAY_ADDRESS names; without it, starts one on this machine, which ends with the server.
+
+    Args:
+        router: as of `application_of`.
 
     Raises HeteroKVError for a port in use, and for a cluster or models that do not start.
     """
@@ -50,7 +54,7 @@ def serve_cluster(plan: ServerPlan, cluster: ClusterSettings) -> int:
             proxy_location="EveryNode" if joins else "HeadOnly",
         )
         try:
-            ingress = serve.run(application_of(plan, cluster), name=NAME, route_prefix="/", blocking=False)
+            ingress = serve.run(application_of(plan, cluster, router), name=NAME, route_prefix="/", blocking=False)
         except RuntimeError as error:
             raise ConfigError(f"the cluster did not start ({error}); the lines above say why") from error
         lengths = ingress.lengths.remote().result()
@@ -81,4 +85,6 @@ def _local(cluster: ClusterSettings) -> dict[str, Any]:
         "include_dashboard": False,
         # Tokens and answers go through it, no keys and values.
         "object_store_memory": _OBJECT_STORE,
+        # Ray's 15 is for jobs that anything else on the machine may delay.
+        "_system_config": {"worker_niceness": 0},
     }

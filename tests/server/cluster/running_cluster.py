@@ -1,20 +1,24 @@
-"""The command `hetero-kv serve --cluster` of a tiny model, in processes of its own."""
+"""A cluster with a tiny model in processes of its own, by `hetero-kv serve --cluster` or by Ray's `serve run`."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx2 as httpx
 import psutil
+import yaml
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +60,43 @@ def cluster_of(model: Path, *flags: str) -> Iterator[Cluster]:
         sys.executable, "-m", "hetero_kv", "serve", "--cluster", "--model", str(model), "--config", "dense",
         "--port", "0", *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    with _running(command, signal.SIGTERM, {}) as cluster:
+        waited_for(lambda: cluster.address or cluster.process.poll() is not None, 180)
+        assert cluster.address, "".join(cluster.lines)
+        yield cluster
+
+
+@contextmanager
+def served_by_ray(configuration: Mapping[str, Any], folder: Path, **environment: str) -> Iterator[Cluster]:
+    """A cluster by Ray's command `serve run` with a configuration file, which goes into the folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    file = folder / "cluster.yaml"
+    options = {"host": "127.0.0.1", "port": port}
+    file.write_text(yaml.safe_dump({**configuration, "http_options": options}), encoding="utf-8")
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file)]
+    # What it says of it belongs to `hetero-kv serve`.
+    with _running(command, signal.SIGINT, environment) as cluster:
+        cluster.lines.append(f"API: http://127.0.0.1:{port}/v1\n")
+
+        def is_healthy() -> bool:
+            assert cluster.process.poll() is None, "".join(cluster.lines)
+            try:
+                return httpx.get(f"{cluster.address}/health", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        waited_for(is_healthy, 180)
+        yield cluster
+
+
+@contextmanager
+def _running(command: Sequence[str], ends_by: int, further: Mapping[str, str]) -> Iterator[Cluster]:
+    """The command until the caller leaves; then nothing of it may be left."""
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", **further
+    }  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
     )
@@ -68,13 +108,13 @@ def cluster_of(model: Path, *flags: str) -> Iterator[Cluster]:
     threading.Thread(target=read, daemon=True).start()
     family = []
     try:
-        waited_for(lambda: cluster.address or process.poll() is not None, 180)
-        assert cluster.address, "".join(cluster.lines)
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield cluster
-        process.send_signal(signal.SIGTERM)
+        try:
+            yield cluster
+        finally:
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(ends_by)
         assert process.wait(120) == 0, "".join(cluster.lines[-40:])
-        family = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        family = psutil.wait_procs(family, 10)[1]
         assert family == []
     finally:
         for each in family:
