@@ -19,6 +19,7 @@ from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.speculation.burst import Burst
@@ -58,6 +59,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
+        self._prompt_speed = PromptSpeed()
         self._checkpoints, self._turn, self._speculation = checkpoints, turn, speculation
         # Requests whose last forward is over and whose next token is not chosen.
         self._unchosen: list[tuple[Request, Burst]] = []
@@ -84,7 +86,7 @@ class Scheduler:
     @property
     def prefill_tokens_per_s(self) -> float | None:
         """Tokens of prompts that pass in a second; None before the first ones."""
-        return self._part_size.tokens_per_s
+        return self._prompt_speed.tokens_per_s
 
     def tell(self) -> None:
         """Tell the other engines what waits for a token here."""
@@ -140,7 +142,9 @@ class Scheduler:
                 "a part of a prompt failed beside %d requests (%s); each is computed alone", len(rows), error
             )
             return False
-        self._part_size.passed(len(rows) + len(part.tokens), time.perf_counter() - began)
+        tokens, seconds = len(rows) + len(part.tokens), time.perf_counter() - began
+        self._part_size.passed(tokens, seconds)
+        self._prompt_speed.passed(request, tokens, seconds, part.is_last)
         request.advance(part.stop)
         self._checkpoints.take(request)
         if part.is_last:
@@ -191,9 +195,11 @@ class Scheduler:
             if computed is not None:
                 self._end_replay(request, computed)
             return
+        seconds = time.perf_counter() - began
+        self._prompt_speed.passed(request, stop - start, seconds, part.is_last)
         if stop - start >= LEAST or not self._checkpoints.are_taken:
             # Before a checkpoint parts are short, and each of their tokens takes longer than those to plan.
-            self._part_size.passed(stop - start, time.perf_counter() - began)
+            self._part_size.passed(stop - start, seconds)
         self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)

@@ -60,7 +60,7 @@ class EngineStatus:
         idle_s: seconds since a step began or ended, or a chunk of a prompt passed.
         is_open: whether the engine takes requests and its thread, where it has one, runs.
         max_batch: the most requests that are answered at a time.
-        prefill_tokens_per_s: tokens of prompts that pass in a second; None before the first ones.
+        prefill_tokens_per_s: tokens of new prompts that pass in a second; None before the first ones.
         decode_step_s: seconds of a decode step of one request; None before steps were measured.
         decode_row_s: seconds that each further request adds to a step, up to `max_batch`.
         bytes_per_token: of keys and values, bytes.
