@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -162,6 +162,28 @@ class ResultStream(Generic[Result]):
                 if self.is_done and known == len(self._pieces):
                     break
                 await self._change(waker)
+        if self._error is not None:
+            raise self._error
+
+    async def bursts(self, pause_s: Callable[[], float]) -> AsyncIterator[Sequence[Piece]]:
+        """As `async for`, in lists: the first piece at once, and then what has come since the last list.
+
+        Args:
+            pause_s: how long nothing is given behind a list, seconds.
+        """
+        known = 0
+        with self._woken() as waker:
+            while True:
+                if known < len(self._pieces):
+                    burst = self._pieces[known:]
+                    known += len(burst)
+                    yield burst
+                    if not self.is_done:
+                        await asyncio.sleep(pause_s())
+                elif self.is_done:
+                    break
+                else:
+                    await self._change(waker)
         if self._error is not None:
             raise self._error
 

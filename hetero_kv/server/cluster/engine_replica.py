@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError, is_out_of_memory
 from hetero_kv.server.cluster.autoscaling import LOAD, load
-from hetero_kv.server.cluster.messages import Alive, Message, ModelFacts, RemoteRequest, Taken
+from hetero_kv.server.cluster.messages import Alive, Burst, Message, ModelFacts, RemoteRequest, Taken
 from hetero_kv.server.launch import log_to_standard_error
 from hetero_kv.server.plan import ServerPlan
 from hetero_kv.server.served import ServedModel
@@ -22,6 +22,9 @@ from hetero_kv.serving.stream import Completion, ResultStream
 
 #: How often a replica says that it is alive while it has no token, seconds.
 ALIVE_S = 0.5
+#: Tokens of an answer are sent together that come within so many seconds for each answer at a time, but no longer than
+#: the second number: a message takes Ray a millisecond and more, in which the engine's thread waits.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.025, 0.1
 
 
 class EngineReplica:
@@ -41,7 +44,7 @@ class EngineReplica:
         self._served = {each.id: each for each in served}
         self._engines = {each.id: each.engine for each in served if isinstance(each.engine, Engine)}
         self._reporters = {name: Reporter(engine) for name, engine in self._engines.items()}
-        self._load = 0.0
+        self._load, self._answers = 0.0, 0
 
     def facts(self) -> list[ModelFacts]:
         """The models that it has."""
@@ -88,10 +91,11 @@ class EngineReplica:
     ) -> AsyncGenerator[Message]:
         yield Taken(self._name)
         stream = None
+        self._answers += 1
         try:
             stream = ask(self._served[request.model])
-            async for piece in ticking(aiter(stream), ALIVE_S):
-                yield Alive(stream.progress) if piece is None else piece
+            async for pieces in ticking(stream.bursts(self._pause_s), ALIVE_S):
+                yield Alive(stream.progress) if pieces is None else Burst(pieces)
             yield await stream
         except Exception as error:
             if not isinstance(error, HeteroKVError) and not is_out_of_memory(error):
@@ -100,8 +104,12 @@ class EngineReplica:
             # As a value, because Ray would put a traceback into its text.
             yield error
         finally:
+            self._answers -= 1
             if stream is not None and not stream.is_done:
                 stream.cancel()
+
+    def _pause_s(self) -> float:
+        return min(_LONGEST_PAUSE_S, _PAUSE_S * self._answers)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What routers and the ingress know of the replica, in plain types, by model; see Ray Serve."""

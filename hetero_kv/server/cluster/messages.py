@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,16 @@ class Alive:
     progress: Progress | None
 
 
-#: What a replica sends: `Taken` at first, `Alive` while nothing else comes, the answer's pieces, and at the end the
+@dataclass(frozen=True)
+class Burst:
+    """The next tokens of an answer."""
+
+    pieces: Sequence[Piece]
+
+
+#: What a replica sends: `Taken` at first, `Alive` while nothing else comes, the answer's tokens, and at the end the
 #: result, or an error that is the request's own.
-Message = Taken | Alive | Piece | Completion | Attended | Exception
+Message = Taken | Alive | Burst | Completion | Attended | Exception
 
 
 @dataclass(frozen=True)

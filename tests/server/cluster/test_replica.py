@@ -14,14 +14,14 @@ from hetero_kv.server.checked_flags import checked
 from hetero_kv.server.cluster.arriving_result import ArrivingResult
 from hetero_kv.server.cluster.autoscaling import LOAD
 from hetero_kv.server.cluster.engine_replica import EngineReplica
-from hetero_kv.server.cluster.messages import RemoteRequest, Taken
+from hetero_kv.server.cluster.messages import Burst, RemoteRequest, Taken
 from hetero_kv.server.cluster.placement import Placement
 from hetero_kv.server.command import add_flags
 from hetero_kv.server.plan import ServerPlan
 from hetero_kv.serving.cluster.prefix_hashes import block_hashes
 from hetero_kv.serving.cluster.routing import RoutedRequest
 from hetero_kv.serving.grammar import GrammarText
-from hetero_kv.serving.stream import Completion, Piece, ResultStream
+from hetero_kv.serving.stream import Completion, ResultStream
 from hetero_kv.settings.flags import FlagParser
 from tests.server.cluster.tiny_folder import CAPACITY, tiny_folder
 
@@ -67,12 +67,13 @@ def messages(replica, request, most=1000):
 
 
 def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
-    taken, *pieces, result = messages(replica, remote_request([5, 6, 7]))
+    taken, *bursts, result = messages(replica, remote_request([5, 6, 7]))
     assert taken == Taken("first")
-    assert all(isinstance(each, Piece) for each in pieces)
+    assert all(isinstance(each, Burst) for each in bursts)
     assert isinstance(result, Completion)
-    assert list(result.pieces) == pieces
-    assert len(pieces) == 4
+    assert [piece for burst in bursts for piece in burst.pieces] == list(result.pieces)
+    assert len(bursts[0].pieces) == 1
+    assert len(result.pieces) == 4
 
 
 def test_an_error_of_the_request_comes_as_a_message(replica):
@@ -94,13 +95,15 @@ def test_who_leaves_cancels_the_answer(replica):
     assert engine.status().requests == ()
 
 
-def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica):
-    request = remote_request([4, 5, 6], SamplingParams(max_new_tokens=9, temperature=1.5, seed=7, ignore_eos=True))
+@pytest.mark.parametrize("bursts", [1, 3])
+def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica, bursts):
+    request = remote_request([4, 5, 6], SamplingParams(max_new_tokens=300, temperature=1.5, seed=7, ignore_eos=True))
     whole = messages(replica, request)[-1]
     stream = ResultStream(lambda _: None)
     result = ArrivingResult(stream)
-    for message in messages(replica, request, most=4)[1:]:
+    for message in messages(replica, request, most=1 + bursts)[1:]:
         result.take(message)
+    assert bursts <= len(result.pieces) < 300
     again = result.going_on(request, "first")
     assert again.avoided == {"first"}
     for message in messages(replica, again)[1:]:
@@ -114,10 +117,10 @@ def test_a_cancelled_answer_ends_as_it_is(replica):
     request = remote_request([4, 5, 6])
     stream = ResultStream(lambda _: None)
     result = ArrivingResult(stream)
-    for message in messages(replica, request, most=3)[1:]:
+    for message in messages(replica, request, most=2)[1:]:
         result.take(message)
     result.cancelled(request)
-    assert (stream.result(0).finish_reason, len(stream.result(0).pieces)) == ("stopped", 2)
+    assert (stream.result(0).finish_reason, len(stream.result(0).pieces)) == ("stopped", 1)
 
 
 def test_a_replica_is_known_by_its_reports_and_gets_the_prompts_that_it_has(replica):
