@@ -28,7 +28,7 @@ from hetero_kv.errors import HeteroKVError
 
 ROOT = Path(__file__).parents[1]
 RECORDS = Path(__file__).parent / "results"
-_NAMES = ("benchmarks", "results", "evaluation", "methods", "cuda", "cluster_simulation")
+_NAMES = ("benchmarks", "results", "evaluation", "methods", "cuda", "cluster", "cluster_simulation")
 PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in _NAMES)
 CURRENT, SUPERSEDED = "current", "superseded"
 # A number, with a unit or an interval behind it; or nothing.
