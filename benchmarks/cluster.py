@@ -103,6 +103,7 @@ def main() -> None:
     if flags.draw:
         written(drawn(), flags.trace)
         return
+    columns: Sequence[str]
     with tempfile.TemporaryDirectory() as name:
         if flags.overhead:
             title, columns, rows = "Overhead", overhead.COLUMNS, beside_one_server(flags, Path(name))
