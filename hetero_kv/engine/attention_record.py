@@ -8,24 +8,24 @@ import torch
 from hetero_kv.errors import HeteroKVError
 
 #: The largest difference of a record's log-sum-exp from that of the attention itself: 1 % of the softmax's sum.
-#: Rounding stays far below it; a record that lacks a key with more than that does not.
+#: Rounding stays far below it; a record without a key of a larger share exceeds it.
 _TOLERANCE = 0.01
 
 
 class AttentionRecord:
-    """Where the attention of one token of one sequence goes, in bins of neighbouring positions.
+    """The attention of one token of one sequence, summed over bins of neighbouring positions.
 
-    A cache layer that has one (`FamilyLayer.record`) is told by its operator the score of every key that the token
-    attends to (`add`), and then what the softmax is divided by (`complete`).
+    A cache layer may have one (`FamilyLayer.record`). Its operator adds the score of every key that the token attends
+    to (`add`), and then divides by the softmax's sum (`complete`).
 
     Args:
         edges: [bins + 1] int64, rising; bin i has the positions from `edges[i]` up to `edges[i + 1]`.
 
     Attributes:
         masses: [bins] float32, the shares of the softmax, the mean over query heads.
-        chosen: [bins] float32, the share of a bin's tokens that are attended to one by one, the mean over lists of
-            keys: those of kv heads, or of query heads.
-        estimated: the share of the softmax in keys that are not attended to one by one.
+        chosen: [bins] float32, the share of a bin's tokens that are attended to individually, the mean over lists of
+            keys: one list per kv head, or per query head.
+        estimated: the share of the softmax in keys that are not attended to individually.
         sink: the share of a learned attention sink.
         is_complete: whether the operator has completed it.
     """
@@ -38,11 +38,11 @@ class AttentionRecord:
         self.is_complete = False
 
     def add(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add keys that the token attends to one by one.
+        """Add keys that the token attends to individually.
 
         Args:
-            scores: [lists, query heads of a list, keys], as the softmax has them; -inf where a list lacks a key.
-            positions: [keys] or [lists, keys], the keys' places in the sequence.
+            scores: [lists, query heads of a list, keys], the softmax's inputs; -inf where a list lacks a key.
+            positions: [keys] or [lists, keys], the keys' positions in the sequence.
         """
         self._parts.append((scores.detach().to("cpu", torch.float32), positions.cpu().expand(len(scores), -1)))
 
@@ -50,7 +50,7 @@ class AttentionRecord:
         self, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, softcap: float | None,
         attended: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`add` by keys.
+        """As `add`, with scores computed from keys.
 
         Args:
             q: [1, heads, 1, k_dim], the token's query.
@@ -85,8 +85,9 @@ class AttentionRecord:
         """Divide by the softmax's sum.
 
         Args:
-            total: log-sum-exp of all that the attention counts; any shape of [heads] numbers, as `attended_lse`.
-            attended_lse: the same of the keys that it attends to one by one; None where these and the sink are all.
+            total: log-sum-exp of everything in the softmax; any shape with one number per head, as `attended_lse`.
+            attended_lse: log-sum-exp of the keys that it attends to individually; None if these and the sink are
+                everything.
             sink: [heads], the scores of a learned sink; None without one.
 
         Raises HeteroKVError when the keys that were added are not those of the attention.

@@ -16,10 +16,10 @@ from hetero_kv.engine.checkpoint import Checkpoint
 from hetero_kv.engine.equal_length_group import NO_COPIES, EqualLengthGroup
 from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.padding_mask import PaddingMask
-from hetero_kv.engine.reservations import reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
+from hetero_kv.engine.store_plan import StorePlan
 from hetero_kv.errors import HeteroKVError
 
 
@@ -27,15 +27,12 @@ class Batch:
     """Sequences that pass through a model together, as groups: rows of equal length form one group.
 
     Args:
-        maker: makes the layers of a group and plans their memory.
-        max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
-        forks: number of forks whose growth to `max_seq_len` is planned too.
-        resident: the resident prefix: KV that a file already supplies.
-        store: a store that caches share (`Store.is_common`), which needs no plan; None plans one of its own.
+        maker: creates the layers of a group and plans their memory.
+        max_seq_len, forks, resident, store: as for `StorePlan`.
 
     Attributes:
         groups: in the order of the rows.
-        columns: the columns so far, and which of them are padding.
+        columns: the padding mask of the columns so far.
 
     Raises OutOfMemoryError when `max_seq_len` does not fit into memory. The plan covers one sequence; a larger batch is
     planned when its first tokens come.
@@ -45,21 +42,11 @@ class Batch:
         self, maker: CacheFactory, max_seq_len: int | None, forks: int, resident: ResidentPrefix = NO_RESIDENT_PREFIX,
         store: Store | None = None,
     ) -> None:  # fmt: skip
-        self._maker, self._max_seq_len, self._forks, self._resident = maker, max_seq_len, forks, resident
-        # Number of sequences in the plan. Blocks are allocated when the first tokens come.
-        self._planned_batch = 1
-        if store is not None and (store.maker is not maker or max_seq_len is not None or forks):
-            raise HeteroKVError(
-                "the store was made for other rules or another model, or max_seq_len or forks was given beside it; "
-                "take one of model.hetero_kv_injection.common_store(max_seq_len), which fixes both"
-            )
-        self._begin_in(maker.planned_store(max_seq_len, 1, forks, resident, None) if store is None else store)
+        self._maker, self._plan = maker, StorePlan(maker, max_seq_len, forks, resident, store)
+        self._begin_in(self._plan.first_store())
 
     def _begin_again(self) -> None:
-        store = self.groups[0].store
-        # With forks, the plan covered all of them together.
-        keeps_plan = self._planned_batch or store.is_common
-        self._begin_in(store.empty_copy() if keeps_plan else Store(store.capacity, self._forks))
+        self._begin_in(self._plan.empty_store(self.groups[0].store))
 
     def _begin_in(self, store: Store) -> None:
         self._set_groups([EqualLengthGroup(self._maker.cache_layers(), store)])
@@ -123,21 +110,14 @@ class Batch:
         if count:
             self._begin_again()
         first = self.groups[0]
-        others = reserved_by_others(first.store)
-        crowded = first.store.waits and (others.planned > 0 or not others.is_nothing)
-        if first.layouts and not first.store.is_common and (crowded or batch > self._planned_batch):
-            planned = max(batch, self._planned_batch)
-            first.store = self._maker.planned_store(
-                self._max_seq_len, planned, self._forks, self._resident, first.store
-            )
-            self._planned_batch = planned
+        self._plan.enlarge(first, batch)
         # Checked before any block is allocated: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])
         first.store.provide(first.layouts, batch)
         first.open(batch)
 
     def begin_restored(self, shapes: Rows[tuple[int, int]]) -> list[EqualLengthGroup]:
-        """Make groups that a file will fill.
+        """Create groups that a file will fill.
 
         Args:
             shapes: (rows, tokens) of each group.
@@ -221,7 +201,7 @@ class Batch:
     def checkpoint(self) -> Checkpoint | None:
         """A copy of the state of layers that do not keep every token, to which `crop` can return a single sequence.
 
-        None where every layer keeps every token, so that no copy is needed, and where one could not return to it.
+        None if every layer keeps every token, so that no copy is needed, and if a layer cannot return to a copy.
         """
         return self.groups[0].checkpoint() if len(self.sequences) == 1 else None
 
@@ -229,7 +209,7 @@ class Batch:
         """Drop the last `-tokens_to_remove` columns, a negative number as in transformers. An empty batch stays empty.
 
         Args:
-            checkpoint: of this sequence, or of one that it was forked from, with as many tokens as stay.
+            checkpoint: of this sequence, or of one that it was forked from, with as many tokens as remain.
 
         Raises HeteroKVError for a positive number, for a checkpoint of another length, and when a layer keeps only a
         window or a state, so that older tokens are lost, and the checkpoint has no copy of it.

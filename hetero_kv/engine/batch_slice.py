@@ -25,7 +25,7 @@ class BatchSlice:
     Attributes:
         rows: the group's rows in the batch.
         columns: the columns of the call that hold the new tokens.
-        part: for tokens of a prompt that pass as rows of one column, which part of it they are; None for others.
+        part: for tokens of a prompt that are computed as rows of one column, which part of it they are; else None.
         is_draft: whether the rows are consecutive tokens of the group's one sequence, each of which is decoded.
     """
 
@@ -43,5 +43,5 @@ class BatchSlice:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether its tokens are generated ones, or guesses at them."""
+        """Whether its tokens are generated or drafted."""
         return self.part is None and (self.is_draft or self.tokens == 1)

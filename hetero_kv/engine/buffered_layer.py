@@ -1,4 +1,4 @@
-"""A cache layer with chunked prefill: the prompt's KV stays on the compute device until the whole prompt has passed."""
+"""A cache layer with chunked prefill: the prompt's KV stays on the compute device until the whole prompt is done."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class HeteroCache(PrefillProgress, HFInterface):
 
     Attributes:
         groups: in the order of the batch's rows.
-        layers: those of the group that passes through the model, else those of the first group.
+        layers: those of the group in the forward, else those of the first group.
         in_use: the context of the thread that uses this cache; any other thread that enters it is refused.
 
     One thread at a time may use a cache, for a whole `generate` or one forward; a second one gets a CacheInUseError.
@@ -85,7 +85,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.passed: tuple[Step, ...] = ()
         #: Where the forward in progress leaves the likeliest next tokens instead of logits, if it can; None: logits.
         self.likeliest: LikeliestRequest | None = None
-        #: The rows of the forward in progress, where drafts pass, or a part of a prompt beside decoded tokens.
+        #: The rows of the forward in progress, if it has drafts, or a part of a prompt with decoded tokens.
         self.forward_batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
@@ -220,10 +220,10 @@ class HeteroCache(PrefillProgress, HFInterface):
             self._present(self.groups[0])
 
     def begin_beside(self, tokens: int, part: PromptPart) -> Passing:
-        """Begin a forward in which `tokens` tokens of this cache's prompt, of one row, pass beside other groups'."""
+        """Begin a forward of `tokens` tokens of this cache's prompt, one row, together with other groups."""
         self._open(1, tokens)
         if part.is_first or part.is_last:
-            # Reading all weights' samples takes as long as a small part; parts in between have the same weights.
+            # Sampling all weights takes as long as a small part; parts in between have the same weights.
             self._record_state()
         else:
             self.record_adapters()
@@ -287,11 +287,9 @@ class HeteroCache(PrefillProgress, HFInterface):
         clone.on_progress = clone._question = None
         memo: dict[int, Any] = {}
         clone._set_groups([group.fork(memo) for group in self.groups])
-        store = self.groups[0].store
-        if not self.sequences and not store.is_common:
-            clone.groups[0].store = Store(store.capacity, self._forks)
-        # Both share the plan. `reset` makes a cache leave the shared store and plan again.
-        self._planned_batch = clone._planned_batch = 0
+        clone._plan = self._plan.fork()
+        if not self.sequences:
+            clone.groups[0].store = clone._plan.empty_store(self.groups[0].store)
         return clone
 
     def __copy__(self) -> HeteroCache:
@@ -317,7 +315,8 @@ class HeteroCache(PrefillProgress, HFInterface):
             sequence.free()
         if self.mapped_files:
             # After a reset, blocks are allocated in memory instead of mapped files.
-            self.mapped_files, self._resident, self._planned_batch = (), NO_RESIDENT_PREFIX, 0
+            self.mapped_files = ()
+            self._plan.forget_resident()
 
     def extend(self, other: Self) -> None:
         """See Batch."""

@@ -1,4 +1,4 @@
-"""The cache factory of an injected model: makes cache layers, plans their memory, saves and loads caches."""
+"""The cache factory of an injected model: creates cache layers, plans their memory, saves and loads caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelState(Protocol):
 
 
 class CacheFactory(Protocol):
-    """What `inject` attaches to a model: it knows the cache of each layer, and how much fits into memory."""
+    """Attached to a model by `inject`: it knows the cache of each layer, and how much fits into memory."""
 
     @property
     def one_at_a_time(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Capacity: how many more tokens fit, by `max_seq_len` and by the blocks that other sequences leave free."""
+"""Capacity: how many more tokens fit, by `max_seq_len` and by the free blocks."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ def _named(rows: slice) -> str:
     return f" in row {rows.start}" if rows.stop - rows.start == 1 else f" in rows {rows.start} to {rows.stop - 1}"
 
 
-def _beyond_capacity(group: EqualLengthGroup, tokens: int, left: int, where: str) -> CacheFullError:
+def _beyond_capacity(group: EqualLengthGroup, tokens: int, fits: int, where: str) -> CacheFullError:
     return CacheFullError(
         f"the cache is full{where}: max_seq_len is {group.store.capacity} tokens, {group.length} are stored, and "
-        f"{tokens} more do not fit; set max_seq_len to at least {group.length + tokens}{_shorter(left)}"
+        f"{tokens} more do not fit; set max_seq_len to at least {group.length + tokens}{_shorter(fits)}"
     )
 
 
-def blocks_exhausted(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
-    """The error for `tokens` tokens without free blocks, when only `left` fit."""
+def blocks_exhausted(store: Store, layout: Layout, tokens: int, fits: int) -> CacheFullError:
+    """The error for `tokens` tokens without free blocks, when only `fits` fit."""
     allocator = store.allocators[layout]
     if store.is_common:
         return CacheFullError(
             f"the store of this model's caches is full: {tokens} more tokens do not fit, and the "
-            f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {left}; reset or drop other "
-            f"caches, or make the store larger than {store.tokens} tokens{_shorter(left)}"
+            f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {fits}; reset or drop other "
+            f"caches, or make the store larger than {store.tokens} tokens{_shorter(fits)}"
         )
     return CacheFullError(
         f"the blocks that this cache shares with its forks are used up: {tokens} more tokens do not fit, and the "
-        f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {left}; reset or drop a fork, "
-        f"plan more forks for the first cache (HeteroCache(model, forks={store.forks + 1})){_shorter(left)}"
+        f"{allocator.free_blocks} free blocks of {allocator.num_blocks} have room for {fits}; reset or drop a fork, "
+        f"plan more forks for the first cache (HeteroCache(model, forks={store.forks + 1})){_shorter(fits)}"
     )
 
 
-def _shorter(left: int) -> str:
-    return f", or shorten the input to {left} tokens" if left else ""
+def _shorter(fits: int) -> str:
+    return f", or shorten the input to {fits} tokens" if fits else ""
 
 
 def _sharing(groups: Rows[EqualLengthGroup]) -> list[tuple[Store, Layout, list[EqualLengthGroup]]]:
@@ -110,9 +110,9 @@ def _fitting(store: Store, layout: Layout, groups: Rows[EqualLengthGroup], most:
     spare = _spare(store, layout, groups)
     if spare < 0:
         return 0
-    fitting, beyond = 0, most + 1
-    while beyond - fitting > 1:
-        middle = (fitting + beyond) // 2
+    fits, beyond = 0, most + 1
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
         fits = _needed(layout, groups, [middle] * len(groups)) <= spare
-        fitting, beyond = (middle, beyond) if fits else (fitting, middle)
-    return fitting
+        fits, beyond = (middle, beyond) if fits else (fits, middle)
+    return fits

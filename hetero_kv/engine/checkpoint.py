@@ -1,4 +1,4 @@
-"""Checkpoints: copies of what layers cannot return to by dropping tokens, so that a sequence can be cut there."""
+"""Checkpoints: copies of states that layers cannot restore by dropping tokens, so that a sequence can be cut there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LayerCheckpoint:
     """A copy of one layer's state.
 
     Attributes:
-        state: what the layer's `return_to` takes; it stays valid for several returns.
+        state: the argument of the layer's `return_to`; it stays valid for several returns.
         nbytes: its memory.
     """
 
@@ -22,7 +22,7 @@ class LayerCheckpoint:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sequence's state behind its first `length` tokens, without what every layer keeps of them anyway.
+    """A sequence's state after its first `length` tokens, without what layers keep of them anyway.
 
     Attributes:
         layers: layer -> its copy, for layers that do not keep every token: recurrent states and sliding windows.

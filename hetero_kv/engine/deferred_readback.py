@@ -27,7 +27,7 @@ class HostCopy(NamedTuple):
 
     Attributes:
         tensor: on any device; nothing writes to it in this forward.
-        receive: callback for the CPU copy, called unless a watched number is refused.
+        receive: callback for the CPU copy, called unless a checked number is refused.
     """
 
     tensor: torch.Tensor

@@ -18,7 +18,7 @@ class DeviceTable:
     def holding(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
         """`table` [rows, blocks] int32 on `device`. The copy may still be in flight, ordered by the stream."""
         if self._tensor is None or self._tensor.device != device or not np.array_equal(self._sent, table):
-            # A table grows in place, so that the sent one is kept as a copy.
+            # A table grows in place, so the copy that was sent is kept for comparison.
             self._sent = table.copy()
             self._tensor = on_device(torch.from_numpy(self._sent), device)
         return self._tensor

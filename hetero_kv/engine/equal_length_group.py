@@ -50,7 +50,7 @@ class EqualLengthGroup:
         shared: arrays that layers pass to each other. An array is replaced and never changed.
         step: the step in progress.
         device_tables: by layout, the copies of the block tables on devices.
-        device_tokens: by layout, what a family's layers share of decoded tokens on a device.
+        device_tokens: by layout, data of decoded tokens on a device that a family's layers share.
     """
 
     def __init__(self, layers: Rows[CacheLayerMixin], store: Store) -> None:
@@ -126,7 +126,7 @@ class EqualLengthGroup:
             )
             self._reserve(step)
             for layout in self.layouts:
-                # The table has no places of later tokens yet.
+                # Built now, while the table has no blocks of later tokens.
                 step.blocks(layout)
             steps.append(step)
         return steps
@@ -225,7 +225,7 @@ class EqualLengthGroup:
             )
 
     def checkpoint(self) -> Checkpoint | None:
-        """A copy of what layers do not keep of earlier tokens; None where all keep it, or one cannot return to it."""
+        """A copy of the states that layers do not keep; None if all keep them, or a layer cannot return to a copy."""
         copies = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, FamilyLayer):

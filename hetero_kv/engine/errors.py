@@ -15,7 +15,7 @@ class DamagedContextError(ContextError):
     """A saved context is cut off, changed, or not written by this project.
 
     Attributes:
-        whole: number of tokens from the beginning whose blocks are intact, where known; else 0.
+        whole: number of tokens from the beginning whose blocks are intact, if known; else 0.
     """
 
     def __init__(self, text: object = "", whole: int = 0) -> None:

@@ -14,7 +14,7 @@ from hetero_kv.errors import HeteroKVError
 
 
 class HFInterface(CacheStatistics, Cache):
-    """The methods of transformers' Cache that a batch answers in another way, or refuses."""
+    """The methods of transformers' Cache that a batch implements differently, or refuses."""
 
     in_use: ExclusiveUse
     steps: tuple[Step, ...]

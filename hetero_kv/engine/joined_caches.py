@@ -1,4 +1,4 @@
-"""Several caches of one model as one, for a forward of the tokens that follow in each, and of a part of a prompt."""
+"""Several caches of one model as one, for a forward of each one's next tokens, and of a part of a prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hetero_kv.errors import HeteroKVError
 
 
 class PassingPrompt(NamedTuple):
-    """A part of a prompt that passes beside decoded tokens.
+    """A part of a prompt in one forward with decoded tokens.
 
     Attributes:
         cache: of the prompt; one row.
-        tokens: how many tokens pass.
+        tokens: how many tokens it has.
         part: which part of the prompt they are.
     """
 
@@ -34,15 +34,15 @@ class PassingPrompt(NamedTuple):
 def joined(
     caches: Rows[HeteroCache], prompt: PassingPrompt | None = None, tokens: Rows[int] | None = None
 ) -> Iterator[HeteroCache]:
-    """Within this context one cache has the rows of all `caches`, in their order, for the tokens that follow in each.
+    """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
-    With a prompt or several tokens of a cache, which are further rows of the call, it takes one forward
+    With a prompt, or several tokens of a cache, which are further rows of the call, it can be used for one forward
     (`ForwardBatch`).
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
 
     Args:
-        tokens: how many tokens follow in each cache; None for one of each row. A cache with several has one row.
+        tokens: the number of next tokens of each cache; None for one per row. A cache with several has one row.
 
     Raises HeteroKVError for caches of several models or depths, or without tokens, and CacheInUseError when another
     thread uses one of them.
@@ -51,7 +51,7 @@ def joined(
     for cache in (*caches, *(() if prompt is None or not prompt.cache.columns.count else (prompt.cache,))):
         is_other_depth = cache.depth and first.depth and cache.depth != first.depth
         if cache.injection is not first.injection or is_other_depth:
-            raise HeteroKVError("only caches of one injected model, with tokens of equal depth, compute together")
+            raise HeteroKVError("only caches of one injected model, with tokens of equal depth, can be joined")
     for cache in caches:
         if not cache.columns.count:
             raise HeteroKVError("a cache without tokens cannot decode; prefill a prompt into it first")

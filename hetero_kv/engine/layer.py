@@ -37,13 +37,13 @@ class FamilyLayer(CacheLayerMixin):
         state: see above.
         read: bytes that the attention of decoded tokens read, per row; a layer that counts them includes them in its
             snapshots.
-        record: where the operator records the attention of the token that passes; None for no record.
+        record: where the operator records the attention of the present token; None for no record.
     """
 
     is_sliding = False
     #: Whether its forwards run in strides: it has `stride`, and `after_all_layers` is called.
     is_strided: ClassVar[bool] = False
-    #: Called with the layers of one group that share it, and the part of a forward that has passed all layers.
+    #: Called with the layers of one group that share it, and the part of a forward that is through all layers.
     after_all_layers: ClassVar[Any] = None
 
     layer_idx: int
@@ -131,7 +131,7 @@ class FamilyLayer(CacheLayerMixin):
         """Begin a prefill: the tokens of a prompt follow in chunks."""
 
     def end_prefill(self, step: Step) -> Any:
-        """Store the prompt, all of which has arrived. Returns a value for the operator."""
+        """Store the prompt, once all of it has arrived. Returns a value for the operator."""
 
     def leave_prefill(self) -> None:
         """Clean up after a prefill, successful or not."""
@@ -157,11 +157,11 @@ class FamilyLayer(CacheLayerMixin):
         return self.can_crop
 
     def checkpoint(self) -> LayerCheckpoint | None:
-        """A copy of the present state for a layer that cannot `crop`; None where its class cannot return to one."""
+        """A copy of the present state for a layer that cannot `crop`; None if its class cannot return to one."""
         return None
 
     def return_to(self, checkpoint: LayerCheckpoint) -> None:
-        """Drop the tokens behind a checkpoint of this layer, or of one that it was forked from."""
+        """Drop the tokens after a checkpoint of this layer, or of one that it was forked from."""
         raise HeteroKVError(f"layer {self.layer_idx} ({type(self).__name__}) cannot return to a checkpoint")
 
     def snapshot(self) -> Any:
@@ -211,9 +211,9 @@ class FamilyLayer(CacheLayerMixin):
 
     @property
     def captured_memory(self) -> int | None:
-        """The number of the memory that a captured token's attention reads and writes; new memory has another one.
+        """A number that identifies the memory that a captured token's attention uses; it changes with the memory.
 
-        None where attention cannot be captured, or not yet; see `adapter.graph_recording.CapturableAttention`.
+        None if attention cannot be captured, or not yet; see `adapter.graph_recording.CapturableAttention`.
         """
         return None
 

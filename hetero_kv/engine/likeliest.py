@@ -20,7 +20,7 @@ class Likeliest(NamedTuple):
 
     @staticmethod
     def of(logits: torch.Tensor) -> torch.Tensor:
-        """Those of logits [rows, vocab], as numbers on their device, [2, rows] float64: ids, then logits."""
+        """The likeliest tokens of logits [rows, vocab], on the logits' device, [2, rows] float64: ids, then logits."""
         found = logits.float().max(dim=-1)
         return torch.stack([found.indices.double(), found.values.double()])
 
@@ -29,14 +29,13 @@ class LikeliestRequest:
     """Requests the likeliest next tokens of a forward (`HeteroCache.likeliest`).
 
     Attributes:
-        rows: those of each row, once the forward is over; None where it has left the request to its caller, and returns
-            logits.
+        rows: the token of each row, after the forward; None if the forward returned logits instead.
     """
 
     def __init__(self) -> None:
         self.rows: list[Likeliest] | None = None
 
     def receive(self, found: torch.Tensor) -> None:
-        """Take the numbers of `Likeliest.of`, on the CPU."""
+        """Receive the numbers of `Likeliest.of`, on the CPU."""
         tokens, logits = found.tolist()
         self.rows = [Likeliest(int(token), logit) for token, logit in zip(tokens, logits, strict=True)]

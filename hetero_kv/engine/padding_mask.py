@@ -14,7 +14,7 @@ class PaddingMask:
 
     Attributes:
         count: number of columns.
-        padding: [rows, count] bool on the CPU, True where a row has a token; None when no row has padding.
+        padding: [rows, count] bool on the CPU, True where a row has a token; None if no row has padding.
     """
 
     count: int = 0

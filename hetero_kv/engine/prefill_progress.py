@@ -1,4 +1,4 @@
-"""Prefill progress: which part of a prompt is passing, which of its tokens are the question, and how many are done."""
+"""Prefill progress: the part of a prompt in progress, the tokens that are the question, and how many are done."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrefillProgress:
 
     @property
     def _part(self) -> PromptPart:
-        """The part of a prompt that the next forward passes."""
+        """The part of a prompt that the next forward computes."""
         first, last = (
             (True, True) if self._stride is None else (self._stride[0] == 0, self._stride[1] == self._stride[2])
         )
@@ -83,7 +83,7 @@ class PrefillProgress:
         if self._stride is None:
             self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
             return
-        # A stride passes all layers, so that progress is a share of the tokens, as with a single layer.
+        # A stride passes all layers, so progress is a share of the tokens, as with a single layer.
         start, stop, whole = self._stride
         passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
         self.on_progress(int(passed == whole), 1, passed, whole)

@@ -1,6 +1,6 @@
 """DRAM that the caches of this process have reserved and not yet allocated.
 
-Pools allocate memory as they fill, so that the system's free memory still includes reserved memory.
+Pools allocate memory as they fill, so the system's free memory still includes reserved memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Reserved(NamedTuple):
         caches: number of caches with a reservation.
         waiting: caches with `max_seq_len: auto` and no tokens yet: each will get an equal share of the rest.
         mapped: part of `size` whose addresses pools have mapped already, bytes.
-        planned: DRAM of their stores when full, allocated or not, bytes; without caches that wait.
-        budget: the least of their budgets (`Store.budget`), bytes; None if none has one.
+        planned: DRAM of their stores when full, allocated or not, bytes; excludes waiting caches.
+        budget: the smallest of their budgets (`Store.budget`), bytes; None if none has one.
     """
 
     size: int = 0
@@ -39,7 +39,7 @@ class Reserved(NamedTuple):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether other caches have nothing reserved, and none waits for its share."""
+        """Whether other caches have reserved nothing, and none waits for its share."""
         return not (self.size or self.waiting)
 
 

@@ -1,4 +1,4 @@
-"""The resident prefix: tokens that a context has in a file already, so that memory is planned for the rest only."""
+"""The resident prefix: tokens whose KV a file already has, so memory is planned only for the rest."""
 
 from __future__ import annotations
 

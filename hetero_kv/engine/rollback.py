@@ -35,7 +35,7 @@ def rollback_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -
     """Within this context an exception, Ctrl-C included, rolls every layer back to its state before.
 
     Args:
-        go_back: the cache's `rollback_point`; None makes one.
+        go_back: the cache's `rollback_point`; None creates one.
     """
     go_back = go_back or rollback_point(cache)
     try:
@@ -48,7 +48,7 @@ def rollback_on_error(cache: Cache, go_back: Callable[[], None] | None = None) -
 class CacheTransaction:
     """Within this context one thread uses a cache; an exception, Ctrl-C included, rolls every layer back.
 
-    An interrupt while the thread leaves is undone too.
+    An interrupt on leaving rolls back too.
 
     Attributes:
         go_back: the cache's `rollback_point`, once inside.

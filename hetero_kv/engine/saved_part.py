@@ -12,7 +12,7 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.statistics import Tally
 from hetero_kv.errors import shown
 
-#: Larger than any count of tokens, bytes or steps.
+#: Larger than any number of tokens, bytes or steps.
 _LARGEST = 2**53
 
 
@@ -24,7 +24,7 @@ class Shareable(Protocol):
 
 @dataclass
 class SavedPart:
-    """Named tensors and numbers. Each reader states what it expects, and gets it checked.
+    """Named tensors and numbers. Each reading method checks that the value is what the caller expects.
 
     Attributes:
         tensors: on any device; a name has no `/`.
@@ -123,7 +123,7 @@ class RestoreTarget:
     states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def shared(self, part: SavedPart, name: str, make: Callable[[SavedPart], Any]) -> Any:
-        """The object that `part` shares with other layers under this name, made once; None where it has none."""
+        """The object that `part` shares with other layers under this name, created once; None if it has none."""
         index = part.optional_integer(name, 0, len(self.parts) - 1)
         if index is None:
             return None

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Which part of a prompt a forward passes, when a policy passes prompts in strides.
+    """The part of a prompt that a forward computes.
 
     Attributes:
         question: number of last tokens of the whole prompt that are the question; None when unknown.
-        is_beside: whether it passes beside decoded tokens (`ForwardBatch`).
+        is_beside: whether it is in one forward with decoded tokens (`ForwardBatch`).
     """
 
     is_first: bool = True
@@ -52,7 +52,7 @@ class StepBlocks:
 
 
 class Step:
-    """New tokens of a group's rows on their way through the layers.
+    """One forward of the new tokens of a group's rows through all layers.
 
     Attributes:
         group: the group of the rows.
@@ -63,9 +63,9 @@ class Step:
         is_decode: whether the new token is a generated one; else a prompt or a part of one.
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
-        is_draft: whether its token is one of several of its sequence that are decoded in one forward.
-        after: among these, the step of the token before.
-        states: among these, layer -> its state behind this step, where the layer was left in one.
+        is_draft: whether the forward decodes several tokens of the sequence, a step each.
+        after: of a draft, the step of the previous token.
+        states: of a draft, layer -> its state after this step, for layers that have one.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
     """
@@ -88,7 +88,7 @@ class Step:
         self.host_copies: list[HostCopy] = []
         #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.
         self.made: dict[int, StepBlocks] = {}
-        #: What a family computes once for all layers, by its own keys.
+        #: Results that a family computes once for all layers, by its own keys.
         self.computed: dict[Any, Any] = {}
         self._tables: dict[int, torch.Tensor] = {}
 
@@ -108,7 +108,7 @@ class Step:
         return blocks
 
     def show_length(self) -> None:
-        """Make the lengths of blocks those at the end of this step, where later tokens have places in them already."""
+        """Set the blocks' lengths to those at the end of this step, if later tokens are already in the blocks."""
         for layout in self.group.layouts:
             blocks = self.blocks(layout)
             blocks.lengths[blocks.table[:, -1]] = blocks.length - (blocks.table.shape[1] - 1) * layout.block_size

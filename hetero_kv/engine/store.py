@@ -25,7 +25,7 @@ class Store:
     With `tokens`, caches of one model share the store: each of their sequences takes blocks as it grows, up to
     `capacity` tokens, and all of them together hold at most `tokens`.
 
-    Nothing is allocated before the first tokens: `provide` allocates blocks, then each layer makes its pool once its
+    Nothing is allocated before the first tokens: `provide` allocates blocks, then each layer creates its pool once its
     shapes are known.
 
     Args:
@@ -35,7 +35,7 @@ class Store:
         is_auto: whether the capacity is as much as fits (`max_seq_len: auto`), and is decided with the first tokens.
         tokens: tokens of all sequences together; None for the store of one cache and its forks.
         maker: the rules whose caches share the store; None for that of one cache.
-        budget: the most DRAM that all caches of this process may keep together, bytes; None: all that is free.
+        budget: the largest DRAM of all caches of this process together, bytes; None: all that is free.
 
     Attributes:
         capacity, forks, planned, is_auto, tokens, maker, budget: the arguments.
@@ -64,14 +64,14 @@ class Store:
         return self.tokens is not None
 
     def empty_copy(self) -> Store:
-        """An empty store with the same arguments; a common store is its own, for sequences give their blocks back."""
+        """An empty store with the same arguments; for a common store itself, as sequences return their blocks."""
         return (
             self if self.is_common else Store(self.capacity, self.forks, self.planned, self.is_auto, budget=self.budget)
         )
 
     @property
     def waits(self) -> bool:
-        """Whether its capacity is still to be planned, from the free memory when the first tokens come."""
+        """Whether its capacity is not planned yet: `auto` plans it from the free memory when the first tokens come."""
         return self.is_auto and not self.rows
 
     @property
@@ -84,13 +84,13 @@ class Store:
         return int(self.planned * (1 - max(filled, default=1.0)))
 
     def write_out(self, device: torch.device) -> WriteOut:
-        """The stream by which prompts leave a GPU; shared by all layers, one of which has a prompt at a time."""
+        """The stream that copies prompts from a GPU; all layers share it, and only one has a prompt at a time."""
         if device not in self._write_outs:
             self._write_outs[device] = WriteOut(device)
         return self._write_outs[device]
 
     def prefetch(self, device: torch.device) -> Prefetch:
-        """The stream by which stored tokens return to a GPU; shared by all layers."""
+        """The stream that copies stored tokens back to a GPU; all layers share it."""
         if device not in self._prefetches:
             self._prefetches[device] = Prefetch(device)
         return self._prefetches[device]
@@ -98,7 +98,7 @@ class Store:
     def provide(self, layouts: Iterable[Layout], rows: int) -> None:
         """Allocate blocks of these layouts for `rows` sequences and their planned forks.
 
-        A common store allocates those of all its tokens at the first call.
+        A common store allocates the blocks of all its tokens at the first call.
         """
         if self.tokens is not None:
             self.rows = max(self.rows, rows)
