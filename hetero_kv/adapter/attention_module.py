@@ -37,7 +37,7 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module looks like a decoder's attention: it is no recurrent module and has a cache layer's index."""
+    """Whether a module looks like a decoder's attention: it has a cache layer's index and is not recurrent."""
     has_index = isinstance(getattr(module, "layer_idx", None), int)
     return has_index and "attention" in type(module).__name__.lower() and not is_recurrent(module)
 
@@ -68,5 +68,5 @@ def has_window(module: nn.Module) -> bool:
 
 
 def own_windows(config: Any) -> list[int | None]:
-    """Per layer, the sliding window of transformers' own cache; None where it keeps everything."""
+    """Per layer, the sliding window of transformers' own cache; None if it keeps everything."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -1,9 +1,9 @@
-"""Everything that the operators know of transformers' internals.
+"""The bridge to transformers' internals: the attention function and mask function `hetero_kv`.
 
 Every transformers attention module ends in the same two calls: `past_key_values.update(k, v, layer_idx)` and
 `ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation)`. An attention operator wraps such a module and
-gives it a private config whose implementation is `hetero_kv`. It so receives the queries, keys and values of any model
-after projections, norms and rotary embedding.
+gives it a private config whose implementation is `hetero_kv`. This is how it receives the queries, keys and values of
+any model after projections, norms and rotary embedding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AttentionCall:
         return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
     def as_prompt(self) -> AttentionCall:
-        """The call for a prompt of one row, whose tokens are the rows of this one."""
+        """This call's rows as the tokens of a prompt of one row."""
         q, k, v = (each.transpose(0, 2) for each in (self.q, self.k, self.v))
         return AttentionCall(q, k, v, self.scale, self.softcap, self.sliding_window, self.sink)
 
@@ -82,7 +82,7 @@ class ActiveHandler:
     calls: int = 0
 
 
-#: The service of the present forward, which the attention function calls.
+#: The handler of the present forward, which the attention function calls.
 ACTIVE_HANDLER: ContextVar[ActiveHandler] = ContextVar("hetero_kv_serving")
 
 
@@ -97,7 +97,7 @@ def handled_by(operator: AttentionHandler) -> Iterator[ActiveHandler]:
         ACTIVE_HANDLER.reset(token)
 
 
-# Arguments that some models and `generate` pass along, and that do not change what attention computes.
+# Arguments that some models and `generate` pass, and that do not change the result of attention.
 _NO_INFLUENCE = frozenset(
     {
         "assistant_tokenizer",
@@ -240,7 +240,7 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Hetero
 
 
 def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tensor, position_ids: Any) -> Any:
-    """The mask of one chunk for an attention module without an operator, by its own implementation's rules.
+    """The mask of one chunk for an attention module without an operator, by the rules of its implementation.
 
     Args:
         module: the attention module, with the model's own config.

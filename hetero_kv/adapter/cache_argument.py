@@ -21,7 +21,7 @@ def passed_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """The name of the cache among the parameters of `forward`; `past_key_values` where no known name is among them."""
+    """The name of the cache among the parameters of `forward`; `past_key_values` if none of the known names is."""
     names = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), "past_key_values")
 

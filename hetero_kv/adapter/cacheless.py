@@ -61,7 +61,7 @@ def _size(cache: Any) -> str:
 
 
 def _refuse_packed(call: ModelCall) -> None:
-    """Raise for restarting positions, which transformers takes for packed sequences."""
+    """Raise for restarting positions, which transformers treats as packed sequences."""
     positions = call.arguments.get("position_ids")
     if (
         isinstance(positions, torch.Tensor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hetero_kv.errors import UnsupportedModelError
 
 _OFF, _ON, _WAITING = "off", "on", "not yet"
-# Number of capture attempts when memory runs out; number of uncaptured tokens after the first failed attempt, and the
-# factor by which that number grows with each further one.
+# Number of capture attempts when memory runs out; number of uncaptured tokens after the first failed attempt, and its
+# growth factor for each further one.
 _TRIES, _RESTING, _LONGER = 4, 16, 4
 
 

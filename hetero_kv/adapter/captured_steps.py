@@ -47,7 +47,7 @@ from hetero_kv.gpu_ops.host_traffic import traffic_observed
 _WARM_UP = 2
 # At most this many kinds of call (rows, arguments), and groups of sequences, stay captured.
 _KEPT = 4
-# A capture with attention takes the place of one that has served none of so many tokens before.
+# A capture with attention replaces one that was not used for this many tokens.
 _UNUSED = 64
 
 _Key = tuple[Any, ...]
@@ -58,7 +58,7 @@ class CapturedSteps:
 
     Args:
         model: the module that walks through the layers, or the whole model around it.
-        has_head: whether it is the whole model, which is captured only where its layers' attention is.
+        has_head: whether it is the whole model, which is captured only if its layers' attention is.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: CaptureState, has_head: bool) -> None:
@@ -102,7 +102,7 @@ class CapturedSteps:
         The whole model's positions are in page-locked DRAM if the call does not give them: their copy is no launch.
         """
         assert call.inputs is not None
-        # The mask of a decoded token only marks rows without a token, which are handled before.
+        # The mask of a decoded token only marks rows without a token, which the guard handles.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
             arguments["position_ids"] = self._positions(cache, call.inputs.device)
@@ -115,7 +115,7 @@ class CapturedSteps:
         """The positions of the tokens, [rows, 1]."""
         if self._has_head:
             return torch.tensor([[step.past] for step in cache.steps for _ in step.group.sequences]).pin_memory()
-        # Filled on the device from scalars, so that nothing is copied to it.
+        # Filled on the device from scalars, without a copy from the host.
         past = [torch.full((len(step.group.sequences), 1), step.past, device=device) for step in cache.steps]
         return past[0] if len(past) == 1 else torch.cat(past)
 
@@ -142,7 +142,7 @@ class CapturedSteps:
     def _captured(
         self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
     ) -> CapturedToken | None:
-        """The capture for such a call, made where missing; None where it cannot be captured, or not now."""
+        """The capture for such a call, created if missing; None if it cannot be captured, or not now."""
         kind, memory = key, self._memory(cache)
         if self._has_head and kind in self._uncapturable:
             return None
@@ -179,19 +179,19 @@ class CapturedSteps:
         return self._tokens[key]
 
     def _memory(self, cache: HeteroCache) -> tuple[Any, ...]:
-        """Which memory a capture with attention would belong to; empty where no layer's attention can be captured."""
+        """The memory that a capture with attention would belong to; empty if no layer's attention can be captured."""
         layers = [captured_memory(cache, index) for index in range(len(cache.layers))]
         return (id(cache.steps[0].group), *layers) if any(layer is not None for layer in layers) else ()
 
     def _is_without_host(self, cache: HeteroCache) -> bool:
-        """Whether the attention of all layers can be captured, and a capture of the whole model may be made."""
+        """Whether the attention of all layers can be captured, and a capture of the whole model may be created."""
         memory = self._memory(cache)
         return bool(memory) and all(layer is not None for layer in memory)
 
     def _has_place(self, key: _Key) -> bool:
-        """Whether a capture with attention is there, or may take the place of another.
+        """Whether a capture with attention exists, or may replace another.
 
-        It may not where more groups take turns than captures are kept, which would all be captured again and again.
+        It may not if more groups take turns than captures are kept: all would be captured again and again.
         """
         if key in self._tokens or len(self._tokens) < _KEPT:
             return True
@@ -243,7 +243,7 @@ class CapturedSteps:
 
 
 def _decodes(cache: HeteroCache) -> bool:
-    """Whether a step is in progress in which every row of the cache gets one decoded token, which is stored."""
+    """Whether the step in progress stores one decoded token of every row of the cache."""
     return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
 
 
@@ -253,12 +253,12 @@ def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
 
 
 def _device_of(inputs: dict[str, torch.Tensor]) -> torch.device:
-    """The GPU that a call's tensors are on, or come to."""
+    """The GPU that a call's tensors are on, or are copied to."""
     return next(tensor.device for tensor in inputs.values() if tensor.is_cuda)
 
 
 def _on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same numbers, all on the GPU."""
+    """The input tensors, copied to the GPU if necessary."""
     device = _device_of(inputs)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
 

@@ -1,4 +1,4 @@
-"""A captured forward of one token, which later tokens launch again."""
+"""A captured forward of one token, replayed for later tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CapturedToken:
     Args:
         inputs: the input tensors by name; later inputs are copied into them.
         output: of the captured forward.
-        group: the group whose memory is captured; None where the capture serves any.
+        group: the group whose memory is captured; None if the capture is valid for any.
         likeliest: `Likeliest.of` the captured logits; None for a forward without them.
     """
 
@@ -41,7 +41,7 @@ class CapturedToken:
         self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
         self._prepared, self._group = recording.prepared, None if group is None else ref(group)
         self._likeliest, self._result = likeliest, "last_hidden_state" if likeliest is None else "logits"
-        #: Number of the last token that it served.
+        #: Number of the last token that used it.
         self.last = 0
         self._output = replace(output, **{_cache_field(output): None})
         self._weights = [
@@ -59,7 +59,7 @@ class CapturedToken:
 
     @property
     def is_current(self) -> bool:
-        """Whether weights are at the same addresses, modules are unmodified, and the group exists."""
+        """Whether weights are at the same addresses, modules are unmodified, and the group still exists."""
         exists = self._group is None or self._group() is not None
         return exists and self._tree.is_unchanged and self._present_addresses() == self._addresses
 

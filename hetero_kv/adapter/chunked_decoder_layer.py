@@ -23,14 +23,13 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
-# States of the fused decode layer: not tried yet; or the layer has foreign parts, which is checked again at each
-# prompt.
+# States of the fused decode layer: not tried yet; or the layer has foreign parts, which each prompt checks again.
 _UNTRIED, _FOREIGN = object(), object()
 # Attributes of an attention module that it passes to its attention function.
 _CALLED_WITH = "scaling", "sliding_window"
-# From this many tokens on, a layer's temporaries are so large that their memory is kept for the next layer.
+# From this many tokens on, a layer's temporaries are so large that freed memory is kept for the next layer.
 _LONG_PROMPT = 512
-# Minimum number of last tokens that the last layer's output is computed of: smaller products take other kernels.
+# Minimum number of last tokens for which the last layer's output is computed: smaller products use other kernels.
 _MIN_OUTPUT_TOKENS = 128
 
 
@@ -51,7 +50,7 @@ class ChunkedDecoderLayer(Operator):
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self._mixer_path, self.layer_idx = _mixer_of(path, wrapped)
-        # Not registered as a submodule: it is one of `wrapped`. Operators of deeper modules are already in place.
+        # Not registered as a submodule, because `wrapped` has it. Operators of deeper modules are already in place.
         self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
         if self._is_replaced:
@@ -156,7 +155,7 @@ class ChunkedDecoderLayer(Operator):
         return None if native is _FOREIGN else native
 
     def _fused_recurrent(self) -> FusedRecurrentLayer | None:
-        """The fused decode step of a recurrent layer; None if the layer, as it is, has no equivalent one."""
+        """The fused decode step of a recurrent layer; None if the layer, at present, has no equivalent one."""
         native = self._native
         if native is _UNTRIED or (isinstance(native, FusedRecurrentLayer) and not native.is_current):
             owner = FastPathOwner(f"{self.path}.{self._mixer_path}", self.engine)

@@ -1,4 +1,4 @@
-"""Chunks of the arguments along the sequence, and the buffer of hidden states that layers pass on."""
+"""Chunks of the arguments along the sequence, and the reusable buffer of hidden states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGITS_TO_KEEP: ContextVar[int] = ContextVar("LOGITS_TO_KEEP", default=0)
 
 
 def mark_reusable(hidden_states: torch.Tensor) -> None:
-    """Mark this buffer as made by an operator, so that the next operator may overwrite it."""
+    """Mark this buffer as allocated by an operator, so that the next operator may overwrite it."""
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]
 
 
@@ -40,12 +40,12 @@ def claim_reusable(hidden_states: torch.Tensor) -> bool:
 
 
 def is_reusable(hidden_states: torch.Tensor) -> bool:
-    """Whether `mark_reusable` marked this very tensor: buffers of others are never overwritten."""
+    """Whether `mark_reusable` marked this very tensor; other buffers are never overwritten."""
     return getattr(hidden_states, "hetero_kv_buffer", False)
 
 
 class ChunkedPass(Protocol):
-    """A prompt's way through one module, chunk by chunk."""
+    """One module's forward over a prompt, chunk by chunk."""
 
     @abstractmethod
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
@@ -53,11 +53,11 @@ class ChunkedPass(Protocol):
 
     @abstractmethod
     def place(self, chunk: slice) -> torch.Tensor | None:
-        """The buffer in which the module may write its output of a chunk, possibly the chunk itself; or None."""
+        """The buffer for the module's output of a chunk, possibly the chunk itself; None if it may not write to one."""
 
     @abstractmethod
     def put(self, chunk: slice, result: torch.Tensor) -> None:
-        """Keep the module's output of a chunk, [batch, tokens, hidden], unless it is in its place already."""
+        """Store the module's output of a chunk, [batch, tokens, hidden], unless it was written to its `place`."""
 
     @abstractmethod
     def output(self) -> torch.Tensor:
@@ -65,24 +65,24 @@ class ChunkedPass(Protocol):
 
 
 class HiddenStateOffload(Protocol):
-    """A prompt's way through all modules, with its hidden states stored elsewhere between them."""
+    """The forward of a prompt with its hidden states stored elsewhere between modules."""
 
     @abstractmethod
     def chunked_pass(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> ChunkedPass:
-        """The way through the next module."""
+        """The chunked forward of the next module."""
 
 
-#: The walk of the present forward, if any.
+#: The offload of the present forward, if any.
 OFFLOAD: ContextVar[HiddenStateOffload | None] = ContextVar("OFFLOAD", default=None)
 
 
 def chunked_pass(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> ChunkedPass:
-    """A prompt's way through a module; the output overwrites the hidden states where that is allowed.
+    """The chunked forward of a module over a prompt; the output overwrites the hidden states if that is allowed.
 
     Args:
         hidden_states: [batch, tokens, hidden].
         kwargs: of the module; arguments along the sequence are cut into chunks.
-        is_free: whether no one else reads the hidden states any more.
+        is_free: whether nothing else reads the hidden states any more.
     """
     offload = OFFLOAD.get()
     if offload is not None:
@@ -96,7 +96,7 @@ def cut(total: int, chunk_size: int) -> list[slice]:
 
 
 class _InPlacePass:
-    """The way through a module of hidden states on the compute device."""
+    """A chunked forward over hidden states on the compute device."""
 
     def __init__(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> None:
         self._states, self._kwargs, self._chunk_size = hidden_states, kwargs, chunk_size

@@ -1,4 +1,4 @@
-"""The declarations of the operators that replace other modules than attention."""
+"""The declarations of the operators that replace modules other than attention."""
 
 from __future__ import annotations
 

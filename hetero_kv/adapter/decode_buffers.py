@@ -56,7 +56,7 @@ class DecodeBuffers:
 
 
 class _OfThread(threading.local):
-    """Buffers of one thread: threads decode independently of each other.
+    """The buffers of one thread: threads decode independently of each other.
 
     Attributes:
         arrays: those of the latest shapes.

@@ -1,7 +1,7 @@
 """The declared forms of decoder layers that the fused decode step computes.
 
-A form says which module of a layer does what. A layer that has its parts may still compute something else, so that the
-fused step is tried against the layer before it is used (`llama_layer.agrees`).
+A form names the role of each module of a layer. A layer with these parts may still compute something else, so the fused
+step is tested against the layer before it is used (`llama_layer.agrees`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hetero_kv.cpu_ops.weight_formats import GROUP
 from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 _UNUSED = "rotary_emb"
-# Parts of names of attributes that bound what a module computes.
+# Parts of names of attributes that limit a module's values.
 _LIMITS = "limit", "clamp", "clip"
 
 
 @dataclass(frozen=True)
 class _LayerNames:
-    """The names of a layer's parts: norms before and behind attention and MLP, and these; empty for none."""
+    """The names of a layer's parts: norms before and after attention and MLP, and these; empty for none."""
 
     norm: str
     attention: str
@@ -61,12 +61,12 @@ class DecoderForm:
     Attributes:
         attention: the module that the operator wraps, or a recurrent mixer.
         norm, mlp_norm: before attention and MLP.
-        after_norm, after_mlp_norm: of what attention and MLP add; None for none.
+        after_norm, after_mlp_norm: norms of the outputs of attention and MLP; None for none.
         projections: of queries, keys, values and the output, packed; of a recurrent mixer the output alone.
         head_norms: of queries and keys; None for none.
         mlp: a gated MLP, or a mixture of experts.
-        factor: what attention and MLP add is multiplied with it.
-        has_gates: whether the queries' projection has a gate behind each head's query.
+        factor: multiplies the outputs of attention and MLP.
+        has_gates: whether the queries' projection has a gate after each head's query.
     """
 
     attention: Any
@@ -105,8 +105,8 @@ class DecoderForm:
         known = [*projections, *head_norms, inner.get(_UNUSED)]
         if any(not any(part is each for each in known) for part in inner.values()) or not are_packed(projections):
             return None
-        # Attention that takes positions besides rotations (Ministral 3) computes something else from them; and a limit
-        # of projections (OLMo's) may not show in a trial.
+        # Attention that takes positions in addition to rotations (Ministral 3) computes something else; and a trial may
+        # not reach a limit of projections (OLMo's).
         takes_positions = "position_ids" in inspect.signature(type(attention).forward).parameters
         if takes_positions or getattr(attention.config, "clip_qkv", None) is not None:
             return None
@@ -129,7 +129,7 @@ class DecoderForm:
         if not all(weight.size for weight, _ in norms) or len({epsilon for _, epsilon in of_layer}) != 1:
             return None
         of_heads = norms[len(of_layer) :]
-        # The kernel has one epsilon for both, and a trial would hardly show another.
+        # The kernel has one epsilon for both, and a trial would hardly reveal a different one.
         if len({epsilon for _, epsilon in of_heads}) > 1:
             return None
         sizes = [weight.size for weight, _ in of_heads]
@@ -158,7 +158,7 @@ def are_packed(matrices: Sequence[Any], *, in_any_order: bool = False) -> bool:
 def has_own_numbers(module: Any) -> bool:
     """Whether a module has a number as an attribute, such as a limit that a trial might not reach.
 
-    Whole numbers are mostly sizes, and count if their names say otherwise.
+    Whole numbers are mostly sizes; they count only if their names suggest a limit.
     """
     return any(
         isinstance(value, float) or (isinstance(value, int) and any(word in name for word in _LIMITS))

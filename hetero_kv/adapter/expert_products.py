@@ -1,4 +1,4 @@
-"""The experts of a mixture for the kernels of few rows: one native call for all chosen experts of all rows."""
+"""A mixture's experts for few rows: one native call for all chosen experts of all rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE
 from hetero_kv.weights.expert_weights import ExpertWeights
 from hetero_kv.weights.quantized_weight import kernel_threads_of_torch
 
-#: Attributes of experts with a gate of their own (gpt-oss's): its sharpness and its limit.
+#: Attributes of experts with their own kind of gate (gpt-oss's): its sharpness and its limit.
 _CLAMPED = "alpha", "limit"
 _Parts = Sequence[tuple[slice, ExpertWeights]]
 
@@ -50,9 +50,9 @@ class ExpertProducts:
 
     @classmethod
     def of(cls, module: Any, gate_up: _Parts, down: _Parts) -> ExpertProducts | None:
-        """Those of a module of transformers' experts interface, of its packed weights; None for another form.
+        """The arguments for a module of transformers' experts interface with packed weights; None for another form.
 
-        The activation is the one that the module's attributes name; a trial has to show that it computes no other.
+        The activation is the one that the module's attributes name; a trial must confirm it.
         """
         gate_up = sorted(gate_up, key=lambda part: part[0].start or 0)
         halves = _halves(gate_up, module.is_concatenated)
@@ -82,7 +82,7 @@ class ExpertProducts:
     def output(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """The sums of the chosen experts' outputs times their shares, float32.
 
-        x: [rows, width]. chosen, shares: [rows, k]; experts beyond the number of experts give nothing.
+        x: [rows, width]. chosen, shares: [rows, k]; ids beyond the number of experts are ignored.
         """
         numbers = x.detach().float().contiguous().numpy()
         out = torch.empty(x.shape, dtype=torch.float32)

@@ -37,9 +37,9 @@ class FeedForward(ABC):
     """The second half of a decoder layer.
 
     Attributes:
-        most_rows: the most tokens that it takes.
+        most_rows: the largest number of tokens that it takes.
         copied: tensors of which it has copies.
-        trials: the most random inputs that it is tried with; the best of them counts.
+        trials: the largest number of random inputs that it is tested with; the best result counts.
     """
 
     trials = 1
@@ -57,7 +57,7 @@ class FeedForward(ABC):
 
     @property
     def is_current(self) -> bool:
-        """Whether what it has no copies of is where it was."""
+        """Whether the tensors that it reads in place have not moved."""
         return True
 
     @abstractmethod
@@ -90,11 +90,11 @@ class _GatedMLP(FeedForward):
 class _Mixture(FeedForward):
     """A mixture of experts."""
 
-    # Where two experts are nearly tied, rounding decides between them.
+    # If two experts are nearly tied, rounding decides between them.
     trials = 3
 
     def __init__(self, form: DecoderForm, mixture: MixtureForm) -> None:
-        super().__init__(form, mixture.experts.most_rows_of_codes(form.norm.weight.dtype))
+        super().__init__(form, mixture.experts.routed.most_rows_of_codes(form.norm.weight.dtype))
         self._mixture = mixture
         self.copied = mixture.copied
         self._router = router_region(NAMES[mixture.router.dtype])

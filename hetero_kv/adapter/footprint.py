@@ -1,4 +1,4 @@
-"""The memory of one layer's keys and values: the protocol between a family and the planner.
+"""The memory of one layer's keys and values, as a family reports it to the planner.
 
 A family's operator returns its own `LayerFootprint` (`AttentionOperator.footprint`). The `shares` of a footprint are
 bytes under `FootprintTerm`s, which `hetero-kv plan` prints and writes to JSON, including terms that extensions
@@ -122,7 +122,7 @@ class MemoryDemand:
 
 
 class MemoryShare(NamedTuple):
-    """Bytes of one layer under a term. Layers take turns with a `common` share: only the largest one counts, once."""
+    """Bytes of one layer under a term. Layers use a `common` share in turn: only the largest one counts, once."""
 
     term: FootprintTerm
     size: int
@@ -179,7 +179,7 @@ class LayerFootprint:
 
 @dataclass(frozen=True)
 class UntouchedFootprint(LayerFootprint):
-    """A layer without an operator, whose tokens transformers keeps all."""
+    """A layer without an operator: transformers keeps all its tokens."""
 
     @property
     def place(self) -> str:

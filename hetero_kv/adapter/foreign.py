@@ -21,15 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.errors import UnsupportedModelError
 
-#: Packages whose classes compute what their name says. The layers of quantizers are excluded.
+#: Packages with known classes. The layers of quantizers are excluded.
 _KNOWN = ("torch.nn.modules.", "transformers.", "hetero_kv.")
 _NOT_KNOWN = ("transformers.integrations.", "transformers.quantizers.")
-#: Decorators that do not change the result of the wrapped function: torch's own, transformers' choice of how experts'
-#: products are computed, and its care for accelerate's hooks.
+#: Decorators that do not change the result of the wrapped function: torch's own, transformers' choice of how experts
+#: are computed, and its support of accelerate's hooks.
 _DECORATORS = ("torch.utils.", "transformers.integrations.moe.", "transformers.integrations.accelerate.")
 _OURS = "hetero_kv."
 _SHARDED = ("torch.distributed.",)
-# The name of a class in torch._dynamo, which takes seconds to import.
+# The name of a class in torch._dynamo, not imported because that takes seconds.
 _COMPILED = "OptimizedModule"
 #: Classes of tensors without any behaviour of their own.
 PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
@@ -40,8 +40,8 @@ _known_classes: dict[tuple[type, Any], bool] = {}
 
 
 def mark_own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark `forward` as ours; a wrapper that others put around it does not count as ours."""
-    # functools.wraps copies attributes, so that the mark names the function that it belongs to.
+    """Mark `forward` as this package's; a foreign wrapper around it does not count as such."""
+    # functools.wraps copies attributes, so the mark names the function that it belongs to.
     setattr(forward, _OWN_MARK, forward)
     return forward
 
@@ -72,9 +72,9 @@ def is_known_class(kind: type[nn.Module]) -> bool:
 
 
 def _homes(function: Any) -> Iterator[str]:
-    """The modules in which a function and those that it wraps are written, but for harmless decorators.
+    """The Python modules that define a function and those that it wraps, without harmless decorators.
 
-    `functools.wraps` copies a function's `__module__`, so that its globals decide.
+    `functools.wraps` copies a function's `__module__`, so the function's globals decide.
     """
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or ""
@@ -97,7 +97,7 @@ def foreign_part(module: nn.Module) -> str | None:
     if has_own_hooks(module):
         return "a forward hook or a replaced forward"
     kind = type(module)
-    # An operator of the user's own (`trust_rules`) is one of the rules' as well.
+    # A user's own operator (`trust_rules`) counts as an operator too.
     if not is_known_class(kind) and not issubclass(kind, Operator):
         return f"the class {kind.__module__}.{kind.__qualname__}"
     for owner in (module._parameters, module._buffers):
@@ -108,7 +108,7 @@ def foreign_part(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module and all modules in it are as their classes make them, without any hooks."""
+    """Whether a module and all modules in it are unchanged instances of their classes, without any hooks."""
     return not has_global_hooks() and all(foreign_part(each) is None for each in module.modules())
 
 
@@ -125,9 +125,9 @@ def _outside(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether others bring a model's weights for each forward (accelerate's offloading).
+    """Whether another library loads a model's weights for each forward (accelerate's offloading).
 
-    Missing weights of such a model are not still to be loaded.
+    Missing weights of such a model need not be loaded.
     """
     return any(parameter.is_meta for parameter in model.parameters()) and any(
         not is_own(each.__dict__["forward"]) if "forward" in each.__dict__ else each._forward_pre_hooks
@@ -183,7 +183,7 @@ class PlainTree:
         self._names: list[str] = []
         for each in self._modules:
             names = "forward", *(name for name in attributes if name in each.__dict__)
-            # Buffers are left out: those of a rotary embedding may change from prompt to prompt.
+            # Without buffers: those of a rotary embedding may change from prompt to prompt.
             for owner, keys in (
                 (each.__dict__, names), (each._modules, each._modules),
                 (each._parameters, each._parameters if parameters else ()),
@@ -205,7 +205,7 @@ class PlainTree:
         )
 
     def _has_no_hooks(self) -> bool:
-        """Whether there are no hooks; the answer is cached until torch makes the next hook handle."""
+        """Whether there are no hooks; the result is cached until torch creates the next hook handle."""
         handles = RemovableHandle.next_id
         has_some = (
             has_global_hooks()

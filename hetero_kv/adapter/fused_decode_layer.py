@@ -40,7 +40,7 @@ from hetero_kv.weights.quantized_weight import most_rows_of_codes
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that
 #: dtype, and int8 activations that round differently in consequence.
 TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
-# How many times the tolerance is that of what a layer adds to its input.
+# The tolerance for what a layer adds to its input, as a multiple of the tolerance.
 _OF_UPDATES = 4
 _TRIED_ROWS = 2
 _NO_GATES = np.empty((0, 0), np.float32)
@@ -52,7 +52,7 @@ class FusedDecodeLayer:
     Args:
         layer: the decoder layer, its attention replaced by `operator`.
         form: its parts.
-        feed_forward: what follows attention.
+        feed_forward: the half after attention.
 
     Use `of`, which checks the layer's form.
     """
@@ -78,7 +78,7 @@ class FusedDecodeLayer:
         self._per_pass = rows_per_pass()
         self._multiply = all_threads(), multiply_region()
         self._feed_forward = feed_forward
-        #: Numbers of a head that are rotated, as tried.
+        #: How many numbers of a head are rotated, according to the trial.
         self._rotated: frozenset[int] = frozenset()
         self._are_halves = False
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
@@ -89,7 +89,7 @@ class FusedDecodeLayer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was made."""
+        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was created."""
         return self._tree.is_unchanged and self._copied.is_unchanged and self._feed_forward.is_current
 
     @classmethod
@@ -141,7 +141,7 @@ class FusedDecodeLayer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
         """The arguments of the attention function, [rows, heads, 1, dim] each, from hidden states [rows, width].
 
-        The last result is what attention's result is multiplied with, [rows, heads * dim], or empty.
+        The last result is the gates of attention's output, [rows, heads * dim], or empty.
         """
         q, k, v = (torch.empty((len(hidden), heads, 1, self.dim), dtype=dtype) for heads in self.heads)
         return q, k, v, self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v))
@@ -188,7 +188,7 @@ class FusedDecodeLayer:
         try:
             difference = max(self._difference_from(layer, width) for width in widths)
         except RuntimeError:
-            # gpt-oss's embeddings have the angles of a half, for both.
+            # gpt-oss's embeddings have the angles once, for both halves.
             widths, self._are_halves = {self.dim // 2}, True
             difference = self._difference_from(layer, *widths)
         self._rotated = frozenset(widths)
@@ -203,7 +203,7 @@ class FusedDecodeLayer:
         return max(*inputs, min(outputs))
 
     def _differences_in(self, trial: Trial) -> tuple[float, float]:
-        """Of the attention's inputs, and of the output."""
+        """The differences of the attention's inputs, and of the output."""
         call, hidden = trial.call, trial.hidden
         if call is None or call.sink is not getattr(self.operator.wrapped, "sinks", None):
             return float("inf"), float("inf")
@@ -215,7 +215,7 @@ class FusedDecodeLayer:
 
 
 def output_difference(mine: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor) -> float:
-    """The relative difference of a layer's outputs, and of what they add to `hidden`, for which more is allowed."""
+    """The larger relative difference: of a layer's outputs, and of what they add to `hidden` (with more tolerance)."""
     return max(largest_difference([mine], [reference]), update_difference(mine, reference, hidden) / _OF_UPDATES)
 
 
@@ -228,7 +228,7 @@ class _Rotation:
     def arrays(
         self, embeddings: tuple[torch.Tensor, torch.Tensor], rows: int, are_halves: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin as [rows, rotated]; are_halves: whether they are those of a half, and apply to both."""
+        """cos and sin as [rows, rotated]; are_halves: whether they have the angles of a half, which apply to both."""
         cos, sin, last_rows, made = self.last
         if cos is not embeddings[0] or sin is not embeddings[1] or last_rows != rows:
             both = [each.repeat(1, 1, 2) if are_halves else each for each in embeddings]
@@ -241,7 +241,7 @@ _ROTATION = _Rotation()
 
 
 def _rotated_part(attention: Any) -> int:
-    """The numbers of a head that its model rotates, by the configuration."""
+    """How many numbers of a head the model rotates, by its configuration."""
     config = attention.config
     said = getattr(config, "rope_parameters", None) or {}
     share = said.get("partial_rotary_factor", 1.0)

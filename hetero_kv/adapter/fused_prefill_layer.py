@@ -2,7 +2,7 @@
 
 Besides its matrix products, such a layer takes some 25 passes over a chunk's numbers: norms, rotations, the gate,
 residuals, each a torch call that reads and writes all of them. `cpu_ops.fused_prefill_layer` takes five, and rounds at
-the same places as the layer. The projections are the layer's own modules, so that weights of any storage type work.
+the same points as the layer. The projections are the layer's own modules, so weights of any storage type work.
 Equivalence is tested: before the first prompt the path and the wrapped layer get the same random input, and the path is
 used only if their outputs agree.
 """

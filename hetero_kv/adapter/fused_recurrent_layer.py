@@ -41,7 +41,7 @@ class FusedRecurrentLayer:
         self.layer_idx: int = form.attention.layer_idx
         self._norm = form.norm
         inputs = form.projections[-1].inputs
-        #: The mixer's output for each column of the packed output projection; None for the same order.
+        #: The index of the mixer's output for each column of the packed output projection; None for the same order.
         self._inputs = None if inputs is None else inputs.numpy()
         self._step, self._feed_forward = step, feed_forward
         self._most_rows = min(step.most_rows, feed_forward.most_rows)
@@ -52,7 +52,7 @@ class FusedRecurrentLayer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was made."""
+        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was created."""
         return self._tree.is_unchanged and self._copied.is_unchanged and self._feed_forward.is_current
 
     @classmethod
@@ -103,7 +103,7 @@ class FusedRecurrentLayer:
         return max(*states, min(outputs))
 
     def _differences_from(self, layer: Any, seed: int) -> tuple[float, float]:
-        """Of the states, and of the output."""
+        """The differences of the states, and of the output."""
         weight = self._norm.weight
         generator = torch.Generator().manual_seed(self.layer_idx + (seed << 16))
         hidden = torch.randn(_TRIED_ROWS, _BEFORE + 1, len(weight), generator=generator).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""The guard of a model's `generate`: creates a HeteroCache where none is passed, and gives one thread exclusive use."""
+"""The guard of a model's `generate`: creates a HeteroCache if none is passed, and gives one thread exclusive use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARK = "is_guard_of_hetero_kv"
 
 
 def guard_generation(model: Any, new_cache: Callable[[], HeteroCache]) -> None:
-    """Wrap `model.generate`, where the model has one; `unguard_generation` removes the wrapper."""
+    """Wrap `model.generate`, if the model has one; `unguard_generation` removes the wrapper."""
     if not callable(getattr(model, "generate", None)):
         return
     guards = {"generate": _guarded(model, model.generate, new_cache)}
@@ -36,7 +36,7 @@ def unguard_generation(model: Any) -> None:
         if not getattr(method, _MARK, False):
             continue
         delattr(model, name)
-        # Restore a method that others had put on the instance; the class has its own.
+        # Restore a method that was set on the instance; otherwise the class's own applies again.
         if getattr(method.__wrapped__, "__func__", None) is not getattr(type(model), name, None):
             setattr(model, name, method.__wrapped__)
 

@@ -1,4 +1,4 @@
-"""Attention during a capture: recorded as work between segments, or captured with the rest where it needs no host."""
+"""Attention during a capture: recorded as work between segments, or captured too if it needs no host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotCapturableError(RuntimeError):
 
 @runtime_checkable
 class CapturableAttention(Protocol):
-    """An operator whose attention can be captured: its kernels read what changes from memory at fixed addresses."""
+    """An operator whose attention can be captured: its kernels read changing data from fixed addresses."""
 
     layer_idx: int
 
@@ -38,7 +38,7 @@ class CapturableAttention(Protocol):
         """The host's part of a token of the cache's one step, before its forward is launched."""
 
     def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
-        """The attention of a token, [batch, heads, 1, v_dim]; kernels alone."""
+        """The attention of a token, [batch, heads, 1, v_dim]; launches kernels only."""
 
 
 class GraphRecording:
@@ -68,7 +68,7 @@ class GraphRecording:
 
         Raises NotCapturableError when the arguments differ from token to token.
         """
-        # Without the cache, which may be another one at the next token.
+        # Without the cache, which may differ at the next token.
         name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
         others = {other: value for other, value in kwargs.items() if other != name}
         self._before = lambda cache: operator.arguments_for(args, {**others, name: cache})
@@ -98,7 +98,7 @@ class GraphRecording:
 
 
 def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
-    """See `FamilyLayer.captured_memory`; None where tokens of several groups pass."""
+    """See `FamilyLayer.captured_memory`; None if the forward has several groups."""
     if len(cache.steps) != 1:
         return None
     memory: int | None = getattr(cache.steps[0].group.layers[layer_idx], "captured_memory", None)
@@ -106,9 +106,9 @@ def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
 
 
 class Rehearsal:
-    """A decoded token's forward without a capture, in which everything that would prevent a capture is noticed.
+    """A decoded token's forward without a capture, which detects everything that would prevent a capture.
 
-    The parts that a recording leaves out are not observed.
+    The parts that a recording skips are not observed.
 
     Args:
         cache: the cache of the forward.

@@ -2,8 +2,8 @@
 
 A call without a cache gets a new one. Forwards of one model run one after the other, also from several threads.
 
-Rows of equal length pass in one forward. Left-padded prompts pass row by row, or in runs of equal rows, each as if it
-were alone; decoded tokens pass together, regardless of their rows' lengths.
+Rows of equal length are computed in one forward. Left-padded prompts are computed row by row, or in runs of equal rows,
+each as if it were alone; decoded tokens are computed together, regardless of their rows' lengths.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GuardContext(Protocol):
     def needs_cache(self) -> bool: ...
     def new_cache(self) -> HeteroCache: ...
     def adopt(self, cache: HeteroCache) -> None:
-        """Take over a cache that was made under equal rules in this model.
+        """Adopt a cache that was created under equal rules in this model.
 
         Raises HeteroKVError, naming the difference, for a cache of other rules or another model.
         """
@@ -146,7 +146,7 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
-    """No gradients, and no inference mode: tensors made in it cannot be written to outside of it, which caches do."""
+    """No gradients, and no inference mode: its tensors could not be written to outside of it, which caches do."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -265,7 +265,7 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
 
 
 def _mixed(call: ModelCall, cache: HeteroCache, batch: ForwardBatch) -> Any:
-    """Pass decoded tokens and a part of a prompt through the layers, one token per row."""
+    """Compute decoded tokens and a part of a prompt, one token per row."""
     cache.reserve(batch.slices)
     positions = torch.tensor(batch.positions, device=_device(call))[:, None]
     with cache.forward(batch.slices):

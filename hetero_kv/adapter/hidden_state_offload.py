@@ -30,7 +30,7 @@ from hetero_kv.gpu_ops.chunk_stream import ChunkStream
 from hetero_kv.gpu_ops.page_locked import PageLocked
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
 
-#: Up to this many chunks, `auto` leaves hidden states on the GPU: the buffers of chunks in flight would take as much
+#: Up to this many chunks, `auto` keeps hidden states on the GPU: the buffers of chunks in flight would take as much
 #: memory.
 _FEW_CHUNKS = 2
 
@@ -121,7 +121,8 @@ def _offloaded(model: Any, call: ModelCall, chunk_size: int) -> Any:
     ids = call.token_ids
     assert ids is not None
     rotary = _rotary_buffers(model)
-    # The model's forward makes positions and rotary tables on the device of its hidden states. Copies are page-locked.
+    # The model's forward creates positions and rotary tables on the device of its hidden states. Copies are
+    # page-locked.
     moved = {
         name: _sent_to_host(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
     }
@@ -179,7 +180,7 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 class _Offload:
-    """The passage of a prompt through a model.
+    """The forward of a prompt through a model, with its hidden states in DRAM.
 
     Args:
         embedding: of the model.
@@ -213,7 +214,7 @@ class _Offload:
                 f"{list(states.shape)} before; set hidden_device to {GPU}"
             )
         if hidden_states.data_ptr() != states.data_ptr():
-            states.copy_(hidden_states)  # the model has made others of them
+            states.copy_(hidden_states)  # the model has replaced them
         return _DramPass(self, kwargs, chunk_size)
 
     def along(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ class _Offload:
 
 
 class _DramPass:
-    """The way through a module of hidden states that are read from DRAM and written back."""
+    """A chunked forward over hidden states that are read from DRAM and written back."""
 
     def __init__(self, offload: _Offload, kwargs: dict[str, Any], chunk_size: int) -> None:
         self._walk, self._kwargs, self._chunk_size = offload, kwargs, chunk_size

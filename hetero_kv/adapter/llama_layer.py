@@ -1,4 +1,4 @@
-"""Decoder layers of Llama's form, and the trial of a fast path against such a layer.
+"""Decoder layers of Llama's form, and the test of a fast path against such a layer.
 
 The form: an RMSNorm before attention and one before a gated MLP; projections of queries, keys and values; optional
 norms of their heads; rotation of both halves of a head. Having these parts does not prove that a layer computes nothing
@@ -59,7 +59,7 @@ def has_llama_form(layer: Any, operator: Any) -> bool:
         not set(PROJECTIONS) <= parts <= {*PROJECTIONS, *HEAD_NORMS, "rotary_emb"}
         or len(parts & {*HEAD_NORMS}) == 1
         or {name for name, _ in layer.mlp.named_children()} != {*MLP, "act_fn"}
-        # Attention that takes positions besides rotations (Ministral 3) computes something else from them.
+        # Attention that takes positions in addition to rotations (Ministral 3) computes something else.
         or "position_ids" in inspect.signature(type(attention).forward).parameters
     ):
         return False
@@ -85,7 +85,7 @@ class CopiedFrom:
 
     Args:
         tensors: those with copies.
-        views: those whose memory the fast path reads, so that only their place matters.
+        views: those whose memory the fast path reads, so only their address matters.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor] = ()) -> None:
@@ -110,7 +110,7 @@ def float32_array(tensor: torch.Tensor) -> np.ndarray:
 
 @dataclass
 class Trial:
-    """The input and output of a layer in a trial; it stands in for the operator and the cache.
+    """The input and output of a layer in a trial; it replaces the operator and the cache.
 
     Attributes:
         hidden: [rows, tokens, width].
@@ -173,7 +173,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class FastPathOwner:
-    """What the log says of a fast path: the path of its mixer, and an object that all layers of its model share."""
+    """The owner of a fast path, for the log: its mixer's path, and an object that all layers of its model share."""
 
     path: str
     model: Any
@@ -185,7 +185,7 @@ class FastPath(Protocol):
     @property
     @abstractmethod
     def operator(self) -> AttentionOperator | FastPathOwner:
-        """The operator of the layer's attention, or what is said of another mixer."""
+        """The operator of the layer's attention, or the owner of another mixer."""
 
     @abstractmethod
     def difference_from(self, layer: Any) -> float:
@@ -206,7 +206,7 @@ class KeptFastPath(FastPath, Protocol):
 
 
 def agrees(fast_path: FastPath, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
-    """Whether a fast path computes what its layer computes, up to `tolerance`; a difference is logged at `level`.
+    """Whether a fast path agrees with its layer up to `tolerance`; a difference is logged at `level`.
 
     Args:
         name: of the fast path, in the log.
@@ -266,7 +266,7 @@ def largest_difference(mine: Sequence[torch.Tensor], reference: Sequence[torch.T
 def update_difference(mine: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor) -> float:
     """The relative difference, of norms, of what a layer adds to its input `hidden`, beyond the outputs' rounding.
 
-    A layer of small weights adds little, so that its output alone would hide what it computes.
+    A layer with small weights adds little, so the difference of outputs alone would hide errors.
     """
     if mine.shape != reference.shape or not (torch.isfinite(mine).all() and torch.isfinite(reference).all()):
         return float("inf")

@@ -1,8 +1,8 @@
 """The declared form of a mixture of experts: how its router chooses experts, and its shared expert.
 
-The parts of a block are found by their shapes, and how the router's products become a choice is found out: the block
-routes random rows, and the known kind of routing is taken that chooses as it does in most rows, with the same shares.
-The whole layer is tried before use (`llama_layer.agrees`).
+The parts of a block are found by their shapes. The kind of routing is found by trial: the block routes random rows, and
+the known kind that makes the same choices in most rows, with the same shares, is used. The whole layer is tested before
+use (`llama_layer.agrees`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _logger = logging.getLogger(__name__)
 
 _SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _SHARED_GATE = "shared_expert_gate"
-# Names of settings: groups of experts, and those of them that are kept.
+# Names of settings: the number of groups of experts, and of groups that are kept.
 _GROUPS, _KEPT = ("num_group", "n_group"), "topk_group"
 _TRIED_ROWS = 256
-# Rows that may be routed otherwise, because two experts are nearly tied; and a relative difference of shares.
+# Rows that may be routed differently, because two experts are nearly tied; and a tolerance of shares, relative.
 _TIES, _TOLERANCE = 1, 1e-4
 
 
 @dataclass(frozen=True)
 class MixtureForm:
-    """What `cpu_ops.fused_mixture` needs of a mixture's block.
+    """A mixture's block as arguments of `cpu_ops.fused_mixture`.
 
     Attributes:
-        experts: the operator of the experts, and `products`, its arguments of the kernels.
+        experts, products: the operator of the experts, and its arguments of the kernels.
         router: [experts, width], the module's memory.
         router_bias, correction: [experts] float32, copies; empty for none.
         choice: the `form` of `cpu_ops.routing.choose_experts`; scale: of the shares; k: experts of a row.
@@ -67,10 +67,10 @@ class MixtureForm:
 
     @property
     def is_current(self) -> bool:
-        """Whether the experts, the router's weights and all buffers are what they were."""
+        """Whether the experts, the router's weights and all buffers are unchanged."""
         return (
             self._weights.data_ptr() == self.router.ctypes.data
-            and self.experts.products() is self.products
+            and self.experts.routed.products() is self.products
             and all(owner.get(name) is buffer for owner, name, buffer in self._buffers)
         )
 
@@ -80,13 +80,13 @@ class MixtureForm:
         experts = getattr(block, "experts", None)
         if not isinstance(experts, QuantizedExperts) or not all(experts.parts.values()):
             return None
-        products = experts.products()
+        products = experts.routed.products()
         if products is None:
             return None
         try:
             return cls._found(block, experts, products)
         except Exception as error:
-            # The block takes or gives something that the trial lacks.
+            # The block has inputs or outputs that the trial lacks.
             _logger.info("%s: the routing cannot be tried (%s)", experts.path, type(error).__name__)
             _logger.debug("%s", experts.path, exc_info=error)
             return None
@@ -129,7 +129,7 @@ class MixtureForm:
 
 
 class _Recorder(nn.Module):
-    """Stands in for the experts, and notes what they get."""
+    """Replaces the experts in a trial, and records their inputs."""
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         self.got = x, chosen, shares
@@ -137,7 +137,7 @@ class _Recorder(nn.Module):
 
 
 class _Nothing(nn.Module):
-    """Stands in for a shared expert and its gate."""
+    """Replaces a shared expert and its gate in a trial."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -177,9 +177,9 @@ class _Routed:
     def compared(
         self, router: torch.Tensor, bias: torch.Tensor | None, correction: torch.Tensor | None, choice: tuple[int, ...]
     ) -> tuple[int, float]:
-        """In how many rows this kind of routing chooses other experts, and what its shares are multiplied with.
+        """The number of rows in which this kind of routing chooses other experts, and the factor of its shares.
 
-        All rows count where the shares differ.
+        All rows count as different if the shares differ.
         """
         kind, groups, kept, counted, normalised = choice
         logits = self.x @ router.float().T + (0 if bias is None else bias.float().flatten())
@@ -203,7 +203,7 @@ class _Routed:
 
 
 def _assignments(vectors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Which of the vectors may be the router's bias, and which the correction of scores."""
+    """The possible assignments of vectors to the router's bias and the correction of scores."""
     padded = [*vectors, None, None][:2]
     yield padded[0], padded[1]
     if vectors:
@@ -230,7 +230,7 @@ def _named_buffers(block: Any, apart: list[nn.Module]) -> tuple[tuple[dict[str, 
 
 
 def _tensors(block: Any, apart: list[nn.Module]) -> list[torch.Tensor]:
-    """The parameters and buffers of a block but for those of the modules in `apart`."""
+    """The parameters and buffers of a block without those of the modules in `apart`."""
     found = [*block._parameters.values(), *block._buffers.values()]
     for child in block.children():
         if not any(child is each for each in apart):
@@ -239,7 +239,7 @@ def _tensors(block: Any, apart: list[nn.Module]) -> list[torch.Tensor]:
 
 
 def _shared_matrices(shared: Any, experts: QuantizedExperts) -> np.ndarray | None:
-    """The calls of a shared expert's matrices; empty without one, None for another form than the kernels'."""
+    """The calls of a shared expert's matrices; empty without one, None for an unsupported form."""
     if shared is None:
         return np.empty((0, 4), np.int64)
     matrices: list[Any] = [getattr(shared, name, None) for name in MLP]

@@ -47,7 +47,7 @@ class ModelCall:
 
     @property
     def inputs(self) -> torch.Tensor | None:
-        """The token ids, or the embeddings in their place."""
+        """The token ids, or the embeddings if there are none."""
         return self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
 
     @property
@@ -163,7 +163,7 @@ def _named(output: Any) -> ModelOutput:
 
 
 def joined_tokens(outputs: Sequence[Any]) -> Any:
-    """One output from those of a prompt's parts: the last one, with the tokens of all."""
+    """The outputs of a prompt's parts joined: the last one, with the tokens of all."""
     last = _named(outputs[-1])
     joined = {
         name: torch.cat([output[name] for output in outputs], dim=1)
@@ -174,7 +174,7 @@ def joined_tokens(outputs: Sequence[Any]) -> Any:
 
 
 def joined_rows(outputs: Sequence[Any], slices: Sequence[BatchSlice], call: ModelCall) -> Any:
-    """One output from those of a call's slices: the last one, with the tokens of all in their columns.
+    """The outputs of a call's slices joined: the last one, with the tokens of all in their columns.
 
     Padding gets zeros.
     """

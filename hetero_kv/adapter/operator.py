@@ -74,8 +74,8 @@ class AttentionOperator(Operator):
     def stored_by(self) -> dict[str, Any]:
         """The settings that, together with the model, determine the contents of its cache layer.
 
-        A saved context can be continued where these are equal. By default all settings; an operator may leave out those
-        that only choose what is read.
+        A saved context can be continued if these are equal. By default all settings; an operator may omit those that
+        only choose what is read.
         """
         return self.settings_in_layer()
 
@@ -166,7 +166,7 @@ class AttentionOperator(Operator):
             return self.prefill_chunk(layer, step, call.as_prompt()).transpose(0, 2)
 
     def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> list[Any] | None:
-        """The data that `attend_arrays` needs for the present token; None where `attend` must compute it.
+        """The data that `attend_arrays` needs for the present token; None if `attend` must compute it.
 
         Args:
             dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
@@ -235,7 +235,7 @@ class AttentionOperator(Operator):
         return LayerFootprint(shape)
 
     def attended_tokens(self, length: int) -> float:
-        """Tokens that a decode step after `length` tokens attends to; the maximum where each step decides."""
+        """Tokens that a decode step after `length` tokens attends to; the maximum if each step decides."""
         return length
 
     def require_recordable(self, *, in_prompt: bool) -> None:
@@ -251,7 +251,7 @@ class AttentionOperator(Operator):
         if in_prompt and not self.prefills_exactly:
             raise HeteroKVError(
                 f"{self.path} ({type(self).__name__}) does not attend to all of a prompt, and cannot say what the "
-                "first token behind one attended to; ask about a later token"
+                "first token after one attended to; choose a later token"
             )
 
     @property
@@ -270,7 +270,7 @@ class AttentionOperator(Operator):
 
     @classmethod
     def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
-        """Configure all operators of a model together, once all are made; called for each of their classes.
+        """Configure all operators of a model together, once all are created; called for each of their classes.
 
         Raises HeteroKVError for operators that cannot work together; none is injected then.
         """

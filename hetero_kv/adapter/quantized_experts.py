@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,29 +11,18 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.declarations import QUANTIZED_EXPERTS
-from hetero_kv.adapter.expert_products import ExpertProducts
-from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.routed_experts import RoutedExperts
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.weights.expert_weights import (
-    ExpertWeights,
-    chooses_on_device,
-    multiply_experts,
-    multiply_experts_of_rows,
-)
-from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantized_weight import bytes_tensor, most_rows_of_codes
+from hetero_kv.weights.expert_weights import ExpertWeights
+from hetero_kv.weights.quantized_weight import bytes_tensor
 
 if TYPE_CHECKING:
     from hetero_kv.weights.tensor_types import TensorType
 
 _logger = logging.getLogger(__name__)
-# The trial of the kernels for few rows: rows, experts of a row, and the difference of norms that rounding explains.
-_TRIED_ROWS, _TRIED_EXPERTS, _TOLERANCE = 3, 4, 5e-3
-# Pairs of a row and an expert whose numbers are in memory at a time.
-_PAIRS_AT_ONCE = 4096
-# The outputs of gate and up projections of which one follows the other, output by output.
+# The outputs of gate and up projections that alternate, output by output.
 _ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 _FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 
@@ -41,9 +30,7 @@ _FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_expert
 class QuantizedExperts(QuantizedModule):
     """The experts of a mixture: modules of transformers' experts interface, such as Mixtral's, Qwen's and gpt-oss's.
 
-    Few rows of an expert are multiplied with its codes, all experts in one call (`ExpertProducts`), if that gives what
-    the wrapped module gives. If an expert gets more rows of a prompt, its weights are unpacked, one expert at a time,
-    and the wrapped module computes the step between the two projections.
+    `RoutedExperts` computes with packed weights, the wrapped module's own forward with unpacked ones.
 
     Attributes:
         parts: projection -> slices of its outputs, and their weights: one for the whole projection, or gate and up
@@ -60,9 +47,8 @@ class QuantizedExperts(QuantizedModule):
         #: Projection -> [experts, outputs, inputs], also if the module stores the transpose.
         self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
-        self._products: ExpertProducts | None = None
-        #: What the kernels for few rows were tried with.
-        self._tried_with: list[Any] = []
+        #: Computes with the packed weights.
+        self.routed = RoutedExperts(self)
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
@@ -108,10 +94,10 @@ class QuantizedExperts(QuantizedModule):
         for weights in self.packed_weights():
             weights.experts[0].compile_kernels(self.dtype)
         if all(weights.data.device.type == "cpu" for weights in self.packed_weights()):
-            self.products()
+            self.routed.products()
 
     def packed_weights(self) -> Iterator[ExpertWeights]:
-        return (weights for leaf in self.projections for _, weights in self._parts(leaf))
+        return (weights for leaf in self.projections for _, weights in self.parts_of(leaf))
 
     def packed_shapes(self, stored: Mapping[str, str]) -> Iterator[tuple[int, int]]:
         for leaf, (_, rows, columns) in self.shapes.items():
@@ -133,7 +119,7 @@ class QuantizedExperts(QuantizedModule):
 
     def share_weights(self, other: QuantizedExperts) -> None:
         for leaf in self.projections:
-            parts = other._parts(leaf)
+            parts = other.parts_of(leaf)
             for outputs, weights in parts:
                 self._keep(leaf, outputs, weights)
             if not parts:
@@ -155,7 +141,7 @@ class QuantizedExperts(QuantizedModule):
     def load_experts(
         self, leaf: str, outputs: slice, blocks: np.ndarray, kind: TensorType, shape: tuple[int, ...]
     ) -> str | None:
-        """Take some or all outputs of a projection from a GGUF file; returns the type that replaces theirs.
+        """Load some or all outputs of a projection from a GGUF file; returns the type that replaces the file's, if any.
 
         Args:
             leaf: the projection's parameter.
@@ -182,7 +168,7 @@ class QuantizedExperts(QuantizedModule):
         return self.substituted(kind.name, parameter_dtype, shape[2])
 
     def load_packed(self, leaf: str, outputs: slice, data: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
-        """Take weights that were packed as they are stored: `data`, [bytes] uint8; see `load_experts`."""
+        """Load weights that are packed already: `data`, [bytes] uint8; see `load_experts`."""
         experts, rows, columns = shape
         self._keep(leaf, outputs, ExpertWeights(bytes_tensor(data).view(experts, -1), name, rows, columns))
 
@@ -192,132 +178,7 @@ class QuantizedExperts(QuantizedModule):
             return self._in_numbers(x, chosen, shares)
         for leaf in self.projections:
             self.require_empty(leaf)
-        if chooses_on_device(x, chosen.numel(), self.packed_weights()):
-            return self._decoded(x, chosen, shares)
-        products = self.products() if x.device.type == "cpu" else None
-        if products is None:
-            return self._run_by_run(x, chosen, shares)
-        most = self.most_rows_of_codes(x.dtype)
-        if len(x) <= most:
-            return products.output(x, chosen, shares).to(x.dtype)
-        counts = chosen.flatten().bincount(minlength=self.wrapped.num_experts + 1)[: self.wrapped.num_experts]
-        return self._in_parts(products, x, chosen, shares, counts, most)
-
-    def products(self) -> ExpertProducts | None:
-        """The arguments of the kernels for few rows; None if the experts' form has none, or the results differ."""
-        module = self.wrapped
-        settings = [getattr(module, name, None) for name in ("act_fn", "alpha", "limit", "has_bias", "training")]
-        present = [
-            *(weights.data.data_ptr() for leaf in self.projections for _, weights in self._parts(leaf)), *settings,
-            *(bias.data_ptr() for bias in module._parameters.values() if bias is not None), module._apply_gate,
-            self._has_foreign_step,
-        ]  # fmt: skip
-        if present != self._tried_with:
-            self._products = self._tried_products()
-            self._tried_with = present
-        return self._products
-
-    @property
-    def _has_foreign_step(self) -> bool:
-        """Whether the activation has hooks or is another's, which must run."""
-        act = self.wrapped._modules.get("act_fn")
-        return act is not None and foreign_part(act) is not None
-
-    @torch.no_grad()
-    def _tried_products(self) -> ExpertProducts | None:
-        """The arguments for the kernels if these give what the wrapped module's own steps give."""
-        products = None
-        has_norm = getattr(self.wrapped, "has_post_expert_norm", False)
-        if all(self.parts.values()) and not has_norm and not self._has_foreign_step:
-            products = ExpertProducts.of(self.wrapped, *(self._parts(leaf) for leaf in self.projections))
-        if products is None:
-            _logger.info("%s: experts of another form than the kernels'; they are computed one by one", self.path)
-            return None
-        generator = torch.Generator().manual_seed(0)
-        columns, k = self.shapes[self.projections[0]][2], min(_TRIED_EXPERTS, self.wrapped.num_experts)
-        x = torch.randn(_TRIED_ROWS, columns, generator=generator)
-        chosen = torch.stack([torch.randperm(self.wrapped.num_experts, generator=generator)[:k] for _ in x])
-        shares = torch.rand(chosen.shape, generator=generator)
-        expected = self._run_by_run(x, chosen, shares)
-        difference = float((products.output(x, chosen, shares) - expected).norm() / expected.norm())
-        if difference <= _TOLERANCE:
-            return products
-        _logger.warning(
-            "%s: the kernels for experts differ from the module by a relative %.2g; they are not used", self.path,
-            difference,
-        )  # fmt: skip
-        return None
-
-    def most_rows_of_codes(self, dtype: torch.dtype) -> int:
-        """The most rows of an expert that are multiplied with codes."""
-        return min(most_rows_of_codes(weights.name, dtype) for weights in self.packed_weights())
-
-    def _in_parts(
-        self, products: ExpertProducts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor,
-        counts: torch.Tensor, most: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """As `computed`, for a prompt: experts of up to `most` rows by codes, some at a time, others by numbers."""
-        beyond = self.wrapped.num_experts
-        few = chosen.where((counts <= most)[chosen.clamp(max=beyond - 1)], beyond)
-        many = chosen.where(few == beyond, beyond)
-        out = self._run_by_run(x, many, shares).float()
-        part = (counts.where(counts <= most, 0).cumsum(0) - 1).clamp(min=0) // _PAIRS_AT_ONCE
-        for number in part.unique().tolist():
-            (experts,) = (part == number).nonzero(as_tuple=True)
-            first, last = experts[0], experts[-1]
-            own = few.where((few >= first) & (few <= last), beyond)
-            (rows,) = (own < beyond).any(dim=1).nonzero(as_tuple=True)
-            if len(rows):
-                out.index_add_(0, rows, products.output(x[rows], own[rows], shares[rows]))
-        return out.to(x.dtype)
-
-    def _run_by_run(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `computed`, by the wrapped module's own steps between the projections."""
-        ids, order = chosen.reshape(-1).sort(stable=True)
-        tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()
-        runs = _runs(ids.tolist(), self.wrapped.num_experts)
-        few = all(end - first <= FEW_ROWS for first, end, _ in runs)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for batch in [runs] if few and runs else [[run] for run in runs]:
-            first, end = batch[0][0], batch[-1][1]
-            rows = tokens[first:end]
-            # Few rows are computed in float32, and stay in it between the two products.
-            numbers = x[rows].float() if few else x[rows]
-            result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch])
-            out.index_add_(0, rows, result.float() * shares[first:end, None])
-        return out.to(x.dtype)
-
-    def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `computed`, for few tokens on a GPU: the host does not read which experts are chosen."""
-        counted = shares.float().where(chosen < self.wrapped.num_experts, 0.0)
-        rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
-        result = self._through(rows, chosen.reshape(-1).long())
-        return (result.unflatten(0, chosen.shape) * counted[..., None]).sum(dim=1).to(x.dtype)
-
-    def _through(self, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden] through the experts of its runs, or of its rows: [rows, hidden]."""
-        inner = self._project(self.projections[0], x, where)
-        inner = self.wrapped._apply_gate(inner) if self.wrapped.has_gate else self.wrapped.act_fn(inner)
-        result = self._project(self.projections[1], inner, where)
-        return self.wrapped.post_expert_norm(result) if getattr(self, "has_post_expert_norm", False) else result
-
-    def _project(
-        self, leaf: str, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor
-    ) -> torch.Tensor:
-        parts = self._parts(leaf)
-        weights = [weights for _, weights in parts]
-        if isinstance(where, torch.Tensor):
-            results = multiply_experts_of_rows(x, weights, where)
-        else:
-            results = multiply_experts(x, weights, where)
-        y = results[0]
-        if len(results) > 1:
-            y = torch.empty((len(x), self.shapes[leaf][1]), dtype=x.dtype, device=x.device)
-            for (outputs, _), result in zip(parts, results, strict=True):
-                y[:, outputs] = result
-        if self.wrapped.has_bias:
-            y = y + _of_rows(getattr(self.wrapped, f"{leaf}_bias"), where).to(y.dtype)
-        return y
+        return self.routed(x, chosen, shares)
 
     def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """The output of the wrapped module's own forward, for unpacked weights."""
@@ -336,7 +197,7 @@ class QuantizedExperts(QuantizedModule):
         if sum(len(range(rows)[outputs]) for outputs, _ in self.parts[leaf]) == rows:
             self._give(leaf, self._nothing(leaf))
 
-    def _parts(self, leaf: str) -> list[tuple[slice, ExpertWeights]]:
+    def parts_of(self, leaf: str) -> list[tuple[slice, ExpertWeights]]:
         """A projection's parts on the present device of their bytes."""
         parts = self.parts[leaf]
         for number, (outputs, weights) in enumerate(parts):
@@ -344,7 +205,7 @@ class QuantizedExperts(QuantizedModule):
         return parts
 
     def _nothing(self, leaf: str) -> torch.Tensor:
-        """An empty tensor with the device and dtype of a projection's weights, in their place while they are packed."""
+        """An empty tensor with the device and dtype of a projection's weights, a placeholder while they are packed."""
         return torch.empty(0, dtype=self.dtype, device=self.parts[leaf][0][1].data.device)
 
     def _forget(self, leaf: str) -> None:
@@ -356,7 +217,7 @@ class QuantizedExperts(QuantizedModule):
         """A projection's weights, unpacked, in the wrapped module's layout."""
         experts, rows, columns = self.shapes[leaf]
         shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
-        parts = self._parts(leaf)
+        parts = self.parts_of(leaf)
         numbers = torch.empty(shape, dtype=self.dtype, device=parts[0][1].data.device)
         for outputs, weights in parts:
             for room, expert in zip(self._by_output(numbers), weights.experts, strict=True):
@@ -369,21 +230,3 @@ class QuantizedExperts(QuantizedModule):
 
     def _give(self, leaf: str, numbers: torch.Tensor) -> None:
         setattr(self.wrapped, leaf, nn.Parameter(numbers, requires_grad=False))
-
-
-def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
-    """(first, end, expert) of each run of equal ids; ids are sorted, and those beyond the experts are omitted."""
-    runs, first = [], 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or ids[place] != ids[first]:
-            if ids[first] < experts:
-                runs.append((first, place, ids[first]))
-            first = place
-    return runs
-
-
-def _of_rows(biases: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
-    """The bias of each row's expert, [rows, outputs], from biases [experts, outputs]."""
-    if isinstance(where, torch.Tensor):
-        return biases[where.clamp(max=len(biases) - 1)]
-    return torch.cat([biases[expert].expand(end - first, -1) for first, end, expert in where])

@@ -33,7 +33,7 @@ class QuantizedMatrix(QuantizedModule):
 
     Attributes:
         packed: the matrix's bytes, a buffer; its device computes with the matrix.
-        inputs: for each column of the packed matrix the column of the weights, a buffer; None for the same order.
+        inputs: for each column of the packed matrix, the column of the weights, a buffer; None for the same order.
     """
 
     #: The class of modules that it can replace; a subclass may compute something else.
@@ -113,13 +113,13 @@ class QuantizedMatrix(QuantizedModule):
     def load_blocks(
         self, blocks: np.ndarray, kind: TensorType, shape: tuple[int, ...], columns: np.ndarray | None = None
     ) -> str | None:
-        """Take the weights from a GGUF file; returns the type that replaces theirs if theirs has no kernels.
+        """Load the weights from a GGUF file; returns the type that replaces the file's if that has no kernels.
 
         Args:
             blocks: [rows, bytes of a row] uint8, the file's blocks.
             kind: their type.
             shape: [rows, columns].
-            columns: for each column of the weights the file's column; None for the same order.
+            columns: for each column of the weights, the file's column; None for the same order.
         """
         # Imported here, since only files of blocks need the package gguf.
         from hetero_kv.weights.block_numbers import numbers_of_blocks
@@ -135,14 +135,14 @@ class QuantizedMatrix(QuantizedModule):
         return self.substituted(kind.name, parameter_dtype, shape[1])
 
     def load_packed(self, data: np.ndarray, name: str, shape: tuple[int, ...], columns: np.ndarray | None) -> None:
-        """Take weights that were packed as they are stored: `data`, [bytes] uint8; see `load_blocks`."""
+        """Load weights that are packed already: `data`, [bytes] uint8; see `load_blocks`."""
         self._keep_stored(QuantizedWeight.of_bytes(bytes_tensor(data), name, *shape), columns)
 
     def _keep_stored(self, quantized: PackedWeight, columns: np.ndarray | None) -> None:
         self.keep(quantized, None if columns is None else torch.from_numpy(columns.argsort()))
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
-        """Take the weights from a file of unquantized numbers.
+        """Load the weights from a file of unquantized numbers.
 
         Args:
             numbers: [rows, columns], of the file's type; copied, because the mapped file may be closed.
@@ -259,7 +259,7 @@ class QuantizedEmbedding(QuantizedMatrix):
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
-        """See `QuantizedModule`; with `max_norm` a look-up rescales rows in place, so that they are not packed."""
+        """See `QuantizedModule`; with `max_norm` a look-up rescales rows in place, so they are not packed."""
         return module.max_norm is None and super().applies(module, settings)
 
     def computed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class QuantizedModule(Operator):
     def applies(cls, module: Any, settings: Any) -> bool:
         """Whether the settings change this module's weights: loaded numbers change only if the settings name a type."""
         if foreign_part(module) is not None:
-            # A parametrization, hooks or offloading may read the parameter, so that it must not be packed.
+            # A parametrization, hooks or offloading may read the parameter, so it must not be packed.
             return False
         parameter = cls.parameter_of(module)
         if settings.weights in (AUTO, AS_STORED):
@@ -118,16 +118,16 @@ class QuantizedModule(Operator):
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether its weights are the wrapped module's own numbers, as without it."""
+        """Whether its weights are the wrapped module's own numbers, unpacked."""
         return False
 
     @abstractmethod
     def expect_weights_in(self, module: Any) -> None:
-        """Make a copy of the wrapped module one without weights: parameters on the meta device, as before loading."""
+        """Remove the weights of a copy of the wrapped module: parameters on the meta device, as before loading."""
 
     @abstractmethod
     def share_weights(self, other: Any) -> None:
-        """Compute with the weights of `other`, an operator of this class, in the same memory.
+        """Share the weights of `other`, an operator of this class, in the same memory.
 
         The wrapped module is as `other.expect_weights_in` left it.
         """

@@ -22,8 +22,8 @@ from hetero_kv.errors import UnsupportedModelError
 
 # The cache methods that recurrent modules call. An attention module calls `update`.
 _CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
-# The trial: tokens before and after the seam, and the factor by which the state is scaled there, so that ignoring it
-# shows.
+# The trial: tokens before and after the boundary, and the factor that scales the state there, which reveals a module
+# that ignores it.
 _BEFORE, _BEHIND, _LARGER = 5, 3, 16.0
 # Relative differences of norms that rounding explains.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}

@@ -1,6 +1,6 @@
-"""The declared forms of recurrent mixers whose step for a decoded token is a kernel of ours.
+"""The declared forms of recurrent mixers that have a kernel for the step of a decoded token.
 
-A mixer that has the parts of a form may still compute something else, so that its layer is tried before use
+A mixer with the parts of a form may still compute something else, so its layer is tested before use
 (`llama_layer.agrees`).
 """
 
@@ -31,8 +31,8 @@ class RecurrentStep(ABC):
     """A recurrent mixer's step for decoded tokens, one per row.
 
     Attributes:
-        most_rows: the most rows that it takes.
-        inner: numbers of a row that it gives to the output projection.
+        most_rows: the largest number of rows that it takes.
+        inner: width of the output projection's input.
         copied: tensors of which it has copies.
         views: tensors whose memory it reads.
     """
@@ -49,7 +49,7 @@ class RecurrentStep(ABC):
         self._addresses = all_threads(), multiply_region()
 
     def _take(self, weight: torch.Tensor) -> None:
-        """Take a convolution's weights, [channels, 1, taps]."""
+        """Copy a convolution's weights, [channels, 1, taps]."""
         self._weight = float32_array(weight).reshape(len(weight), -1)
         if self._weight.ctypes.data == weight.data_ptr():
             self.views = (weight,)
@@ -58,7 +58,7 @@ class RecurrentStep(ABC):
 
     @abstractmethod
     def states(self, layer: Any) -> list[np.ndarray] | None:
-        """The states of a cache layer as arrays of the same memory; None where a kernel cannot take them."""
+        """The states of a cache layer as arrays of the same memory; None if the kernel cannot use them."""
 
     @abstractmethod
     def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
@@ -132,7 +132,7 @@ class DeltaNet(RecurrentStep):
         matrices = [parts[name] for name in names]
         packed = [matrix for matrix in matrices if are_packed([matrix])]
         small = matrices[len(packed) :]
-        # Matrices of few outputs may be kept as numbers; those come last.
+        # Matrices with few outputs may be unpacked; those come last.
         if matrices[: len(packed)] != packed or not packed or not are_packed([mixer.out_proj], in_any_order=True):
             return None
         if any(each.bias is not None for each in matrices) or any(
@@ -162,13 +162,13 @@ _PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj
 
 
 def _apart(mixer: Any, starts: np.ndarray) -> np.ndarray:
-    """The places of Qwen 3.5's outputs: a matrix for each kind."""
+    """The columns of Qwen 3.5's outputs: a matrix for each kind."""
     widths = mixer.conv_dim, mixer.value_dim, mixer.num_v_heads, mixer.num_v_heads
     return np.concatenate([start + np.arange(width) for start, width in zip(starts, widths, strict=False)])
 
 
 def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
-    """The places of Qwen3-Next's outputs: those of one key head after the other."""
+    """The columns of Qwen3-Next's outputs: one key head after the other."""
     share = mixer.num_v_heads // mixer.num_k_heads
     widths = mixer.head_k_dim, mixer.head_k_dim, share * mixer.head_v_dim, share * mixer.head_v_dim
     outputs = starts[0] + np.arange(mixer.num_k_heads * sum(widths)).reshape(mixer.num_k_heads, -1)
@@ -177,7 +177,7 @@ def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
     return np.concatenate([each.reshape(-1) for each in kinds])
 
 
-# Number of matrices -> the places of their outputs.
+# Number of matrices -> the columns of their outputs.
 _PLACES = {4: _apart, 2: _by_key_head}
 _STEPS = ShortConvolution, DeltaNet
 #: The names of a layer's parts: norm, mixer, the MLP's norm, MLP.

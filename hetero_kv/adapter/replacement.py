@@ -77,7 +77,7 @@ class Operator(nn.Module):
 
     @classmethod
     def applies(cls, module: nn.Module, settings: Any) -> bool:
-        """Whether the operator changes anything in the place of `module` under these settings."""
+        """Whether the operator would change anything for `module` under these settings."""
         return True
 
     def install(self) -> None:
@@ -135,7 +135,7 @@ class Operator(nn.Module):
         return {row.name: getattr(self.settings, row.name) for row in describe(type(self.settings))}
 
     def be_in_place(self) -> None:
-        """From now on, assigning an attribute that the wrapped module has assigns it there.
+        """From now on, assignments to attributes of the wrapped module go to the wrapped module.
 
         An adapter that replaces a projection is an example.
         """
@@ -155,7 +155,7 @@ class Operator(nn.Module):
         try:
             setattr(wrapped, name, value)
         except TypeError as error:
-            # torch.func.functional_call exchanges parameters so, for tensors.
+            # This is how torch.func.functional_call replaces parameters by tensors.
             raise HeteroKVError(
                 f"{self.path}.{name} is a {type(value).__name__}, which cannot replace the present value ({error}); "
                 "assign a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"

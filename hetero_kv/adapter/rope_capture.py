@@ -23,7 +23,7 @@ class RopeCapture(AttentionOperator):
     """
 
     changes_arguments = True
-    #: The use of the rotations, and the remedy where there are none; a text for errors.
+    #: The use of the rotations, and the remedy if there are none; a text for errors.
     rotation_use: ClassVar[str]
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:

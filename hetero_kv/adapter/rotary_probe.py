@@ -1,4 +1,4 @@
-"""A probe of how an attention module rotates its keys: one token under rotations of our choice."""
+"""A probe of how an attention module rotates its keys: one token under chosen rotations."""
 
 from __future__ import annotations
 

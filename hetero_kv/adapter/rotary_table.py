@@ -28,8 +28,7 @@ class RotaryTable:
     def __init__(self, rotation: Rotation) -> None:
         self.rotation = rotation
         self._cos, self._sin = GrowingTensor(0, SLACK), GrowingTensor(0, SLACK)
-        # The last recorded tensor. The reference prevents reuse of its address: layers that get the same memory have
-        # the same rotation.
+        # The last recorded tensor. The reference prevents reuse of its address: equal addresses mean equal rotations.
         self._source: torch.Tensor | None = None
         self._recorded = 0
         self._known: tuple[torch.Tensor, int] | None = None
@@ -89,7 +88,7 @@ class RotaryTable:
         return source is not None and source.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
 
     def until(self, length: int) -> RotaryTable:
-        """A new table with the first `length` positions of this one."""
+        """A table with the first `length` positions of this one."""
         copied = RotaryTable(self.rotation)
         if length:
             copied._cos.append(self._cos.entries[:length])

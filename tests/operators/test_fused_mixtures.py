@@ -17,6 +17,7 @@ from hetero_kv.adapter.decoder_form import has_own_numbers
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
+from hetero_kv.adapter.routed_experts import RoutedExperts
 from hetero_kv.cpu_ops.routing import SIGMOID, SOFTMAX
 from tests.support.gguf_models.variants import tiny_model
 from tests.support.slow_variants import with_slow
@@ -82,7 +83,7 @@ def test_a_token_passes_a_fused_mixture_as_its_modules(name, rows, monkeypatch):
     native = decoded(model, rows)
     assert all(isinstance(layer._native, FusedDecodeLayer) for layer in mixed_layers(model))
     monkeypatch.setattr(ChunkedDecoderLayer, "_fused_decode", lambda self: None)
-    monkeypatch.setattr(QuantizedExperts, "products", lambda self: None)
+    monkeypatch.setattr(RoutedExperts, "products", lambda self: None)
     assert relative(native, decoded(model, rows)) < ROUNDING
 
 
@@ -99,8 +100,8 @@ def test_the_kind_of_a_routing_is_found_out(name):
 def test_experts_are_computed_by_one_kernel_where_the_layer_is_not_fused(name, monkeypatch):
     model = injected(name)
     native = decoded(model)
-    assert all(each.products() is not None for each in model.modules() if isinstance(each, QuantizedExperts))
-    monkeypatch.setattr(QuantizedExperts, "products", lambda self: None)
+    assert all(each.routed.products() is not None for each in model.modules() if isinstance(each, QuantizedExperts))
+    monkeypatch.setattr(RoutedExperts, "products", lambda self: None)
     assert relative(native, decoded(model)) < ROUNDING
 
 
@@ -154,9 +155,9 @@ def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkey
     chosen = torch.stack([torch.where(torch.arange(240) < 200, 0, 3), 1 + torch.arange(240) % 2], dim=1)
     chosen[torch.arange(240) % 5 > 0, 1] = 4
     mine = experts(x, chosen, shares)
-    monkeypatch.setattr("hetero_kv.adapter.quantized_experts._PAIRS_AT_ONCE", 30)
+    monkeypatch.setattr("hetero_kv.adapter.routed_experts._PAIRS_AT_ONCE", 30)
     assert torch.equal(mine, experts(x, chosen, shares))
-    monkeypatch.setattr(QuantizedExperts, "products", lambda self: None)
+    monkeypatch.setattr(RoutedExperts, "products", lambda self: None)
     assert relative(mine, experts(x, chosen, shares)) < ROUNDING
 
 
