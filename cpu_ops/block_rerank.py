@@ -31,7 +31,7 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     positions: [rows, 1 or kv_heads, n] int32, the candidates in `table`; negative entries are padding, and n = 0 means
     all blocks. scale, softcap: as in `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks]
     float32. The region writes at the candidates' positions: to masses, the log-sum-exp of the scores of a block's keys;
-    to weights, for coarse copies only (`code_masses`), the log-sum-exp if every key were the block's mean.
+    to weights, for coarse copies only (`int4_key_scores`), the log-sum-exp if every key were the block's mean.
     token_scores: [rows, kv_heads, group, n * block_size] float32, written: the scores of the candidates' keys, in the
     order of `positions`; or of length 0.
     """

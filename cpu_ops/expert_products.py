@@ -1,4 +1,4 @@
-"""The products of a few rows with the experts that they are routed to, and the weighted sums of what these give.
+"""The products of a few rows with the experts that they are routed to, and the weighted sums of the outputs.
 
 Rows are grouped by expert, so that an expert's weights are read once for all its rows. Each of the two parallel
 regions (gate and up projections with the activation between them, then down projections) divides all tiles of all

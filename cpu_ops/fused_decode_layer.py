@@ -4,7 +4,7 @@
 experts, the part after it. Each is one call, with as few parallel regions as its products allow, and quantizes an input
 of several products once. The layers have Llama's form: RMSNorm, projections with or without bias, optional norms of
 queries and keys, rotation of half against half, a gated MLP. Queries may have gates, a part of a head may not be
-rotated, and what attention and MLP add may be normalised and multiplied. `cpu_ops.quantized_linear` computes the
+rotated, and the outputs of attention and MLP may be normalised and multiplied. `cpu_ops.quantized_linear` computes the
 products; everything between them is float32.
 """
 
@@ -18,6 +18,7 @@ from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, normed, products_table, widened
 from hetero_kv.cpu_ops.gates import activated, sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
@@ -25,25 +26,6 @@ from hetero_kv.cpu_ops.quantized_linear import multiply_part
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
-
-
-@device_function(fastmath=_REASSOCIATED)
-def normed(x, weight, epsilon, out):
-    """Write the RMSNorm of each row, x / sqrt(mean(x^2) + epsilon) * weight, to out."""
-    for row in range(x.shape[0]):
-        total = np.float32(0)
-        for i in range(x.shape[1]):
-            total += x[row, i] * x[row, i]
-        factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + epsilon)
-        for i in range(x.shape[1]):
-            out[row, i] = x[row, i] * factor * weight[i]
-
-
-@device_function
-def widened(x, out):
-    for row in range(x.shape[0]):
-        for i in range(x.shape[1]):
-            out[row, i] = number(x[row, i])
 
 
 @device_function(fastmath=_REASSOCIATED)
@@ -80,19 +62,6 @@ def _rotated(x, first, stride, cos, sin, out):
                 out[row, head, 0, i] = rounded(out, transposed)
                 transposed = high * number(cos[row, half + i]) + low * number(sin[row, half + i])
                 out[row, head, 0, half + i] = rounded(out, transposed)
-
-
-@device_function
-def products_table(matrices, rows):
-    """Returns the table of the region "multiply" (`cpu_ops.quantized_linear`) for matrices that share an input."""
-    table = np.zeros((len(matrices), 8), np.int64)
-    column = 0
-    for index in range(len(matrices)):
-        for each in range(4):
-            table[index, each] = matrices[index, each]
-        table[index, 4], table[index, 6] = column, rows
-        column += matrices[index, 1] * TILE
-    return table
 
 
 @region_arguments("multiply and gate")
@@ -224,58 +193,6 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     return inputs
 
 
-@device_function
-def add_mixed(
-    run, multiply, mixed, gates, matrix, bias, after_norm, after_epsilon, factor, x, per_pass, threads,
-):  # fmt: skip
-    """Add to x what a token mixer adds: `factor` times the norm of the output projection of `mixed`.
-
-    mixed: [rows, columns], the mixer's result, float32 or the bits of bfloat16. gates: [rows, columns] float32, what it
-    is multiplied with; length 0 for none. matrix: [1, 4] int64, `PackedMatrix.call` of the projection. bias: [width];
-    after_norm: [width]; both float32, of length 0 for none. x: [rows, width] float32.
-    """
-    rows, columns = mixed.shape
-    width = x.shape[1]
-    numbers = np.empty((rows, columns), np.float32)
-    widened(mixed, numbers)
-    if gates.size:
-        for row in range(rows):
-            for i in range(columns):
-                numbers[row, i] *= gates[row, i]
-    codes = np.empty((rows, columns), np.int8)
-    scales = np.empty((rows, columns // GROUP), np.float32)
-    sums = np.empty((rows, columns // 16), np.int32)
-    quantize_rows(numbers, codes, scales, sums)
-    projected = np.empty((rows, matrix[0, 1] * TILE), np.float32)
-    region_args = products_table(matrix, rows), numbers, codes, scales, sums, projected, per_pass
-    run_region("multiply", "", run, multiply, threads, region_args)
-    if bias.size:
-        for row in range(rows):
-            for i in range(width):
-                projected[row, i] += bias[i]
-    add_normed(projected, after_norm, after_epsilon, factor, x)
-
-
-@device_function(fastmath=_REASSOCIATED)
-def add_normed(added, norm, epsilon, factor, x):
-    """Add to x [rows, width] `factor` times the RMSNorm of the first `width` numbers of each row of `added`.
-
-    norm: [width] float32; length 0 for none.
-    """
-    width = x.shape[1]
-    for row in range(x.shape[0]):
-        if norm.size:
-            total = np.float32(0)
-            for i in range(width):
-                total += added[row, i] * added[row, i]
-            inverse = factor / np.sqrt(total / np.float32(width) + epsilon)
-            for i in range(width):
-                x[row, i] += added[row, i] * inverse * norm[i]
-        else:
-            for i in range(width):
-                x[row, i] += added[row, i] * factor
-
-
 @cache
 def attention_output(dtype: str) -> Any:
     """Returns the kernel that computes a layer's output: x = hidden + projection of `mixed`, then x + MLP(norm(x)).
@@ -286,9 +203,10 @@ def attention_output(dtype: str) -> Any:
     per_pass, threads)
 
     hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, bias, after_norm, factor: as for
-    `add_mixed`. norm: [width] float32, of the MLP's input, and after_mlp_norm of its output, of length 0 for none;
-    `epsilon` is that of all three norms. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down
-    projections; the last tiles of gate and up are full. gate: from `gate_region`, for the MLP's activation.
+    `fused_layer_parts.add_mixed`. norm: [width] float32, of the MLP's input, and after_mlp_norm of its output, of
+    length 0 for none; `epsilon` is that of all three norms. matrices: [4, 4] int64, `PackedMatrix.call` of the output,
+    gate, up and down projections; the last tiles of gate and up are full. gate: from `gate_region`, for the MLP's
+    activation.
     """
     code_version = CODE_VERSION
     real, integer, numbers_type = types.float32, types.int64, types.Array(NUMBERS[dtype], 2, "C")

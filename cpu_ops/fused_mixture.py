@@ -14,7 +14,7 @@ from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.expert_products import INTEGER2, REAL1, REAL2, add_experts, biases_type
-from hetero_kv.cpu_ops.fused_decode_layer import add_mixed, add_normed, normed, widened
+from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, normed, widened
 from hetero_kv.cpu_ops.gates import sigmoid
 from hetero_kv.cpu_ops.parallel_region import run_region
 from hetero_kv.cpu_ops.routing import choose_experts
@@ -33,7 +33,7 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
     shared_gate, sharpness, limit, out, per_pass, threads)
 
     hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, matrix, bias, after_norm, factor: as for
-    `fused_decode_layer.add_mixed`; norm, after_mixture_norm, epsilon: as for `fused_decode_layer.attention_output`.
+    `fused_layer_parts.add_mixed`; norm, after_mixture_norm, epsilon: as for `fused_decode_layer.attention_output`.
     route: from `routing.router_region`. router: [experts, width], and router_bias: [experts] float32, of length 0 for
     none. correction, form, scale: as for `routing.choose_experts`. k: experts of a row. region, matrices, biases,
     shared, sharpness, limit: as for `expert_products.add_experts`. shared_gate: [width] float32: the shared expert's

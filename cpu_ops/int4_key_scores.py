@@ -2,7 +2,7 @@
 
 A score costs a fraction of a float32 score, and consecutive blocks are read at memory bandwidth, so that every block
 can be scored. The kernel also computes the scores of the mean keys, which weight the mean values of unattended blocks
-(`weights` in `candidate_masses.arguments`).
+(`weights` in `block_rerank.arguments`).
 """
 
 from functools import cache
@@ -33,7 +33,7 @@ _MOST_AT_ONCE = 2
 def region_for(
     q: tuple[int, ...], codes: tuple[int, ...], means: tuple[int, ...], block_size: int, mean_dtype: np.dtype
 ) -> int:
-    """Returns the address of a region with `candidate_masses.arguments` for arrays of these shapes.
+    """Returns the address of a region with `block_rerank.arguments` for arrays of these shapes.
 
     codes: [num_blocks, kv_heads, 1, bytes_of_block]. Raises ValueError for shapes that do not fit together.
     """

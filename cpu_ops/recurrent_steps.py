@@ -1,8 +1,8 @@
 """A decoded token's recurrent mixers: gated delta nets and short convolutions, up to the output projection.
 
-Each kernel reads a layer's input, updates the state in place, and writes what the mixer gives before its output
-projection, which `fused_decode_layer.add_mixed` computes with the rest of the layer. One token per row; products with
-quantized weights, everything between them in float32.
+Each kernel reads a layer's input, updates the state in place, and writes the input of the mixer's output projection,
+which `fused_layer_parts.add_mixed` computes with the rest of the layer. One token per row; products with quantized
+weights, everything between them in float32.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.fused_decode_layer import normed, products_table, widened
+from hetero_kv.cpu_ops.fused_layer_parts import normed, products_table, widened
 from hetero_kv.cpu_ops.gates import sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
@@ -24,9 +24,9 @@ from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 _REAL1, _REAL2 = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2))
 _STATES = types.Array(types.float32, 4, "C")
 _PLACES, _TABLE = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-# Beside the squares of a query or key, as in the model's own l2norm.
+# Added to the sum of squares of a query or key, as in the model's own l2norm.
 _TINY = np.float32(1e-6)
-# From here on softplus is its argument, as in torch.
+# Above this threshold softplus returns its argument, as in torch.
 _STEEP = np.float32(20)
 
 
@@ -55,7 +55,7 @@ def _columns(projections):
 
 @device_function
 def _convolved(state, row, channel, newest, weight):
-    """Move a channel's state on by its newest number; returns the sum of the state times the channel's weights."""
+    """Shift a channel's newest number into its state; returns the sum of the state times the channel's weights."""
     last, total = state.shape[2] - 1, np.float32(0)
     for i in range(last):
         moved = state[row, channel, i + 1]

@@ -16,7 +16,7 @@ from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_argum
 
 SOFTMAX, SIGMOID = 0, 1
 """The kinds of scores."""
-# Beside the sum of the chosen scores, which may be zero.
+# Added to the sum of the chosen scores, which may be zero.
 _TINY = np.float32(1e-20)
 
 
@@ -68,7 +68,7 @@ def _scored(logits, kind, scores):
 
 @device_function
 def _take_best(values, chosen):
-    """Write the places of the largest values to chosen, largest first; values become -inf there."""
+    """Write the indices of the largest values to chosen, largest first, and set these values to -inf."""
     for choice in range(chosen.size):
         best = 0
         for i in range(values.size):
@@ -80,7 +80,7 @@ def _take_best(values, chosen):
 
 @device_function
 def _keep_groups(values, groups, kept, counted):
-    """Set values to -inf but in the `kept` groups with the largest sums of their `counted` largest values."""
+    """Set values to -inf outside of the `kept` groups with the largest sums of their `counted` largest values."""
     size = values.size // groups
     sums, best, parts = np.zeros(groups, np.float32), np.empty(counted, np.int64), np.empty(size, np.float32)
     for group in range(groups):

@@ -87,7 +87,7 @@ def _cut(weights, limit, by_sum):
                 places[left] = places[j]
                 left += 1
         count = left
-    # All that are left are equal.
+    # All remaining weights are equal.
     for j in range(count):
         if before >= limit:
             weights[places[j]] = 0
@@ -141,7 +141,7 @@ def draw_kernel() -> Any:
             sums[part] = _sum(weights, part * _PART, min(weights.size, (part + 1) * _PART))
             total += sums[part]
         rest, part, token = number * total, 0, np.int64(0)
-        # Rounding may leave a rest behind the last token that has a weight.
+        # Rounding may leave a rest after the last token that has a weight.
         for each in range(parts):
             if sums[each] > 0:
                 part = each

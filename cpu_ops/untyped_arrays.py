@@ -1,8 +1,8 @@
-"""Untyped arrays, by which one kernel passes pools of any storage type to typed kernels.
+"""Untyped arrays: one kernel passes pools of any storage type to typed kernels.
 
-A kernel that only passes pools on is compiled once for all storage types. It takes the memory as bytes. `items_of`
-turns these into an array with a shape and strides in items, which a typed kernel called by address accepts as an array
-of its type. `UNTYPED` is the variant's name in such calls.
+A kernel that only forwards pools is compiled once for all storage types. It takes the memory as bytes. `items_of` turns
+these into an array with a shape and strides in items, which a typed kernel called by address accepts as an array of its
+type. `UNTYPED` is the variant's name in such calls.
 """
 
 from typing import Any

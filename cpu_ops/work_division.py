@@ -42,7 +42,7 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
 
 @device_function
 def token_starts(counts, kv_heads):
-    """Returns what `list_starts` does for lists of single tokens; counts: [rows, 1 or kv_heads], their lengths."""
+    """As `list_starts`, for lists of single tokens; counts: [rows, 1 or kv_heads], their lengths."""
     starts = np.zeros(counts.shape[0] * kv_heads + 1, np.int64)
     for index in range(starts.size - 1):
         starts[index + 1] = starts[index] + counts[index // kv_heads, min(index % kv_heads, counts.shape[1] - 1)]

@@ -21,7 +21,7 @@ def block_scores(
     softcap: float | None = None,
     left_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `block_scores_in_torch`, which defines the result; entries behind the last block are undefined."""
+    """As `block_scores_in_torch`, which defines the result; entries after the last block are undefined."""
     from hetero_kv.gpu_ops.triton_kernels import block_choice
 
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -50,7 +50,7 @@ def block_scores_in_torch(
         scale, softcap: as in `gpu_ops.tiled_attention`.
         left_out: [batch, kv_heads, n] int64, blocks that get -inf; None for none.
 
-    Returns [batch, kv_heads, group, capacity], -inf behind the last block.
+    Returns [batch, kv_heads, group, capacity], -inf after the last block.
     """
     batch, kv_heads, capacity, _, dim = vectors.shape
     queries, numbers = q.float().reshape(batch, kv_heads, -1, 1, dim), vectors.float()
@@ -108,6 +108,6 @@ def best_blocks_in_torch(
     place = torch.arange(n, device=scores.device)
     taken = torch.as_tensor(count, device=scores.device).clamp(max=n)
     found = torch.nn.functional.pad(found, (0, n - found.shape[2]))
-    # Padding is sorted behind all blocks.
+    # Padding is sorted after all blocks.
     ascending = found.masked_fill(place >= taken, scores.shape[3]).sort(dim=2).values
     return torch.where(place >= taken, FIRST_PADDING - place, ascending)

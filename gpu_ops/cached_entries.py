@@ -31,7 +31,7 @@ def append_token_in_torch(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor,
     taken: int, position: int,
 ) -> None:  # fmt: skip
-    """Write a token's entry behind the first `taken` entries.
+    """Write a token's entry after the first `taken` entries.
 
     Args:
         key, value: [batch, kv_heads, 1, dim].
@@ -97,7 +97,7 @@ def keep_in_torch(parts: Parts, scores: Sequence[torch.Tensor], index: torch.Ten
         parts: the entries.
         scores: [batch, kv_heads, cached or fewer] of any dtype each; entries beyond have score 0.
         index: [batch or 1, kv_heads or 1, count] int64.
-        kept: capacity for at least `count` entries; memory behind these is not changed.
+        kept: capacity for at least `count` entries; memory after these is not changed.
 
     Returns each of the `scores` at `index`, [batch, kv_heads, count].
     """

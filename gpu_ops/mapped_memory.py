@@ -46,7 +46,7 @@ class MappedMemory:
         """Page-lock at least the first `size` bytes of the tensor; returns whether they are locked.
 
         Warns once, and then always returns False, if CUDA refuses (a limit on locked memory, for example), or if the
-        GPU would not find a second range behind the first.
+        GPU would not find a second range after the first.
         """
         end = min(self.tensor.data_ptr() + size, self._end)
         if self._failed or end <= self._locked:

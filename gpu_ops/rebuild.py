@@ -84,8 +84,8 @@ def rebuild_into_in_torch(
     """Write the keys of chunks into slots; further arguments as for `rebuilt_chunks`.
 
     Args:
-        chunks: as there, with -1 behind the last of each head.
-        slots: [batch, kv_heads, n] int64, the slot of each chunk; -1 behind the last, too.
+        chunks: as there, with -1 after the last of each head.
+        slots: [batch, kv_heads, n] int64, the slot of each chunk; -1 after the last, too.
         out: [batch, kv_heads, slots, chunk_size, dim], with contiguous slots, and heads at equal distances.
     """
     inputs = coefficients, basis, cos, sin, layout, chunks.clamp(min=0), out.shape[3]

@@ -12,7 +12,7 @@ from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.gpu_ops.window_step import SPLITS
 
 #: What the host tells the device of a token, int64: its position, the first position of the recent window, and the
-#: number of blocks before that window and behind the attention sink.
+#: number of blocks before that window and after the attention sink.
 NUMBERS = 3
 CONTEXT = 2
 

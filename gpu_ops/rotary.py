@@ -14,7 +14,7 @@ class RotaryLayout(NamedTuple):
 
     Attributes:
         pairs: rotated pairs; 0 for a head without rotation.
-        offset: the first rotated channel; channels before and behind the pairs pass through.
+        offset: the first rotated channel; channels before and after the pairs pass through.
         interleaved: pair i is (2i, 2i + 1), not (i, i + pairs).
     """
 

@@ -95,7 +95,7 @@ class Staging:
             self.arrived()
 
     def _copy_down(self, size: int) -> None:
-        """Copy the following tensor, if there is one, and the first `size` numbers behind it."""
+        """Copy the following tensor, if there is one, and the first `size` numbers after it."""
         first, end = 0 if self._room is not None else self._follows.numel(), self._follows.numel() + size
         self._down_host[first:end].copy_(self._down[first:end], non_blocking=self._event is not None)
         if self._event is not None:

@@ -78,7 +78,7 @@ def _sort_keys(
     HEADS: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Whole numbers in the order of a list's scores from block `start` on, NaN the lowest; -1 behind the last block."""
+    """Whole numbers in the order of a list's scores from block `start` on, NaN the lowest; -1 after the last block."""
     head, member = tl.arange(0, BLOCK_HEADS)[:, None, None], tl.arange(0, BLOCK_GROUP)[None, :, None]
     block = start + tl.arange(0, BLOCKS)
     is_query, is_block = (head < HEADS) & (member < GROUP), block < total
@@ -181,7 +181,7 @@ def score(
     softcap: float | None,
     left_out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `gpu_ops.block_choice.block_scores_in_torch`; entries behind the last block are not written."""
+    """As `gpu_ops.block_choice.block_scores_in_torch`; entries after the last block are not written."""
     (batch, heads, _, dim), (_, kv_heads, capacity, number, _) = q.shape, vectors.shape
     group, left = heads // kv_heads, 0 if left_out is None else left_out.shape[2]
     scores = torch.empty(batch, kv_heads, group, capacity, dtype=torch.float32, device=q.device)

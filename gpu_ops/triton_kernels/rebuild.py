@@ -51,7 +51,7 @@ def _rebuild(
     chunk = tl.load(chunks + listed, mask=is_token, other=0)
     slot = (token // CHUNK).to(tl.int64)
     if SLOTTED:
-        # Missing chunks come first; behind the end of their list there is nothing to do.
+        # Missing chunks come first; after the end of their list there is nothing to do.
         if tl.load(chunks + first_listed + tl.program_id(0) * BLOCK_TOKENS // CHUNK) < 0:
             return
         slot = tl.load(slots + listed, mask=is_token, other=-1)
