@@ -29,7 +29,7 @@ _REGISTRY: dict[str, Statistic] = {}
 
 
 def register(statistic: Statistic) -> Statistic:
-    """Register a statistic under its name. Raises HeteroKVError for a name that another one has."""
+    """Register a statistic under its name. Raises HeteroKVError if another one has that name."""
     if (known := _REGISTRY.setdefault(statistic.name, statistic)) != statistic:
         raise HeteroKVError(
             f"the statistic {statistic.name!r} is registered already, as {known.meaning!r}; give "
@@ -58,7 +58,7 @@ READ_BYTES = register(
     Statistic(
         "read_bytes",
         "bytes read per token and layer",
-        "bytes of stored keys, values and what stands for them that a decoded token's attention read in a layer, the "
+        "bytes of stored keys, values and their representations that a decoded token's attention read in a layer, the "
         "mean over steps",
     )
 )

@@ -109,11 +109,11 @@ def test_the_pyramid_is_as_steep_as_the_paper_says_and_flat_for_short_prompts():
 
 
 def test_minimal_budgets_keep_the_protected_entries():
-    assert SnapKVSettings(budget=65).least == 65
-    assert RoCoSettings(budget=11).least == 11
+    assert SnapKVSettings(budget=65).min_budget == 65
+    assert RoCoSettings(budget=11).min_budget == 11
     with pytest.raises(SettingError, match="needs at least 11 entries"):
         RoCoSettings(budget=10)
-    assert H2OSettings(budget=1).least == 1
+    assert H2OSettings(budget=1).min_budget == 1
 
 
 def test_a_new_policy_is_one_class_and_appears_by_itself(monkeypatch):

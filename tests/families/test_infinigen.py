@@ -7,8 +7,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hetero_kv import inject
-from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 from hetero_kv.families.token_retrieval.choosers.infinigen import InfiniGen
+from hetero_kv.families.token_retrieval.decode import TokenDecode
 from hetero_kv.store.read_ahead import ReadAhead
 from tests.support.ragged_rows import alone, prompt
 from tests.support.slow_variants import with_few
@@ -137,7 +137,7 @@ def test_blocks_in_a_file_are_read_ahead_before_the_previous_layer_attends(model
     pools = [layer.pool for layer in loaded.layers]
     of_pool = {id(pool.read_ahead): number for number, pool in enumerate(pools)}
     watched(monkeypatch, ReadAhead, "request", lambda self, ids: said.append(("ask", of_pool[id(self)], ids)))
-    watched(monkeypatch, TokenRetrievalAttention, "_attended", lambda self, *_: said.append(("attend", self.layer_idx)))
+    watched(monkeypatch, TokenDecode, "_attended", lambda self, *_: said.append(("attend", self._operator.layer_idx)))
     alone(model, loaded, [prompt(1, 1)])
     # The second layer has none before it that it guesses from.
     assert [each[:2] for each in said] == [("attend", 0), ("ask", 2), ("attend", 1), ("ask", 1), ("attend", 2)]

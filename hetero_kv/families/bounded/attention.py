@@ -213,7 +213,7 @@ def _identity(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def _longest_catalyst(cache: HeteroCache) -> int:
-    """Length of the longest catalyst text that a policy runs behind the entries, in tokens; 0 without any."""
+    """Length of the longest catalyst text that a policy runs after the entries, in tokens; 0 without any."""
     texts = {layer.policy.catalyst_text() for layer in cache.strided_layers if isinstance(layer, BoundedLayer)}
     return max((len(cache.tokenized(text)) for text in texts if text is not None), default=0)
 

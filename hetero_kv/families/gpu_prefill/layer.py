@@ -1,4 +1,4 @@
-"""The GPU prefill half of a cache layer: new tokens leave the GPU in blocks, stored ones return in pieces."""
+"""Prefill on a GPU for a cache layer: new tokens are written to DRAM in blocks, stored ones are loaded in pieces."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class ShadowKVAttention(RopeCapture):
     def _decoded_by_kernels(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Attention of a step where `cpu_decode` serves.
+        """Attention of a step by `cpu_decode`.
 
         Returns out [batch, heads, 1, v_dim], lse, and how many chosen chunks were in no slot, over all rows and heads.
         """
@@ -205,7 +205,7 @@ class ShadowKVAttention(RopeCapture):
     def _decoded_without_waits(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0."""
+        """As `_decoded_by_kernels`, by `device_decode`. Misses are counted on the device; returns 0."""
         assert layer.context.outliers is not None
         chosen = device_decode.chosen(layer, call, self._count(layer, layer.context.outliers.ids))
         with joined_on_error(call.k.device):

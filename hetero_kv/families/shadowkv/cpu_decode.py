@@ -51,7 +51,7 @@ def chosen(layer: LowRankLayer, call: AttentionCall, q: np.ndarray, count: int, 
 
 
 def load_chunks(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> int:
-    """Load chosen chunks [batch, kv_heads, n] int64 into the slots; returns how many were there, over all heads."""
+    """Load chosen chunks [batch, kv_heads, n] int64 into the slots; returns how many were resident, over all heads."""
     outliers, pool, rotary, basis = layer.context.outliers, layer.pool, layer.factors.rotary, layer.factors.basis
     assert outliers is not None
     assert pool is not None

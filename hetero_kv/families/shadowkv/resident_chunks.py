@@ -110,7 +110,7 @@ class ResidentChunks:
         return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
 
     def hold(self, chosen: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
-        """Load the chosen chunks into the slots: those that are there stay, the others are rebuilt and fetched.
+        """Load the chosen chunks into the slots: resident ones stay, the others are rebuilt and fetched.
 
         Args:
             chosen: the chunks to load, [batch, kv_heads, n] int64 on the CPU, distinct within a head.
@@ -118,7 +118,7 @@ class ResidentChunks:
             fetch: returns values on the compute device, for chunks on the CPU.
             chunks: upper bound of ids, exclusive.
 
-        Returns how many of the chosen chunks were there, over all heads.
+        Returns how many of the chosen chunks were resident, over all heads.
         """
         device = self._keys.device
         self.provide(chosen.shape[2])

@@ -40,7 +40,7 @@ class PromptAttention:
         self._operator, self._settings = operator, settings
         self._tried: list[list[MeasuredPattern]] | None = None
         self._key: str | None = None
-        #: Last queries of prompts that are still passing, and their dense attention: the search needs both.
+        #: Last queries of prompts in progress, and their dense attention: the search needs both.
         self._ends: WeakKeyDictionary[Step, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
         #: Keys that query blocks have attended to so far, and keys that they could have attended to.
         self.attended, self.there = 0.0, 0.0
@@ -53,7 +53,7 @@ class PromptAttention:
         past_v: torch.Tensor,
         length: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `chunk_attention`, for the call's chunk behind [batch, kv_heads, past, dim] keys and values.
+        """As `chunk_attention`, for the call's chunk after [batch, kv_heads, past, dim] keys and values.
 
         length: the number of tokens that the step's last query sees; None for the whole sequence.
         """

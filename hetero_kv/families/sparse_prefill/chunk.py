@@ -15,7 +15,7 @@ from hetero_kv.gpu_ops.chosen_keys import block_means, chosen_attention
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens behind `past` earlier ones.
+    """New tokens after `past` earlier ones.
 
     Attributes:
         q: [batch, heads, n, k_dim].

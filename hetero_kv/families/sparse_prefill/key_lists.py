@@ -49,7 +49,7 @@ class KeyBlocks:
 
 
 def runs_of(heads: Sequence[KeyLines | KeyBlocks], past: int, n: int, whole: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of a chunk of n tokens behind `past`, in the form that `attend_runs` takes.
+    """Runs of a chunk of n tokens after `past`, in the form that `attend_runs` takes.
 
     heads: the keys of all rows' heads in turn.
     whole: the number of last queries that attend to all keys; the rest of their query blocks does so too.

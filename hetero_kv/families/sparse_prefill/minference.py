@@ -17,13 +17,13 @@ from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
 
-#: Last queries on which patterns are tried.
+#: Number of last queries on which patterns are measured.
 TRIED_QUERIES = 512
 # Shares of the budget that are sinks of an A-shape (the paper's 1,024 of 5,120), and lines of a vertical-slash.
 _SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 # Shares of the budget that are tried.
 _BUDGETS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-# Up to this many tokens of context the price is that of the settings, and no blocks are matched.
+# Up to this many tokens of context the price is the setting's, and no blocks are matched.
 _PRICED_LENGTH = 16384
 
 

@@ -1,4 +1,4 @@
-"""Settings of sparse prefill, which operators with chunked prefill have besides their own."""
+"""Settings of sparse prefill, which operators with chunked prefill have in addition to their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _prefills() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PrefillSettings(Settings):
-    """Which keys the queries of a prompt attend to."""
+    """The keys that the queries of a prompt attend to."""
 
     prefill: str = setting("dense", "attention of prompts", choices=_prefills)
     prefill_from: int = setting(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
@@ -27,18 +26,14 @@ from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers import TokenSettings
-from hetero_kv.families.token_retrieval.choosers.chooser import (
-    NOTHING_LEARNED,
-    ChosenTokens,
-    ContextAttention,
-    TokenQuery,
-)
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, ChosenTokens, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.chooser_settings import TOKEN_RETRIEVAL
+from hetero_kv.families.token_retrieval.decode import NO_LSE, TokenDecode
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.gpu_ops.host_copies import on_host
-from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 from hetero_kv.store.pool import BlockPool
 
@@ -81,6 +76,7 @@ class TokenRetrievalAttention(ExactPrefill):
         #: input.
         self.ahead: LookAhead | None = None
         self.following: LookAhead | None = None
+        self._decode = TokenDecode(self)
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
@@ -138,19 +134,7 @@ class TokenRetrievalAttention(ExactPrefill):
 
         Blocks of the choice that are in a file are requested from the system.
         """
-        layer: TokenRetrievalLayer = step.group.layers[self.layer_idx]
-        blocks = step.blocks(layer.layout)
-        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
-            layer.finalize(step)
-        return self._fetched(self._token_query(layer, blocks, call))
-
-    def _fetched(self, query: TokenQuery) -> ChosenTokens:
-        assert self.chooser is not None
-        choice, pool = self.chooser.choose(query), query.pool
-        if pool.read_ahead is not None and pool.reads_ahead():
-            rows = np.arange(len(query.table))[:, None, None]
-            pool.read_ahead.request(query.context[rows, choice.positions // pool.block_size])
-        return choice
+        return self._decode.chosen_for(step.group.layers[self.layer_idx], step, call)
 
     # -- decode
 
@@ -158,9 +142,8 @@ class TokenRetrievalAttention(ExactPrefill):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
-        attended = self._attended if layer.window is None else self._attended_with_window
         shares = layer.state.share
-        out, lse, mass = attended(layer, step, blocks, call)
+        out, lse, mass = self._decode(layer, step, blocks, call)
         if self.engine.measure_recall:
             assert layer.pool is not None
             covered = covered_mass(layer.pool, blocks, call, mass, self.threads)
@@ -168,23 +151,9 @@ class TokenRetrievalAttention(ExactPrefill):
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
         if layer.record is not None:
-            # A chooser that estimates what it leaves out gives a share.
+            # A chooser that estimates unattended tokens sets a share.
             self._record_token(layer, blocks, call, lse, None if layer.state.share is shares else mass)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
-
-    def _token_query(
-        self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray | None = None
-    ) -> TokenQuery:
-        """A decode query with `q`, if the queries are already on the CPU, else with those of the call."""
-        pool, table = layer.pool, blocks.table
-        assert pool is not None
-        queries = kernel_array(call.q, torch.float32) if q is None else q
-        q = queries.reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
-        first, end = min(layer.layout.sink_blocks, blocks.finalized), blocks.finalized
-        return TokenQuery(
-            q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
-            self.threads, record=layer.record,
-        )  # fmt: skip
 
     def _record_token(
         self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, total: torch.Tensor,
@@ -198,84 +167,6 @@ class TokenRetrievalAttention(ExactPrefill):
         add_blocks(layer, blocks, call, around_context(layer, blocks, of_context))
         add_window(layer, call)
         record.complete(total, attended, call.sink)
-
-    def _attended(
-        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attention of a decoded token, which is stored first.
-
-        Returns out [batch, heads, 1, v_dim], lse [batch, heads, 1] and mass, shaped like lse: the log-sum-exp of the
-        attended tokens, each counted once.
-        """
-        layer.store_token(step, call.k, call.v)
-        ahead, query = self._taken_ahead(layer, step, blocks), self._token_query(layer, blocks, call)
-        chooses = self._chooses(query)
-        out, lse = _of_heads(call, *query.attend_blocks(query.other_blocks if chooses else query.table))
-        if not chooses:
-            layer.count(step.length, query.end - query.first, query.tokens, 0.0)
-            return out, lse, lse
-        answer = self._answer(layer, step, query._replace(outside_lse=lse.view(query.q.shape[:3]), ahead=ahead))
-        chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
-        return *merge_attention(out, lse, chosen_out, chosen_lse), torch.logaddexp(lse, chosen_mass)
-
-    def _attended_with_window(
-        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `_attended`, with attention sink and recent window on a device.
-
-        `mass` is on the CPU, and NaN where neither recall nor the chooser needs it. The host waits for one copy from
-        the device and makes one copy back, as in `WindowedDecode`.
-        """
-        needs_window = (
-            layer.record is not None
-            or self.engine.measure_recall
-            or (self.chooser is not None and self.chooser.reads_outside_lse)
-        )
-        window_step = layer.window_step(call, blocks.finalized * layer.layout.block_size, needs_window)
-        staging = layer.staging
-        assert staging is not None
-        *sent, in_window = window_step.arrived()
-        q, k, v = map(torch.from_numpy, sent)
-        outside_lse = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
-        layer.store_token(step, k, v)
-        if self.following is not None:
-            # The next layer's guessed queries were sent earlier on the same stream, so they have arrived too.
-            self.following.arrived(step)
-        ahead, query = self._taken_ahead(layer, step, blocks), self._token_query(layer, blocks, call, q.numpy())
-        if self._chooses(query):
-            answer = self._answer(layer, step, query._replace(outside_lse=outside_lse, ahead=ahead))
-            chosen_out, chosen_lse, chosen_mass = answer.out, answer.lse, answer.mass
-        else:
-            layer.count(step.length, query.end - query.first, query.tokens, 0.0)
-            if not query.tokens:
-                return *window_step.alone(), outside_lse
-            chosen_out, chosen_lse = query.attend_blocks(query.context)
-            chosen_mass = chosen_lse
-        for target, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
-            target[...] = part.numpy().reshape(target.shape)
-        return *window_step.merged(), torch.logaddexp(outside_lse, chosen_mass)
-
-    def _chooses(self, query: TokenQuery) -> bool:
-        return self.chooser is not None and query.tokens > 0 and not self.chooser.covers(query.tokens)
-
-    def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> ChosenTokens | None:
-        """The choice made before the layer was called, or None; finalizes the blocks that the step completes if so."""
-        ahead = None if self.ahead is None else self.ahead.pop_choice(step)
-        if ahead is None and blocks.newly_finalized[0] != blocks.newly_finalized[1]:
-            layer.finalize(step)
-        return ahead
-
-    def _answer(self, layer: TokenRetrievalLayer, step: Step, query: TokenQuery) -> ContextAttention:
-        """The chooser's answer; counts its tokens and bytes."""
-        chooser = self.chooser
-        assert chooser is not None
-        if query.ahead is None and chooser.looks_ahead:
-            query = query._replace(ahead=self._fetched(query))
-        answer = chooser.attend(query)
-        layer.count(step.length, query.end - query.first, answer.tokens, answer.read)
-        if answer.share is not None:
-            layer.state = replace(layer.state, share=layer.state.share.plus(answer.share))
-        return answer
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile the kernels of decode and short turns, or load them from Numba's cache, before a token needs them."""
@@ -292,7 +183,7 @@ class TokenRetrievalAttention(ExactPrefill):
             key_offsets=pool.offset_array,
         )  # fmt: skip
         known = NOTHING_LEARNED if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_LEARNED)
-        query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
+        query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, NO_LSE, known, self.threads)
         _, lse = query.attend_blocks(query.other_blocks)
         if self.chooser is not None:
             self.chooser.attend(query._replace(outside_lse=lse))
@@ -321,14 +212,3 @@ class TokenRetrievalAttention(ExactPrefill):
         if self.chooser is None or self.chooser.covers(tokens):
             return length
         return length - tokens + self.chooser.attended_tokens(tokens)
-
-
-#: The log-sum-exp where none is known yet.
-_NO_LSE = torch.empty(0)
-
-
-def _of_heads(call: bridge.AttentionCall, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """Reshape out [rows, kv_heads, group, v_dim] and tensors without its last dimension to the heads of `call`."""
-    heads = call.q.shape[:3]
-    shapes = [(*heads, parts[0].shape[3]), *[heads] * (len(parts) - 1)]
-    return [part.reshape(shape).to(call.q.device) for part, shape in zip(parts, shapes, strict=True)]

@@ -39,9 +39,9 @@ class TokenState(RetrievalState):
     """The state of a layer apart from its tokens.
 
     Attributes:
-        known: what the chooser has learned about the sequences.
+        known: the state that the chooser has learned from the sequences.
         learned: number of first blocks that it was learned from; without any of them it is void.
-        asked_at: length of the sequence at the queries that it was learned from; it is void if the last of these is
+        query_length: length of the sequence at the queries that it was learned from; it is void if the last of these is
             removed. 0 if it was learned from keys alone.
         tokens: Context tokens that a kv head attended to, per step.
     """
@@ -138,7 +138,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Void what was learned, and with it the derived arrays of all blocks."""
+        """Discard the learned state, and with it the derived arrays of all blocks."""
         if self.state.known:
             self.group.finalized[self.layout] = 0
             self.state = replace(self.state, known=NOTHING_LEARNED, learned=0, query_length=0)
@@ -156,7 +156,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         rows, kv_heads, _, k_dim = target.keys.shape
         shape, known = KVShape(kv_heads, k_dim, target.values.shape[-1]), {}
         shapes = {} if self.chooser is None else self.chooser.known_shapes(shape)
-        # Not limited to finalized blocks: a cropped sequence keeps what it learned from blocks now in its window.
+        # Not limited to finalized blocks: a cropped sequence keeps the state learned from blocks now in its window.
         learned = part.integer("learned", 0, self.group.length // self.layout.block_size)
         if learned:
             for name, (of_row, dtype) in shapes.items():

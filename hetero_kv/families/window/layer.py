@@ -20,8 +20,8 @@ _Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int, Tally
 class WindowLayer(FamilyLayer):
     """The last `window - 1` keys and values on the compute device, in a buffer with slack.
 
-    New tokens are written behind the old ones. A full buffer is replaced by a new one, to which the window is copied;
-    so the window is copied only once in many steps.
+    New tokens are written after the old ones. A full buffer is replaced by a new one, to which the window is copied; so
+    the window is copied only once in many steps.
 
     Args:
         window: keys that a query sees, itself included (the model's `sliding_window`).
@@ -129,7 +129,7 @@ class WindowLayer(FamilyLayer):
         return self.keys, self.values, self._start, self._end, self._length, self.read
 
     def rollback(self, snapshot: _Snapshot) -> None:
-        """See FamilyLayer. The snapshot's tokens are still intact, because tokens are only ever written behind them."""
+        """See FamilyLayer. The snapshot's tokens are still intact, because tokens are only ever written after them."""
         self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
 
     def can_crop_to(self, length: int) -> bool:

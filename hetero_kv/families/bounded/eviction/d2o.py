@@ -40,7 +40,7 @@ class D2O(EvictionPolicy[D2OSettings]):
             above = variances - variances.min()
             variances = above / above.max().clamp(min=torch.finfo(torch.float64).tiny)
         return shared_out(
-            sum(budgets), variances.tolist(), self.settings.least, [entries.num_entries for entries in layers]
+            sum(budgets), variances.tolist(), self.settings.min_budget, [entries.num_entries for entries in layers]
         )
 
     def end_of_prompt(self, entries: Entries) -> Entries:

@@ -47,7 +47,6 @@ def merged(
     Args:
         kept: in memory without other references, such as the result of `Entries.kept`; a single merge writes to it.
         similarities, matches: results of `nearest`, [batch, kv_heads, count].
-        similarities, matches: what `nearest` found, [batch, kv_heads, count].
         joins: [batch, kv_heads, count] bool.
     """
     if evicted.num_entries == 1:

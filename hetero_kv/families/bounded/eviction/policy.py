@@ -19,8 +19,8 @@ prompts. It calls the policy at these points:
    change them: `entries.with_vectors(keys, values)`.
 
 Strided prefill splits a prompt into strides that each pass through 1-6 in all layers; full prefill treats the whole
-prompt as one. A policy has no state: what it remembers is in the entries, so rollbacks, forks and beams are correct
-without its help.
+prompt as one. A policy has no state: its memory is in the entries, so rollbacks, forks and beams are correct without
+its help.
 
     @register("newest", meaning="the newest entries", implementation=f"{__package__}.newest.Newest")
     @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class EvictionPolicy(ABC, Generic[S]):
         """Number of entries that this layer keeps after a prompt that ended at `prompt_length` tokens."""
         budget = self.settings.budget
         if isinstance(budget, float):
-            return max(self.settings.least, math.ceil(budget * prompt_length))
+            return max(self.settings.min_budget, math.ceil(budget * prompt_length))
         return budget
 
     def stride(self, cached: int, budget: int) -> int | None:

@@ -84,12 +84,12 @@ class CascadeSettings(StridedSettings):
         64, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
     )
     sub_caches: int = setting(
-        4, "parts of the budget behind the sinks; each accepts half of what the one before evicts", minimum=1
+        4, "parts of the budget after the sinks; each accepts half of what the one before evicts", minimum=1
     )
     gamma: float = setting(0.9999, "decay of the moving average of attention, per token", minimum=0, maximum=1)
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.sink_tokens + self.sub_caches
 
 
@@ -123,7 +123,7 @@ class D2OSettings(WholePromptSettings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.sink_tokens + 1
 
 
@@ -159,7 +159,7 @@ class InfiniPotSettings(BoundedSettings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """At least one entry stays, and one more fits; see BoundedSettings."""
         return 2
 
@@ -220,7 +220,7 @@ class SnapKVSettings(WholePromptSettings):
         return self.recent_tokens if question is None else min(question, LONGEST_QUESTION)
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.recent_tokens + 1
 
     def validate(self) -> None:
@@ -279,7 +279,7 @@ class RoCoSettings(WholePromptSettings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.recent_tokens + 1
 
 
@@ -302,7 +302,7 @@ class SirLLMSettings(StridedSettings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.sink_tokens + 1
 
 
@@ -321,7 +321,7 @@ class StreamingLLMSettings(StridedSettings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.sink_tokens + 1
 
 

@@ -34,7 +34,7 @@ class BoundedSettings(Settings):
     )
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """The smallest budget that the policy supports, in entries."""
         return 1
 
@@ -47,12 +47,12 @@ class BoundedSettings(Settings):
                     self.budget,
                     "as a share of the sequence it must be above 0 and at most 1.0; entries are a whole number",
                 )
-        elif self.budget < self.least:
+        elif self.budget < self.min_budget:
             raise SettingError(
                 "budget",
                 self.budget,
-                f"policy {self.policy} with these settings needs at least {self.least} entries; set at least "
-                f"{self.least}, or a share of the sequence (0.2 is 20 %)",
+                f"policy {self.policy} with these settings needs at least {self.min_budget} entries; set at least "
+                f"{self.min_budget}, or a share of the sequence (0.2 is 20 %)",
             )
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a cascade of sub-caches keeps after a stride (Cascading KV cache, arXiv:2406.17808, algorithm 2).
+"""The tokens that a cascade of sub-caches keeps after a stride (Cascading KV cache, arXiv:2406.17808, algorithm 2).
 
 The newest sub-cache accepts every token. A full sub-cache that accepts an entry offers its oldest entry to the next
 sub-cache, which accepts every second offer: sub-cache i accepts at tokens whose number is a multiple of 2^i. A refused
@@ -24,14 +24,14 @@ def sub_cache_sizes(window: int, count: int) -> tuple[int, ...]:
 
 
 def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int) -> torch.Tensor:
-    """The entries that remain of a full cascade and the tokens behind it, after these enter it one by one.
+    """The entries that remain of a full cascade after the tokens that follow it enter it one by one.
 
     Args:
         scores: [..., sinks + sum(sizes) + incoming], of the entries in the order of their positions; the later of two
             competing entries wins only with a strictly higher score.
         sizes: number of entries of each sub-cache, the newest first.
         sinks: number of entries in front of the cascade.
-        first: number of the first incoming token; the first token behind the sinks has number 0.
+        first: number of the first incoming token; the first token after the sinks has number 0.
 
     Returns [..., sinks + sum(sizes)] int64, ascending indices of the entries that stay.
     """

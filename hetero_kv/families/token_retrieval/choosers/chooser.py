@@ -21,7 +21,8 @@ from hetero_kv.store.storage import StorageType
 
 S = TypeVar("S", bound=TokenSettings)
 
-#: What a chooser has learned about the sequences of a batch: [rows, ...] tensors on the CPU; replaced, never modified.
+#: State that a chooser has learned from the sequences of a batch: [rows, ...] tensors on the CPU; replaced, never
+#: modified.
 LearnedState = Mapping[str, torch.Tensor]
 NOTHING_LEARNED: LearnedState = {}
 #: A prompt of at least this many times the learned tokens makes the chooser learn again.
@@ -78,7 +79,7 @@ class ChosenTokens(NamedTuple):
 
 
 class TokenQuery(NamedTuple):
-    """The query of a decoded token in every row, and what is needed to answer it.
+    """The query of a decoded token in every row, and the keys and values that it may attend to.
 
     Attributes:
         q: [rows, kv_heads, group, k_dim] float32.
@@ -86,7 +87,7 @@ class TokenQuery(NamedTuple):
         lengths: [num_blocks] int32, tokens in each block.
         scale, softcap: scaling and capping of scores; softcap 0 for none.
         outside_lse: log-sum-exp of the scores of all tokens outside the Context, [rows, kv_heads, group] float32.
-        known: what the chooser learned when blocks were finalized.
+        known: the state that the chooser learned when blocks were finalized.
         ahead: the choice made before the query was known, if the chooser looks ahead.
         record: where the attention to single tokens is recorded; None for no record.
     """
@@ -150,7 +151,7 @@ class TokenQuery(NamedTuple):
         chosen = table, positions, counts
         products = token_scores(self.q.reshape(*lists, k_dim), pool.key_array, *chosen, pool.offset_array, self.threads)
         scores = self.capped(torch.from_numpy(products))
-        # tanh has made the padding behind the lists' ends finite.
+        # tanh has made the padding after the lists' ends finite.
         beyond = torch.arange(positions.shape[2]) >= torch.from_numpy(counts)[:, :, None, None]
         scores.masked_fill_(beyond, -torch.inf)
         weighted = scores if log_weights is None else scores + log_weights[:, :, None]
@@ -198,7 +199,7 @@ class Chooser(ABC, Generic[S]):
     def finalize(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: LearnedState) -> LearnedState:
         """Derive the arrays of blocks [first, end) of every row, which are full and enter the Context.
 
-        tables: [rows, blocks] int32, block ids of each row. Returns what is known afterwards.
+        tables: [rows, blocks] int32, block ids of each row. Returns the new learned state.
         """
 
     @property
@@ -212,7 +213,7 @@ class Chooser(ABC, Generic[S]):
         return 0
 
     def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> LearnedState:
-        """What is known after a prompt, before `finalize` is first called with the same blocks.
+        """The learned state after a prompt, before `finalize` is first called with the same blocks.
 
         queries: the prompt's last ones, [rows, heads, n, k_dim] float32.
         """
