@@ -1,4 +1,4 @@
-"""The state that decides a model's computation, besides its weights: classes, adapters, hooks.
+"""The state that determines a model's computation, in addition to its weights: classes, adapters, hooks.
 
 PEFT keeps inactive adapters in a model. The descriptions here exclude them, since a context depends on active parts
 only.

@@ -12,11 +12,11 @@ PIECE = 64
 
 
 def salted(identity: str, salt: str) -> str:
-    """The digest of an identity under a tenant's salt: who does not know the salt finds no address. "" is no salt."""
+    """The digest of an identity under a tenant's salt: without the salt no address can be found. "" is no salt."""
     return hashlib.sha256(f"{identity} {salt}".encode()).hexdigest() if salt else identity
 
 
-def beginnings(identity: str, tokens: Sequence[int], step: int = PIECE) -> list[bytes]:
+def prefix_addresses(identity: str, tokens: Sequence[int], step: int = PIECE) -> list[bytes]:
     """Addresses of the first `step`, 2 · `step`, … tokens; an incomplete last step has none."""
     hashed = hashlib.sha256(identity.encode())
     numbers = np.asarray(tokens, dtype=np.int32)

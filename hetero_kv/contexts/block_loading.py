@@ -28,7 +28,7 @@ class BlockLoader:
     """Loads the blocks of files into blocks of pools.
 
     A cache's own store has these blocks to itself, and maps pages of the files. In a store that caches share, blocks
-    change their owners, so that they are copied.
+    change their owners, so they are copied.
 
     Args:
         groups: the groups whose block tables contain these blocks.

@@ -24,7 +24,7 @@ MOST_ROWS = 65_536
 
 
 def can_be_saved(layers: Iterable[CacheLayerMixin]) -> bool:
-    """Whether all of these cache layers are of kinds that can be saved. A policy may still refuse what it remembers."""
+    """Whether all of these cache layers are of kinds that can be saved. A policy may still refuse to save its state."""
     return all(
         type(layer).saved is not FamilyLayer.saved
         if isinstance(layer, FamilyLayer)

@@ -1,4 +1,4 @@
-"""Cards: one object per context at an address, with all of it but its blocks. Their listing is the index of all."""
+"""Cards: one object per context at an address, with everything but its blocks. Their listing is the index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_kv.engine.errors import ContextError, DamagedContextError
 
 _logger = logging.getLogger(__name__)
 _FOLDER = "contexts"
-# A listing is at most so old when it is used, seconds, and listing takes at most a tenth of the time.
+# The largest age of a listing that is used, seconds; listing takes at most a tenth of the time.
 _FRESH_S, _FRESH_TIMES = 1.0, 10
 
 
@@ -32,24 +32,24 @@ def card_of(stored: StoredContext) -> str:
 
 
 class Cards:
-    """Keeps an index of what is at an address: a card that is new there is read once.
+    """Keeps an index of the contexts at an address: each new card there is read once.
 
     Args:
-        disk: where cards that were read lie.
-        uploads: contexts that are here and not there yet.
-        index: gives the index.
+        disk: stores the cards that were read.
+        uploads: contexts on this machine that are not at the address yet.
+        index: returns the index.
     """
 
     def __init__(self, medium: Medium, disk: DiskCache, uploads: Uploads, index: Callable[[], Index]) -> None:
         self._medium, self._disk, self._uploads, self._index = medium, disk, uploads, index
         self._listing = threading.Lock()
-        # Identity, or "" for all -> when its listing is too old.
+        # Identity, or "" for all -> when its listing becomes too old.
         self._fresh_until: dict[str, float] = {}
         # Paths of cards that cannot be used -> when they were written, and whether they are damaged.
         self._refused: dict[str, tuple[float | None, bool]] = {}
 
     def refresh(self, identity: str = "") -> None:
-        """Let the index have the contexts of an identity that are there now; "" for all. Raises UnreachableError."""
+        """Update the index to the contexts of an identity at the address; "" for all. Raises UnreachableError."""
         with self._listing:
             began = time.monotonic()
             if began >= self._fresh_until.get(identity, 0.0):
@@ -60,7 +60,7 @@ class Cards:
     def take(self, identity: str = "") -> dict[str, ObjectInfo]:
         """As `refresh`, however new the last listing is. Returns the cards by path."""
         index = self._index()
-        # What is known and uploaded before the listing is in it, unless it was removed.
+        # Contexts that were uploaded before the listing are in it, unless they were removed.
         known = {card_of(each): each for each in (index.of_identity(identity) if identity else index.contexts())}
         pending = self._uploads.pending()
         own, replaced = {upload.card for upload in pending}, {card for upload in pending for card in upload.replaces}
@@ -82,9 +82,9 @@ class Cards:
         return cards
 
     def _with_its_name(self, new: NewContext, cards: Mapping[str, ObjectInfo], own: Collection[str]) -> NewContext:
-        """A context that is new here, without its name if a newer one has it. An older one loses it.
+        """A context that is new here, without its name if a newer one has it. An older one loses its name.
 
-        Machines that save under one name at once know nothing of each other's context, so that both stay.
+        Machines that save under one name at the same time do not see each other's context, so both stay.
 
         Args:
             cards: the listed ones.
@@ -114,7 +114,7 @@ class Cards:
         }
 
     def _read(self, card: str, info: ObjectInfo) -> NewContext | None:
-        """The index entries of a card, which is then here; None if it is gone, or cannot be used, which is logged."""
+        """Fetch a card and return its index entries; None if it is gone, or cannot be used, which is logged."""
         try:
             with closing(self.opened(card)) as context:
                 new = index_entries(context.file.path, context)
@@ -133,12 +133,12 @@ class Cards:
         return replace(new, stored=replace(new.stored, created=when, used=when))
 
     def unreadable(self, cards: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Those of the cards that cannot be used: damaged ones, and others, such as those of another version."""
+        """The cards that cannot be used: damaged ones, and others, such as those of another version."""
         refused = [(card, self._refused[card][1]) for card in cards if card in self._refused]
         return [card for card, damaged in refused if damaged], [card for card, damaged in refused if not damaged]
 
     def forget(self, gone: Iterable[StoredContext]) -> None:
-        """Remove contexts from the index, and what is noted of their uploads, within `changing`."""
+        """Remove contexts from the index, and their pending uploads, within `changing`."""
         index = self._index()
         for each in gone:
             index.unlist(each.file)
@@ -148,19 +148,19 @@ class Cards:
                 (self._disk.folder / file).unlink(missing_ok=True)
 
     def remove(self, gone: Iterable[StoredContext]) -> None:
-        """Remove contexts at the address, and here. Raises UnreachableError."""
+        """Remove contexts at the address and on this machine. Raises UnreachableError."""
         listed = list(gone)
         self._medium.remove(map(card_of, listed))
         with self._index().changing():
             self.forget(listed)
 
     def opened(self, card: str) -> OpenContext:
-        """A card, which is then here. Raises as `bring`, and ContextError if it cannot be used."""
+        """Fetch and open a card. Raises as `bring`, and ContextError if it cannot be used."""
         path = self.bring(card)
         try:
             return OpenContext.at(path)
         except DamagedContextError:
-            # After a power cut what lies here may be damaged alone.
+            # After a power cut only this machine's copy may be damaged.
             path.unlink(missing_ok=True)
             return OpenContext.at(self.bring(card))
 

@@ -21,17 +21,18 @@ from hetero_kv.engine.cache import HeteroCache
 BLOCKS_FOLDER = "blocks"
 #: The suffix of all files of contexts.
 SUFFIX = ".safetensors"
-# The most bytes of a chunk with several blocks: some milliseconds of a network, so that its delay counts little.
+# The largest size of a chunk with several blocks, bytes: some milliseconds of transfer, longer than a network's
+# latency.
 _MOST_BYTES = 1 << 22
 
 
 class ChunkWriter:
     """Writes the blocks of a cache's single sequence as chunks into a disk cache; a Placing.
 
-    Chunks begin at fixed places, so that contexts which begin alike have the same ones.
+    Chunks begin at fixed positions, so contexts with a common prefix share chunks.
 
     Args:
-        salt: of the tenant, whose chunks are none of others'.
+        salt: of the tenant, who shares no chunks with others.
     """
 
     def __init__(self, cache: HeteroCache, disk: DiskCache, identity: Identity, salt: str) -> None:

@@ -1,4 +1,4 @@
-"""A folder of files in front of a slower place: the least recently used ones go beyond a limit."""
+"""A folder that caches files of a slower place: beyond a limit the least recently used ones are removed."""
 
 from __future__ import annotations
 

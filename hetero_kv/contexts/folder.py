@@ -10,7 +10,7 @@ from hetero_kv.contexts.settings import ContextSettings
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
 
-#: What a place that is no folder begins with, behind its protocol.
+#: Separates the protocol from the rest of an address.
 _ADDRESS = "://"
 
 

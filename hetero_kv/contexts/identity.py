@@ -1,6 +1,6 @@
 """The identity of a saved context: the model, and the settings that decide what is stored per token.
 
-A setting that was renamed is recorded under its oldest name, so that contexts of before and their addresses stay valid.
+A renamed setting is recorded under its oldest name, so that older contexts and their addresses stay valid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def version() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be equal when a context is saved and loaded.
+    """The model and settings that must be equal when a context is saved and loaded.
 
     Attributes:
         model: a readable name: type and sizes.

@@ -67,13 +67,13 @@ class NewContext:
     Attributes:
         blocks: addresses of the blocks in its own file, each with its row there.
         needs: other files that contain blocks of it.
-        beginnings: addresses of the prefixes of its tokens.
+        prefixes: addresses of the prefixes of its tokens.
     """
 
     stored: StoredContext
     blocks: Sequence[tuple[bytes, int]]
     needs: Sequence[str]
-    beginnings: Sequence[bytes]
+    prefixes: Sequence[bytes]
 
 
 class Index:
@@ -170,7 +170,7 @@ class Index:
         """The file that contains a block, and the block's row there; None for an unknown address."""
         return self._database.execute("SELECT file, row FROM blocks WHERE address = ?", (address,)).fetchone()
 
-    def beginning_with(self, address: bytes) -> list[StoredContext]:
+    def with_prefix(self, address: bytes) -> list[StoredContext]:
         """The listed contexts that have a prefix with this address, most recently used first."""
         where = "listed AND file IN (SELECT file FROM beginnings WHERE address = ?) ORDER BY used DESC, tokens DESC"
         return self._stored(where, address)
@@ -194,7 +194,7 @@ class Index:
         many = self._database.executemany
         many("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?)", [(at, stored.file, row) for at, row in new.blocks])
         many("INSERT OR IGNORE INTO needs VALUES (?, ?)", [(stored.file, other) for other in new.needs])
-        many("INSERT OR IGNORE INTO beginnings VALUES (?, ?)", [(at, stored.file) for at in new.beginnings])
+        many("INSERT OR IGNORE INTO beginnings VALUES (?, ?)", [(at, stored.file) for at in new.prefixes])
 
     def use(self, file: str) -> None:
         """Set a context's time of use to now."""

@@ -1,4 +1,4 @@
-"""What a store's index says of a context's file."""
+"""The entries of a context's file in a store's index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def index_entries(path: Path, context: OpenContext) -> NewContext:
         path.name, name if isinstance(name, str) else None, context.identity.model, len(context.tokens[0]),
         status.st_size, status.st_mtime, max(status.st_mtime, time.time()), identity,
     )  # fmt: skip
-    return NewContext(stored, [], sorted(needs), addresses.beginnings(identity, tokens[0]))
+    return NewContext(stored, [], sorted(needs), addresses.prefix_addresses(identity, tokens[0]))
 
 
 def with_blocks(new: NewContext, context: OpenContext) -> NewContext:

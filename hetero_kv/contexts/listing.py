@@ -27,7 +27,7 @@ def contexts_table(stored: Iterable[StoredContext]) -> Table:
 
 
 def in_words(name: str, value: Any) -> str:
-    """A value of `as_json` or `ContextStore.told` as readable text."""
+    """A value of `as_json` or `ContextStore.details` as readable text."""
     if name in ("created", "used"):
         return _date(value)
     if isinstance(value, list):

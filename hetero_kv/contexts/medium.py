@@ -19,10 +19,10 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S")
 
-#: An object that every address with contexts has: without it a folder is one whose disk is not mounted.
+#: A marker object at every address with contexts: a folder without it is a disk that is not mounted.
 MARKER = "hetero-kv-contexts.txt"
 _MARKER_TEXT = b"Contexts saved by hetero-kv. Without this file their folder counts as not mounted.\n"
-#: Where objects lie until they are whole, on media that would show them before.
+#: The folder of incomplete objects, on media that would list them.
 PARTIAL = "partial"
 # Protocols under which an object appears whole or not at all.
 _WRITES_WHOLE = frozenset(
@@ -30,7 +30,7 @@ _WRITES_WHOLE = frozenset(
 )
 # Names of an object's time of change in fsspec's details.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-# Pauses before an address that failed is tried again, seconds: the first, and the longest.
+# Pauses before a failed address is tried again, seconds: the first, and the longest.
 _PAUSES_S = (1.0, 30.0)
 _AT_ONCE = 8
 _TRIES = 5
@@ -41,18 +41,18 @@ class UnreachableError(ContextError):
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing says of an object: bytes, and when it was written (seconds since 1970; None if unknown)."""
+    """An object in a listing: its bytes, and when it was written (seconds since 1970; None if unknown)."""
 
     size: int
     modified: float | None
 
 
-class _Absence:
-    """When calls of a kind are tried again at an address, which has failed them.
+class _Outage:
+    """The pause before calls of a kind are tried again at an address where they failed.
 
     Args:
-        fault, remedied: what the address is then, and afterwards, in messages.
-        meanwhile: what happens until then.
+        fault, remedied: the state of the address in messages, during the failure and after it.
+        meanwhile: what messages promise until then.
     """
 
     def __init__(self, address: str, fault: str, remedied: str, meanwhile: str) -> None:
@@ -62,11 +62,11 @@ class _Absence:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the next try; 0 if there may be one."""
+        """Seconds until the next try; 0 if it is due."""
         return max(0.0, self._until - time.monotonic())
 
     def begin(self, error: BaseException) -> None:
-        """A call has failed."""
+        """Record a failed call."""
         with self._lock:
             if not self.left_s:
                 first, longest = _PAUSES_S
@@ -80,21 +80,21 @@ class _Absence:
                 self._reason = brief_error(error)
 
     def end(self) -> None:
-        """A call has not failed."""
+        """Record a successful call."""
         if self._pause:
             with self._lock:
                 self._pause, self._until = 0.0, 0.0
             _logger.warning("%s %s", self._address, self._remedied)
 
     def error(self) -> UnreachableError:
-        """What calls raise."""
+        """The error that calls raise meanwhile."""
         return UnreachableError(f"{self._address} {self._fault} ({self._reason}); check it (context_folder)")
 
 
 class Medium:
-    """The objects under an address. Where it does not answer, calls fail at once until it is tried again.
+    """The objects under an address. If it does not answer, calls fail at once until it is tried again.
 
-    What only refuses to be written, as a full one does, is still read.
+    An address that only refuses writes, because it is full, is still read.
 
     Args:
         address: for fsspec, such as "s3://bucket/contexts".
@@ -115,8 +115,8 @@ class Medium:
         # Whether the marker was ever seen.
         self._is_known = False
         self._counting = threading.Lock()
-        self._away = _Absence(address, "is not reachable", "is reachable again", "requests go on without it")
-        self._unwritable = _Absence(
+        self._away = _Outage(address, "is not reachable", "is reachable again", "requests go on without it")
+        self._unwritable = _Outage(
             address, "cannot be written", "can be written again", "contexts wait on this machine's disk"
         )
 
@@ -128,7 +128,7 @@ class Medium:
     # -- calls
 
     def require_there(self) -> None:
-        """Raise UnreachableError unless the address answers and is what it was; the first call of all marks it."""
+        """Raise UnreachableError unless the address answers and has its marker, which the first call ever writes."""
         self._bounded(self._require_marker)
 
     def _require_marker(self) -> None:
@@ -163,7 +163,7 @@ class Medium:
         return {each["name"].rstrip("/").rpartition("/")[2]: _info(each) for each in found}
 
     def info(self, name: str) -> ObjectInfo | None:
-        """What is known of an object; None if there is none. Raises UnreachableError."""
+        """An object's entry in its listing; None if there is none. Raises UnreachableError."""
         self._files.invalidate_cache(self._path(name).rpartition("/")[0])
         with suppress(FileNotFoundError):
             return _info(self._bounded(lambda: self._files.info(self._path(name)), may_lack=True))
@@ -174,7 +174,7 @@ class Medium:
         return self._bounded(lambda: self._files.cat_file(self._path(name)), may_lack=True)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object, which then has this content; a reader never sees a part. Raises UnreachableError."""
+        """Write an object atomically: a reader never sees a part. Raises UnreachableError."""
         self._bounded(lambda: self._put(name, content), writes=True)
 
     def _put(self, name: str, content: bytes) -> None:
@@ -208,9 +208,9 @@ class Medium:
     # -- being away
 
     def _bounded(self, call: Callable[[], T], *, may_lack: bool = False, writes: bool = False) -> T:
-        """The result of a call, in a thread that nobody waits for if the medium hangs.
+        """The result of a call, made in a thread that is abandoned if the medium hangs.
 
-        may_lack: whether FileNotFoundError means an object that is not there, and not a fault.
+        may_lack: whether FileNotFoundError means a missing object, and not a failure.
         """
         absence = self._unwritable if writes else self._away
         for each in (self._away, absence):
@@ -242,7 +242,7 @@ class Medium:
 
 
 def at_once(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """The results of `work` for all items, several at a time. Raises the first error; items behind it are left out."""
+    """The results of `work` for all items, several at a time. Raises the first error; items after it are skipped."""
     with ThreadPoolExecutor(_AT_ONCE, "hetero-kv objects") as pool:
         try:
             return list(pool.map(work, items))

@@ -16,7 +16,7 @@ from hetero_kv.contexts.tensor_file import bytes_of
 from hetero_kv.engine.errors import ContextError
 
 
-class Placement:
+class BlockPlacement:
     """Looks blocks up in an index by content address: their tokens, all earlier tokens, and their stored content.
 
     Args:

@@ -56,8 +56,8 @@ def restore(
 
     Args:
         verify: whether to read and check all blocks; if not, a block is first read when it is attended to.
-        first: how many of the first tokens are loaded, of layers that can roll back to there; the blocks behind them
-            have any content, and the caller rolls back. None for all.
+        first: how many of the first tokens are loaded, if layers can roll back to there; later blocks are left
+            uninitialised, and the caller rolls back. None for all.
 
     Raises:
         DamagedContextError: the file does not fit these layers; or some blocks are damaged. Then the cache is loaded,

@@ -15,7 +15,7 @@ from hetero_kv.store.pool_arrays import WRITTEN
 
 # Blocks that are copied at once.
 _AT_ONCE = 32
-# Arrays with one entry per token; entries behind a block's last token are stale.
+# Arrays with one entry per token; entries after a block's last token are stale.
 _OF_TOKENS = ("keys", "values")
 
 

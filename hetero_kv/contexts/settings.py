@@ -22,13 +22,13 @@ class ContextSettings(Settings):
     )
     context_local_gb: float | Literal["all"] = setting(
         20.0,
-        "GB of this machine's disk in front of an address; the least recently used files are removed first; all: no "
+        "GB of this machine's disk that cache an address; the least recently used files are removed first; all: no "
         "limit",
         minimum=0,
     )
     context_wait_s: float = setting(
         10.0,
-        "the longest wait for an address; a prompt whose stored beginning does not come in time is computed",
+        "the longest wait for an address; a prompt whose stored prefix does not arrive in time is computed",
         unit="seconds",
         minimum=0.1,
     )

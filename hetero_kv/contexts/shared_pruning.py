@@ -1,4 +1,4 @@
-"""What is removed at an address: the least recently used contexts beyond a limit, and objects that none needs."""
+"""Pruning of an address: removes the least recently used contexts beyond a limit, and objects that no context needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def least_recently_used(medium: Medium, cards: Cards, index: Index, most: int) -
 def remove_strays(medium: Medium, cards: Cards, index: Index) -> None:
     """Remove chunks that no card needs, parts of objects, and damaged cards, unless they are young.
 
-    Young ones may be of a context that is being uploaded. Raises UnreachableError.
+    Young ones may belong to a context that is being uploaded. Raises UnreachableError.
     """
     old = time.time() - GRACE_S
     there = cards.take()

@@ -1,7 +1,7 @@
 """Contexts at an fsspec address, which several machines share, with a disk cache in front.
 
-At the address lie chunks of blocks (`chunks.py`), and cards: one object per context with all else (`cards.py`). Both
-are named by the digest of their bytes. A listing of the cards is the index, so that nothing is changed in place, and no
+The address has chunks of blocks (`chunks.py`), and cards: one object per context with everything else (`cards.py`).
+Both are named by the digest of their bytes. A listing of the cards is the index, so nothing is changed in place, and no
 lock is needed. Chunks are written before the card that needs them.
 """
 
@@ -35,13 +35,13 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 
 _logger = logging.getLogger(__name__)
-# A card that is used is written again after this time, so that all see how old its last use is.
+# A card that is used is written again after this time, so that all machines see its last use.
 _TOUCHED_S = 3600.0
-# A new card's chunks may be invisible for so long, as to a client of NFS that has seen them missing.
+# A new card's chunks may be invisible for this time, for example to an NFS client that has cached their absence.
 _SETTLED_S = 60.0
-# Between two looks at the limit.
+# Time between two checks of the limit.
 _PRUNED_S = 600.0
-# How many contexts of one beginning are compared, the most recently used ones.
+# How many contexts of one prefix are compared, the most recently used ones.
 _CANDIDATES = 8
 
 
@@ -50,9 +50,10 @@ class SharedContextStore(ContextStore):
 
     Args:
         address: for fsspec, such as "s3://bucket/contexts".
-        limit: bytes that all objects there may take; the least recently used contexts go first. None for no limit.
+        limit: bytes that all objects there may take; the least recently used contexts are removed first. None for no
+            limit.
         folder: the disk cache.
-        local_limit: bytes that it may take; the least recently used files go first. None for no limit.
+        local_limit: bytes that it may take; the least recently used files are removed first. None for no limit.
         wait_s: the longest wait for the address, in one call and for one context, seconds.
 
     Raises ConfigError for an address that fsspec cannot use, and ContextError if the folder cannot be used. An address
@@ -109,7 +110,7 @@ class SharedContextStore(ContextStore):
     def fetch(
         self, identity: Identity, tokens: Sequence[int], least: int = 0, *, whole: bool = False, salt: str = ""
     ) -> None:
-        """Bring the context that `longest` then finds here, if it has at least `least` of the tokens.
+        """Fetch the context that `longest` finds, if it has at least `least` of the tokens.
 
         Raises UnreachableError if the address does not answer, or not in time; and ContextError if blocks of the
         context are missing or damaged there.
@@ -131,9 +132,9 @@ class SharedContextStore(ContextStore):
             return False
 
     def _bring_candidates(self, identity: str, tokens: Sequence[int]) -> None:
-        """Bring the cards that `longest` compares first."""
-        for address in reversed(addresses.beginnings(identity, tokens[:-1])):
-            candidates = self._index.beginning_with(address)[:_CANDIDATES]
+        """Fetch the cards that `longest` compares first."""
+        for address in reversed(addresses.prefix_addresses(identity, tokens[:-1])):
+            candidates = self._index.with_prefix(address)[:_CANDIDATES]
             for stored in candidates:
                 with contextlib.suppress(FileNotFoundError):
                     self._cards.bring(card_of(stored))
@@ -141,7 +142,7 @@ class SharedContextStore(ContextStore):
                 return
 
     def _bring(self, stored: StoredContext, first: int | None, until: float) -> None:
-        """Bring the chunks with a context's first tokens, or all, by the time `until`. Raises as `fetch`."""
+        """Fetch the chunks with a context's first tokens, or all, by the time `until`. Raises as `fetch`."""
         try:
             with closing(self._cards.opened(card_of(stored))) as context:
                 chunks = _chunks(context, first)
@@ -152,7 +153,7 @@ class SharedContextStore(ContextStore):
                 self._cards.remove([stored])
             raise ContextError(f"{self.where}: an object of a context is gone ({error})") from error
         except DamagedContextError:
-            # Nobody can load it, and then it is stored again.
+            # The context cannot be loaded; removed, it can be stored again.
             self._cards.remove([stored])
             raise
         self._shrink()
@@ -177,9 +178,9 @@ class SharedContextStore(ContextStore):
 
     def save(
         self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None,
-        identity: Identity | None = None, *, salt: str = "", most: int | None = None,
+        identity: Identity | None = None, *, salt: str = "", per_tenant: int | None = None,
     ) -> StoredContext:  # fmt: skip
-        """As `ContextStore.save`; the context is uploaded behind the call."""
+        """As `ContextStore.save`; the context is uploaded in the background."""
         identity, kept = self._savable(cache, name, notes, identity)
         salted = addresses.salted(identity.digest, salt)
         path = self._written(cache, tokens, kept, identity, salt)
@@ -188,11 +189,12 @@ class SharedContextStore(ContextStore):
         index = self._index
         with index.changing():
             others = [each for each in index.of_identity(salted) if each.file != path.name]
-            gone = [] if most is None else others[most - 1 :]
+            gone = [] if per_tenant is None else others[per_tenant - 1 :]
             replaced = None if name is None else index.named(name)
             if replaced is not None and replaced.file != path.name:
                 gone.append(replaced)
-            # Noted before the index has it, which takes contexts without a card or a note for removed ones.
+            # Recorded before the index has it, because a context with neither card nor pending upload counts as
+            # removed.
             self._uploads.add(Upload(card_of(new.stored), tuple(new.needs), tuple(map(card_of, gone))))
             index.add(new)
             self._cards.forget(gone)

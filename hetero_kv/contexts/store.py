@@ -1,4 +1,4 @@
-"""A folder of contexts, which share the blocks of their common beginnings."""
+"""A folder of contexts, which share the blocks of their common prefixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.index import Index, NewContext, StoredContext
 from hetero_kv.contexts.index_entries import index_entries, with_blocks
 from hetero_kv.contexts.names import require_name
-from hetero_kv.contexts.placement import Placement
+from hetero_kv.contexts.placement import BlockPlacement
 from hetero_kv.contexts.saving import LoadedContext, load_context
 from hetero_kv.contexts.writing import write_context
 from hetero_kv.durable_file import PARTIAL, sync_folder
@@ -69,7 +69,7 @@ class ContextStore:
 
     @property
     def _index(self) -> Index:
-        """The index of the folder that is there now: one that was unmounted may come back, or another in its place.
+        """The index of the present folder: a folder that was unmounted may return, or be replaced by another.
 
         Raises ContextError while there is none.
         """
@@ -117,7 +117,7 @@ class ContextStore:
 
     @property
     def failures(self) -> int:
-        """How often an address did not answer: a folder has none."""
+        """How often an address did not answer; 0 for a folder."""
         return 0
 
     def contexts(self) -> list[StoredContext]:
@@ -143,17 +143,17 @@ class ContextStore:
     def fetch(
         self, identity: Identity, tokens: Sequence[int], least: int = 0, *, whole: bool = False, salt: str = ""
     ) -> None:
-        """Bring the context that `longest` finds here, if it has at least `least` of the tokens. In a folder it is."""
+        """Fetch the context that `longest` finds, if it has at least `least` of the tokens; does nothing here."""
 
     def has_here(self, stored: StoredContext, tokens: int) -> bool:
-        """Whether all files with a context's first tokens are on this machine. Those of a folder are."""
+        """Whether all files with a context's first tokens are on this machine; True for a folder."""
         return True
 
     # -- saving and loading
 
     def save(
         self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None,
-        identity: Identity | None = None, *, salt: str = "", most: int | None = None,
+        identity: Identity | None = None, *, salt: str = "", per_tenant: int | None = None,
     ) -> StoredContext:  # fmt: skip
         """Store the KV of a cache of one sequence; an earlier context of the same name is replaced.
 
@@ -161,8 +161,9 @@ class ContextStore:
             tokens: its token ids, at least as many as are stored.
             name: the context's name; None for none.
             identity: that of the model now, where it is known; None computes it.
-            salt: of the tenant whose context it is; others do not find it. "" for all who give none.
-            most: how many contexts the tenant may have of this model; its least recently used ones go. None: no limit.
+            salt: of the tenant that owns the context; others do not find it. "" for callers without tenants.
+            per_tenant: how many contexts of this model the tenant may have; its least recently used ones are removed.
+                None: no limit.
 
         Raises ContextError if it cannot be saved; earlier contexts are then unchanged.
         """
@@ -173,14 +174,14 @@ class ContextStore:
         with index.changing():
             try:
                 salted = addresses.salted(identity.digest, salt)
-                placement = Placement(index, self.folder, salted, list(tokens)[: cache.lengths[0]])
+                placement = BlockPlacement(index, self.folder, salted, list(tokens)[: cache.lengths[0]])
                 write_context(path, cache, identity, [list(tokens)], kept, placement, salt=salt)
                 # Read-only: other contexts may share its blocks.
                 path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
                     new = self._entries(path, context)
                 index.add(new)
-                for surplus in index.of_identity(salted)[most:] if most is not None else ():
+                for surplus in index.of_identity(salted)[per_tenant:] if per_tenant is not None else ():
                     index.unlist(surplus.file)
                 unneeded = index.forget_unneeded() + self._over_limit(new.stored)
             except BaseException:
@@ -246,9 +247,9 @@ class ContextStore:
             salt: of the tenant; contexts of others are not found.
         """
         salted = addresses.salted(identity.digest, salt)
-        for address in reversed(addresses.beginnings(salted, tokens[:-1])):
+        for address in reversed(addresses.prefix_addresses(salted, tokens[:-1])):
             best: tuple[StoredContext, int] | None = None
-            for stored in self._index.beginning_with(address):
+            for stored in self._index.with_prefix(address):
                 with contextlib.suppress(ContextError), closing(OpenContext.at(self.folder / stored.file)) as context:
                     saved = context.stored_tokens[0]
                     common = _common(saved, tokens[:-1])

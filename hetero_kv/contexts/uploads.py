@@ -1,4 +1,4 @@
-"""Uploads of contexts behind the answers: a thread writes what is in the disk cache to a medium."""
+"""Uploads of contexts in the background: a thread copies them from the disk cache to a medium."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.errors import brief_error
 
 _logger = logging.getLogger(__name__)
-#: Seconds that an object which no context needs yet, or any more, stays.
+#: Seconds for which an object that no context needs is kept: its card may not be written yet.
 GRACE_S = 600.0
-# Within an upload its chunks must not reach that age.
+# An upload must end before its chunks reach that age.
 _YOUNG_S = GRACE_S / 2
 
 
@@ -32,7 +32,7 @@ class Upload:
     Attributes:
         card: the path of the context's own object; its file in the disk cache has the last part as its name.
         chunks: the files of its blocks.
-        replaces: paths of contexts' objects that are removed once this one is there.
+        replaces: paths of contexts' objects that are removed once this one is uploaded.
     """
 
     card: str
@@ -46,11 +46,11 @@ class Upload:
 
 
 class Uploads:
-    """What is to be uploaded: noted in a folder, so that another process goes on with it after this one's end.
+    """Pending uploads, recorded in a folder, so that another process continues them after this one's end.
 
     Args:
         folder: the disk cache.
-        uploaded: called behind every upload, in its thread.
+        uploaded: called after every upload, in its thread.
     """
 
     def __init__(self, medium: Medium, folder: Path, uploaded: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Uploads:
         self._notes = folder / "pending"
         self._notes.mkdir(exist_ok=True)
         self._starting = threading.Lock()
-        # Set when there may be something to do.
+        # Set when there may be uploads.
         self._news = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -66,7 +66,7 @@ class Uploads:
             self._wake()
 
     def pending(self) -> list[Upload]:
-        """What is not uploaded yet, by all processes that share the disk cache; the oldest first."""
+        """The pending uploads of all processes that share the disk cache, the oldest first."""
         found = []
         for path in self._notes.glob("*.json"):
             try:
@@ -89,7 +89,7 @@ class Uploads:
         return {file for upload in self.pending() for file in (upload.file, *upload.chunks)}
 
     def beyond(self, limit: int) -> list[Upload]:
-        """Those whose files do not fit into `limit` bytes beside the files of all newer ones; the newest is not."""
+        """The uploads whose files exceed `limit` bytes together with those of all newer ones, except the newest."""
         found, total, counted = [], 0, set[str]()
         for number, upload in enumerate(reversed(self.pending())):
             for file in {upload.file, *upload.chunks} - counted:
@@ -106,7 +106,7 @@ class Uploads:
         self._wake()
 
     def drop(self, file: str) -> None:
-        """Upload the context of this file no more."""
+        """Cancel the upload of the context of this file."""
         self._note(file).unlink(missing_ok=True)
 
     def _note(self, file: str) -> Path:
@@ -136,7 +136,7 @@ class Uploads:
                     self.drop(upload.file)
                     self._uploaded()
                 except UnreachableError:
-                    # Noted, and tried again.
+                    # It stays recorded, and is tried again.
                     break
                 except (FileNotFoundError, DamagedContextError):
                     _logger.warning("a context is not uploaded: its files in %s are gone or damaged", self._folder)
@@ -147,7 +147,7 @@ class Uploads:
 
     def _write(self, upload: Upload) -> None:
         self._medium.require_there()
-        # Without it nobody needs its chunks.
+        # Without the card its chunks are not needed.
         self._own_content(upload)
         began = 0.0
         while not began or time.monotonic() - began > _YOUNG_S:
@@ -157,14 +157,14 @@ class Uploads:
         self._medium.remove(upload.replaces)
 
     def _own_content(self, upload: Upload) -> bytes:
-        """The content of a context's own file. Raises FileNotFoundError, and ContextError for one of no use."""
+        """The content of a context's own file. Raises FileNotFoundError, and ContextError for an unusable one."""
         path = self._folder / upload.file
         content = path.read_bytes()
         OpenContext.at(path).close()
         return content
 
     def _write_chunk(self, name: str) -> None:
-        """Write a chunk that is not there, or is so old that it might be removed before its context is there."""
+        """Write a chunk unless it is there and young enough not to be removed before its card is written."""
         there = self._medium.info(f"{BLOCKS_FOLDER}/{name}")
         if there is None or there.modified is None or time.time() - there.modified > _YOUNG_S:
             content = (self._folder / name).read_bytes()
@@ -173,7 +173,7 @@ class Uploads:
             self._medium.write(f"{BLOCKS_FOLDER}/{name}", content)
 
     def close(self, seconds: float) -> None:
-        """Wait until all is uploaded, the medium is away, or the time is over; the rest stays noted."""
+        """Wait until all is uploaded, the medium fails, or the time is over; the rest stays recorded."""
         self._is_closed = True
         self._news.set()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""Which requests have memory: who is admitted, and who is preempted where memory is short."""
+"""Admission and preemption of requests by the blocks that are free."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _logger = logging.getLogger(__name__)
 
 
 class Admission:
-    """Admits requests while there is memory, and preempts the least urgent one where there is none.
+    """Admits requests while blocks are free, and preempts the least urgent one when they run out.
 
-    A request enters when there are blocks for its prompt and the next tokens of all (`Memory`). Where blocks run out,
-    or a more urgent request waits for them, the least urgent one is preempted, among equals the one that came last: its
-    sequence goes to the disk, and it waits before others of its priority.
+    A request is admitted when there are blocks for its prompt and for the next tokens of every request (`Memory`). When
+    blocks run out, or a more urgent request needs them, the least urgent request is preempted, among equals the newest.
+    Its sequence is written to the disk, and it waits ahead of others of its priority.
 
     Args:
         queues: the requests.
         memory: plans the blocks.
-        swaps: where sequences of preempted requests go.
-        prefixes: sequences that begin as prompts may.
-        new_cache: makes an empty cache in the store.
+        swaps: stores the sequences of preempted requests.
+        prefixes: sequences whose prefixes prompts can reuse.
+        new_cache: creates an empty cache in the store.
         checkpoints: of requests whose layers do not keep every token.
         max_batch: the most requests that are answered at a time.
     """
@@ -44,17 +44,17 @@ class Admission:
     ) -> None:  # fmt: skip
         self._queues, self._memory, self._swaps, self._prefixes = queues, memory, swaps, prefixes
         self._new_cache, self._checkpoints, self._max_batch = new_cache, checkpoints, max_batch
-        # The request for which there is no memory, and how many had left when that was seen.
+        # The request that found no memory, and the number of departures at that moment.
         self._blocked: tuple[Request, int] | None = None
         self._departures = 0
 
-    # -- who enters
+    # -- admission
 
     def admit(self) -> None:
-        """Admit the first request that waits, if there is a row and memory for it."""
+        """Admit the first waiting request, if there is a row and memory for it."""
         queues = self._queues
         if queues.departures != self._departures:
-            # Where the disk was full, it is tried again.
+            # Try the disk again if it was full.
             self._departures, self._swaps.error = queues.departures, None
         if queues.prefilling is not None or not queues.waiting or len(queues.running) == self._max_batch:
             return
@@ -86,7 +86,7 @@ class Admission:
             queues.answer(request)
 
     def _begun_cache(self, request: Request) -> tuple[HeteroCache, Reuse, tuple[KeptCheckpoint, ...]]:
-        """A cache with the longest known beginning of a prompt, what is reused, and that beginning's checkpoints."""
+        """A cache with the longest known prefix of a prompt, what is reused, and the checkpoints within the prefix."""
         if request.swapped is not None:
             return self._new_cache(), request.reuse, ()
         if not request.reuses:
@@ -101,9 +101,9 @@ class Admission:
         return cache, reuse, prefix.checkpoints if cache is resident else ()
 
     def _loaded_cache(self, request: Request, resident: HeteroCache, reuse: Reuse) -> tuple[HeteroCache, Reuse]:
-        """A cache with a beginning from the disk, where that is longer by a block than the resident one, and fits."""
+        """A cache with a prefix from the disk, if it is a block longer than the resident prefix, and fits."""
         stored, cached = self._prefixes.stored, reuse.tokens
-        found = None if stored is None else stored.longest(request.tokens, cached + stored.least, request.tenant)
+        found = None if stored is None else stored.longest(request.tokens, cached + stored.min_tokens, request.tenant)
         if request.is_store_away and reuse.reason != "all":
             reuse = replace(reuse, reason="store_away")
         if stored is None or found is None:
@@ -123,11 +123,11 @@ class Admission:
         return loaded, _from_disk(reuse, tokens, context.tokens, len(request.tokens))
 
     def _make_room(self, request: Request, cache: HeteroCache) -> bool:
-        """Preempt less urgent requests until a request can enter with this cache; returns whether it can.
+        """Preempt less urgent requests until a request can be admitted with this cache; returns whether it can.
 
-        None is preempted where that would not be enough.
+        Preempts none if preempting all of them would free too few blocks.
 
-        Raises HeteroKVError if the request never can, or nobody else is there who would free blocks.
+        Raises HeteroKVError if the request can never be admitted, or no other request will free blocks.
         """
         self._memory.require_possible(request, cache.groups[0].layouts)
         running = self._queues.running
@@ -147,7 +147,7 @@ class Admission:
     def _entering(self, request: Request, cache: HeteroCache, others: Sequence[Request]) -> list[Goal]:
         return [self._memory.entering(request, cache), *(self._memory.entering(*each) for each in with_caches(others))]
 
-    # -- who goes on
+    # -- preemption
 
     def rows(self) -> list[Request]:
         """The running requests that have blocks for another token; until all have, the least urgent is preempted."""
@@ -160,21 +160,22 @@ class Admission:
         return list(self._queues.running)
 
     def _next(self, rows: Sequence[Request]) -> list[Goal]:
-        """Another token of every row, and the prompt that passes."""
+        """The blocks for another token of every row, and for the prompt in progress."""
         goals = [(cache, request.stored + 1) for request, cache in with_caches(rows)]
         passing = [] if self._queues.prefilling is None else [self._queues.prefilling]
         return goals + [(cache, len(request.tokens)) for request, cache in with_caches(passing)]
 
     def _least_urgent(self) -> Request:
-        """Whose blocks are taken: the request that came last among the least urgent ones.
+        """The request to preempt: the newest among the least urgent ones.
 
-        A prompt that passes would begin again, so that its request counts only where it is less urgent than all others.
+        A prompt in progress would have to start again, so its request is chosen only if it is less urgent than all
+        others.
         """
         last, passing = max(self._queues.running, key=_urgency), self._queues.prefilling
         return passing if passing is not None and passing.priority > last.priority else last
 
     def preempt(self, request: Request) -> bool:
-        """Take the blocks of a request, which waits on the disk until there is memory; returns whether it worked."""
+        """Write a request's sequence to the disk and free its blocks; returns whether that succeeded."""
         queues, cache = self._queues, request.cache
         assert cache is not None
         if request is queues.prefilling:
@@ -192,9 +193,9 @@ class Admission:
         return True
 
     def _rows_with_blocks(self) -> list[Request]:
-        """The running requests that have blocks for another token, where none can be preempted; the others wait.
+        """The running requests that have blocks for another token, when none can be preempted; the others wait.
 
-        Where nobody could go on, the disk is tried again, and the least urgent request fails if that is in vain.
+        If no request could continue, tries the disk again; if that fails too, the least urgent request fails.
         """
         rows: list[Request] = []
         for request in sorted(self._queues.running, key=_urgency):
@@ -208,7 +209,7 @@ class Admission:
 
 
 def _from_disk(resident: Reuse, tokens: int, stored: int, prompt: int) -> Reuse:
-    """The reuse of `tokens` tokens of a stored context, where less was resident."""
+    """The reuse of `tokens` tokens of a stored context, when fewer were resident."""
     if tokens == prompt - 1:
         return Reuse(tokens, "all", tokens, "disk")
     if resident.common > tokens:
@@ -217,5 +218,5 @@ def _from_disk(resident: Reuse, tokens: int, stored: int, prompt: int) -> Reuse:
 
 
 def _urgency(request: Request) -> tuple[int, float]:
-    """What requests are ordered by, the most urgent first."""
+    """The sort key of requests, the most urgent first."""
     return request.priority, request.began

@@ -1,4 +1,4 @@
-"""The tokens of one answer, outside of an engine: decoded one by one, or several at a time where a draft was right."""
+"""The tokens of one answer, without an engine: decoded one by one, or several at a time where a draft was right."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from hetero_kv.serving.speculation.speculation import Speculation, without_guess
 class AnswerTokens(Iterator[Choice]):
     """Chooses the tokens of an answer, without end; the caller stops.
 
-    Between two tokens the cache may hold guesses behind them. `close` drops these, and leaves all tokens but the newest
-    one in the cache, as without speculation; it also gives back what the drafter keeps.
+    Between two tokens the cache may hold guesses that follow them. `close` drops the guesses, and leaves all tokens but
+    the newest in the cache, as without speculation; it also frees what the drafter keeps.
 
     Args:
         forward: computes.
         cache: of one row, which stores all `tokens`.
         sampler: chooses.
         tokens: of the prompt, earlier turns included.
-        logits: [vocab], behind the last of these tokens, as `ModelForward.prefill` returns them.
-        speculation: guesses; None decodes one token at a time.
-        way: how to guess; None takes what `speculation` says.
-        limit: the most tokens that the caller will take.
+        logits: [vocab], after the last of these tokens, as `ModelForward.prefill` returns them.
+        speculation: drafts tokens; None decodes one token at a time.
+        way: how to draft; None takes the setting of `speculation`.
+        limit: the largest number of tokens that the caller will read.
 
     Attributes:
-        counts: drafted tokens, and those of them that were right.
+        counts: numbers of drafted and accepted tokens.
 
-    Raises, for a token: CacheFullError where it does not fit, LogitsError as the sampler, and whatever the model does.
-    The cache then has what it had before that token.
+    `next` raises CacheFullError if the token does not fit, LogitsError as the sampler, and the model's own errors. The
+    cache is then as before that token.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AnswerTokens(Iterator[Choice]):
         self._forward, self._cache, self._sampler, self._speculation = forward, cache, sampler, speculation
         self._drafter = None if speculation is None else speculation.drafter(tokens, way)
         self._left, self._newest = limit, 0
-        # Seconds that the last forward and its tokens took, without what the caller does; None before the first one.
+        # Seconds of the last forward and of choosing its tokens, without the caller's time; None before the first one.
         self._seconds: float | None = None
         self._burst = Burst(logits[None])
         self.counts = DraftCounts()
@@ -93,11 +93,11 @@ class AnswerTokens(Iterator[Choice]):
         burst = self._burst
         self.counts.add(burst.drafted, burst.accepted)
         if self._speculation is not None and self._seconds is not None:
-            # What it takes to drop wrong guesses is part of their cost.
+            # Dropping wrong guesses is part of their cost.
             self._speculation.costs.took(1 + burst.drafted, self._seconds)
 
     def close(self) -> None:
-        """Drop what the cache has behind the tokens that were given; no token follows. Further calls do nothing."""
+        """Drop the guesses that follow the last token from the cache; no token follows. Further calls do nothing."""
         if not self._burst.is_over:
             self._burst.end()
             self._count()

@@ -1,4 +1,4 @@
-"""Requests that wait for a stored beginning from another machine, beside those that are computed."""
+"""Requests that wait for a stored prefix from another machine, while others are computed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _AT_ONCE = 8
 
 
 class Arrivals:
-    """Fetches stored beginnings of requests, several at a time; each request then goes on, in any order.
+    """Fetches stored prefixes of requests, several at a time; each request then continues, in any order.
 
     Args:
-        prefixes: where beginnings are looked up.
-        arrive: takes a request that goes on, from any thread.
+        prefixes: finds known prefixes.
+        arrive: receives a request that continues; called from any thread.
     """
 
     def __init__(self, prefixes: ResidentPrefixes, arrive: Callable[[Request], None]) -> None:
@@ -30,11 +30,11 @@ class Arrivals:
 
     @property
     def waiting(self) -> list[Request]:
-        """The requests that wait."""
+        """The waiting requests."""
         return list(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Let a request go on once its stored beginning is here, or is known not to come."""
+        """Let a request continue once its stored prefix has arrived, or cannot arrive."""
         stored = self._prefixes.stored
         if stored is None or not stored.is_remote or not request.reuses:
             self._arrive(request)
@@ -48,10 +48,10 @@ class Arrivals:
         assert stored is not None
         if request not in self._waiting:
             return
-        # Layers that cannot go back may not use what is alike.
-        known = self._prefixes.common(request.tokens, request.tenant) if stored.goes_back else 0
+        # Layers that cannot roll back may be unable to reuse the common prefix.
+        known = self._prefixes.common(request.tokens, request.tenant) if stored.can_roll_back else 0
         is_late = time.perf_counter() - request.began > stored.wait_s
-        request.is_store_away = is_late or not stored.fetch(request.tokens, known + stored.least, request.tenant)
+        request.is_store_away = is_late or not stored.fetch(request.tokens, known + stored.min_tokens, request.tenant)
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -62,13 +62,13 @@ class Arrivals:
         self._arrive(request)
 
     def cancel(self, stream: ResultStream[object]) -> None:
-        """Let the request of a cancelled stream go on at once, if it waits."""
+        """Let the request of a cancelled stream continue at once, if it waits."""
         for request in self.waiting:
             if request.stream is stream:
                 self._go_on(request)
 
     def close(self) -> None:
-        """Let all requests go on at once; no further ones may come."""
+        """Let all requests continue at once; no further ones may be added."""
         for request in self.waiting:
             self._go_on(request)
         self._threads.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What the forward behind a token attended to: it passes once more, with a record in every layer."""
+"""What the forward that chose a token attended to: the forward is repeated, with a record in every layer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Attended:
             and those before it.
         layers: [layers], numbers of the model's attention layers.
         edges: [bins + 1] int64; bin i has the tokens from `edges[i]` up to `edges[i + 1]`.
-        masses: [layers, bins] float32, of keys that were attended to one by one.
-        chosen: [layers, bins] float32, the share of a bin's tokens that were attended to one by one, the mean over kv
-            heads, or over query heads where each chooses its own. 1 everywhere under full attention.
-        estimated: [layers] float32, the share of keys of which only an estimate counted, as of blocks by their mean.
+        masses: [layers, bins] float32, attention to keys that were attended to individually.
+        chosen: [layers, bins] float32, the share of a bin's tokens that were attended to individually, the mean over kv
+            heads, or over query heads if each chooses its own tokens. 1 everywhere under full attention.
+        estimated: [layers] float32, the share of keys that were only estimated, such as blocks by their mean.
         sinks: [layers] float32, the share of a learned attention sink.
         cached_tokens: how many tokens an earlier request had computed.
     """
@@ -63,7 +63,7 @@ def edges_of(bins: int | Sequence[int], tokens: int) -> np.ndarray:
         bins: how many bins, as equal as possible, and no more than tokens; or the first token of each.
         tokens: how many tokens all bins have together.
 
-    Raises HeteroKVError for bins that are no such thing.
+    Raises HeteroKVError for invalid bins.
     """
     try:
         starts = [] if isinstance(bins, int) else [index(start) for start in bins]
@@ -82,12 +82,12 @@ def edges_of(bins: int | Sequence[int], tokens: int) -> np.ndarray:
 class Replay(Request):
     """A request to record what the forward that chose a token attended to.
 
-    What no earlier request has computed passes as it did first: the first `prompt` tokens as a prompt, and each later
+    Tokens whose KV is no longer there are computed as the first time: the first `prompt` tokens as a prompt, each later
     one alone.
 
     Args:
         tokens: all tokens before the one that the forward chose. The last of them is the forward's input.
-        prompt: how many of them passed as a prompt.
+        prompt: how many of them were a prompt.
         edges: of the bins.
         others: further arguments of `Request`.
     """
@@ -103,17 +103,17 @@ class Replay(Request):
 
     @property
     def passing(self) -> int:
-        """The end of the tokens that pass next: what is left of the prompt, or one token."""
+        """The end of the tokens to compute next: the rest of the prompt, or one token."""
         before = min(self._prompt, self.prompt_tokens - 1)
         return before if self.stored < before else self.stored + 1
 
     def compute(self, forward: ModelForward, stop: int, *, splits: bool) -> Attended | None:
-        """Pass the tokens up to `stop`, of those that are `passing`.
+        """Compute the tokens up to `stop`, at most up to `passing`.
 
         Args:
-            splits: whether prompts may pass in parts.
+            splits: whether prompts may be computed in parts.
 
-        Returns what the last token attended to; None before it passes.
+        Returns what the last token attended to; None before it is computed.
 
         Raises HeteroKVError when the attention of a layer cannot be recorded.
         """
@@ -129,8 +129,8 @@ class Replay(Request):
             return None
         if self._is_in_prompt and start and not splits:
             raise HeteroKVError(
-                "prompts pass whole under these rules, or because of others' hooks in the model, so that it is not "
-                "known what the first token behind one attended to; ask about a later token"
+                "prompts are computed whole under these rules, or because of foreign hooks in the model, so it is not "
+                "known what the first token after one attended to; choose a later token"
             )
         with self._recording(cache) as records:
             if self._is_in_prompt:
@@ -175,7 +175,7 @@ class Replay(Request):
 
 
 def require_recordable(injection: Any, *, in_prompt: bool) -> None:
-    """Raise HeteroKVError, naming it, for a layer whose attention cannot be recorded.
+    """Raise HeteroKVError that names a layer whose attention cannot be recorded.
 
     Args:
         injection: the model's (`hetero_kv_injection`).

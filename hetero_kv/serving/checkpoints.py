@@ -15,18 +15,17 @@ from hetero_kv.planning.free_memory import free_dram
 from hetero_kv.serving.request import Request
 
 _logger = logging.getLogger(__name__)
-#: At most so many tokens of a prompt pass without a checkpoint, where its parts end; they are what a later prompt
-#: computes again that departs from this one somewhere.
+#: The largest distance between checkpoints of a prompt, tokens: a later prompt that diverges recomputes at most these.
 EVERY = 1024
-#: Tokens of a prompt behind its last checkpoint but one: a chat template's beginning of an answer (`<think>`, an empty
-#: thought), from which a later turn departs, and some more.
+#: Tokens of a prompt after its last checkpoint but one: a later turn diverges at the chat template's beginning of an
+#: answer (`<think>`, an empty thought), which these cover.
 TAIL = 16
-# Shorter prompts pass at once: a part of their own for the tail would take as long as computing all of it again.
+# Shorter prompts get no part for their tail: it would take as long as computing the prompt again.
 _LEAST = 4 * TAIL
 
 
 class KeptCheckpoint:
-    """A checkpoint that a request or a kept sequence has, until it is dropped for others."""
+    """A checkpoint of a request or kept sequence, until it is dropped for newer ones."""
 
     def __init__(self, point: Checkpoint, used: int) -> None:
         self.point: Checkpoint | None = point
@@ -39,19 +38,19 @@ class KeptCheckpoint:
 
 
 class Checkpoints:
-    """Takes checkpoints of prompts that pass, and drops the least recently used ones beyond a limit.
+    """Takes checkpoints during prefill, and drops the least recently used ones beyond a limit.
 
     Args:
-        limit: bytes of all of them together. Where less memory is free beside what caches have reserved, or within
-            their budget (`dram_budget_gb`), they take less.
-        empty: a cache of the model without tokens; without layers that need checkpoints none are taken.
+        limit: bytes of all checkpoints together. They take less where less memory is free besides what caches have
+            reserved, or within the caches' budget (`dram_budget_gb`).
+        empty: a cache of the model without tokens. If no layer of it needs checkpoints, none are taken.
     """
 
     def __init__(self, limit: int, empty: HeteroCache) -> None:
         self._limit = limit
         self.are_taken = limit > 0 and not empty.is_croppable
         self._kept: weakref.WeakSet[KeptCheckpoint] = weakref.WeakSet()
-        # The size of the last one: of windows it grows until they are full.
+        # Bytes of the last checkpoint; those of windows grow until the windows are full.
         self._size = 0
         self._clock = itertools.count()
 
@@ -61,21 +60,21 @@ class Checkpoints:
         return sum(each.nbytes for each in self._kept)
 
     def next_stop(self, request: Request, start: int) -> int | None:
-        """The token at which a part of a prompt that begins at `start` must end for a checkpoint; None: none."""
+        """Where a part of a prompt that begins at `start` must end for a checkpoint, tokens; None: anywhere."""
         if not self.are_taken:
             return None
         tokens = request.prompt_tokens
         stops = [] if request.question is None else [tokens - request.question]
         if request.reuse.reason == "cannot_go_back":
-            # Where two prompts part, a third one may: behind a system prompt that all of them have. The place is that
-            # of Marconi's "branching points" (arXiv:2411.19379, section 4.1).
+            # Where two prompts diverge, a third one may too: after a common system prompt. Marconi calls these
+            # positions "branching points" (arXiv:2411.19379, section 4.1).
             stops.append(request.reuse.common)
         if tokens - request.cached_tokens >= _LEAST:
             stops.append(tokens - TAIL)
         return min((stop for stop in stops if stop > start), default=None)
 
     def take(self, request: Request) -> None:
-        """Take a checkpoint of a request whose prompt has passed to a place that needs one."""
+        """Take a checkpoint of a request if its prefill has reached a position that needs one."""
         cache = request.cache
         if not self.are_taken or cache is None:
             return
@@ -111,7 +110,7 @@ class Checkpoints:
         self._shrink(limit)
 
     def _room(self) -> int:
-        """Bytes that checkpoints may take now: the limit, or what is free beside the caches, within their budget."""
+        """Bytes that checkpoints may take now: the limit, or what the caches and their budget leave free."""
         reserved, taken = reserved_by_others(None), self.nbytes
         free = free_dram() - reserved.size
         if reserved.budget is not None:
@@ -127,12 +126,12 @@ class Checkpoints:
             each.point = None
 
     def use(self, checkpoints: Iterable[KeptCheckpoint]) -> None:
-        """Note that a prompt goes on from a sequence with these checkpoints."""
+        """Record that a prompt continues a sequence with these checkpoints."""
         for each in checkpoints:
             each.used = next(self._clock)
 
 
 def newest_within(checkpoints: Sequence[KeptCheckpoint], tokens: int) -> Checkpoint | None:
-    """The checkpoint of the most tokens, `tokens` at most; None where there is none."""
+    """The longest checkpoint of at most `tokens` tokens; None if there is none."""
     points = [each.point for each in checkpoints if each.point is not None and each.length <= tokens]
     return max(points, key=lambda point: point.length, default=None)

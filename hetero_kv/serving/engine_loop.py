@@ -17,21 +17,21 @@ from hetero_kv.serving.request import Request
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.stream import ResultStream
 from hetero_kv.serving.swapped import SwapFolder
-from hetero_kv.serving.turns import Turn
+from hetero_kv.serving.turns import EngineTurn
 
 _logger = logging.getLogger(__name__)
 # How long an engine's thread is idle before it writes a kept sequence to the disk, seconds.
 _IDLE_S = 1.0
-# How long a step without requests waits for one whose stored beginning is being fetched, seconds.
+# How long a step without requests waits for one whose stored prefix is being fetched, seconds.
 _ARRIVAL_S = 0.1
 
 
 class EngineLoop:
-    """Takes requests from any thread, and computes the scheduler's steps, one at a time.
+    """Accepts requests from any thread, and computes the scheduler's steps, one at a time.
 
     Args:
         scheduler: computes a step.
-        queues: where requests go that have come in.
+        queues: receives the requests.
         prefixes: the kept sequences, which are written to the disk while there is no request.
         swaps: the folder of preempted sequences, which `close` removes.
         turn: this engine's turn among those of the process.
@@ -44,7 +44,7 @@ class EngineLoop:
         queues: Queues,
         prefixes: ResidentPrefixes,
         swaps: SwapFolder,
-        turn: Turn,
+        turn: EngineTurn,
         *,
         starts_thread: bool,
     ) -> None:
@@ -55,7 +55,7 @@ class EngineLoop:
         self._turn = turn
         self._arrivals = Arrivals(prefixes, self._arrive)
         self._new: deque[Request] = deque()
-        # Of callers who wait until the kept sequences are saved.
+        # The callers that wait until the kept sequences are saved.
         self._saving: deque[Future[None]] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -80,14 +80,14 @@ class EngineLoop:
         return [*self._arrivals.waiting, *self._new]
 
     def new_stream(self) -> ResultStream[Any]:
-        """A stream for a request, which cancels it, and computes when it is read if no thread does."""
+        """A stream for a request. It can cancel the request; reading it computes if no thread does."""
         return ResultStream(self._arrivals.cancel, None if self._thread is not None else self.step)
 
     def submit(self, request: Request) -> ResultStream[Any]:
-        """Take a request. Returns its stream. Raises HeteroKVError when the loop is closed."""
+        """Accept a request. Returns its stream. Raises HeteroKVError if the loop is closed."""
         with self._changed:
             if self._is_closed:
-                raise HeteroKVError("the engine is closed; make another one")
+                raise HeteroKVError("the engine is closed; create another one")
             self._arrivals.add(request)
         return request.stream
 
@@ -97,7 +97,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Compute one step on a thread of its own, so that Ctrl-C ends the wait for it, and not the step.
+        """Compute one step on another thread, so that Ctrl-C ends the wait for it, not the step.
 
         Returns whether there was anything to compute.
         """
@@ -115,7 +115,7 @@ class EngineLoop:
             return True
 
     def _has_arrivals(self) -> bool:
-        """Whether requests come; where no thread computes, it waits for one for a while."""
+        """Whether requests are arriving; if no thread computes, waits a moment for one."""
         with self._changed:
             if self._thread is None and self._arrivals.waiting and not self._new:
                 self._changed.wait(_ARRIVAL_S)
@@ -132,17 +132,17 @@ class EngineLoop:
     def _run(self) -> None:
         while True:
             with self._changed:
-                # A request right behind an answer does not wait for the disk.
+                # A request that closely follows an answer does not wait for the disk.
                 self._changed.wait_for(self._has_requests, _IDLE_S if self._prefixes.is_writing else None)
                 if self._is_closed:
                     return
             try:
                 self._step()
             except Exception as error:
-                # A fault of ours: nobody may wait for ever, and the next request gets a fresh start.
+                # A bug: fail all requests, so that none waits for ever and the next one starts from a clean state.
                 _logger.exception("a step of the engine failed")
                 self._scheduler.fail_all(error)
-                self._scheduler.tell()
+                self._scheduler.report_load()
 
     def save_kept(self) -> None:
         """Write all kept sequences to the context folder, where there is one, before the next step."""
@@ -157,7 +157,7 @@ class EngineLoop:
         saved.result()
 
     def _save(self) -> None:
-        """Write all kept sequences, if somebody waits for that."""
+        """Write all kept sequences, if a caller waits for that."""
         while self._saving:
             saved = self._saving.popleft()
             try:
@@ -183,7 +183,7 @@ class EngineLoop:
         with self._stepping:
             self._receive()
             self._scheduler.retire_all()
-            self._scheduler.tell()
+            self._scheduler.report_load()
             self._save()
             while self._prefixes.drop_oldest():
                 pass

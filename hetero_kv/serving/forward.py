@@ -1,4 +1,4 @@
-"""The forwards of answers: a part of a prompt, the tokens that follow in every row, and both together."""
+"""The forwards of serving: a part of a prompt, a token of every row, and both together."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from hetero_kv.gpu_ops.host_copies import on_device
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens [start, stop) of a prompt, which follow those that a cache has.
+    """Tokens [start, stop) of a prompt, which follow those in a cache.
 
     Attributes:
-        cached: how many of the prompt's first tokens came from another request; they are no part of this one's prompt.
+        cached: how many of the prompt's first tokens are reused from another request, and not computed as this one's
+            prompt.
         question: how many of the prompt's last tokens are its question (`HeteroCache.asking`).
     """
 
@@ -62,9 +63,9 @@ class ModelForward:
     """Calls a model for the engine, a conversation or an evaluation.
 
     Args:
-        model: a causal language model. What concerns several rows, and parts of prompts, takes one after `inject`; an
-            untouched one has transformers' caches.
-        tokenizer: the model's, for policies that run a text of their own; None where `new_cache` is not called.
+        model: a causal language model. Several rows, and parts of prompts, need one after `inject`; an untouched one
+            uses transformers' caches.
+        tokenizer: the model's, for policies that run a text of their own; None if `new_cache` is not called.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -77,7 +78,7 @@ class ModelForward:
 
     @cached_property
     def longest_rotates_all(self) -> bool:
-        """Whether the RoPE frequencies of a forward's rows follow from the longest one."""
+        """Whether the longest row of a forward determines the RoPE frequencies of all rows."""
         return frequencies_change(self.model)
 
     @cached_property
@@ -92,22 +93,22 @@ class ModelForward:
 
     @cached_property
     def _by_prompt(self) -> str | None:
-        """An operator for which it matters in which forward a token passes; None if there is none."""
+        """An operator whose result for a token depends on the other tokens of the forward; None if there is none."""
         found = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not _is_exact(each))
         return next(found, None)
 
     @property
     def mixes(self) -> bool:
-        """Whether parts of prompts can pass beside decoded tokens."""
+        """Whether parts of prompts can be computed in one forward with decoded tokens."""
         return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why drafted tokens cannot be verified in one forward; None where they can."""
+        """Why drafted tokens cannot be verified in one forward; None if they can."""
         if not hasattr(self.model, "hetero_kv_injection"):
-            return "the model has no rules, and transformers' caches cannot take tokens back"
+            return "the model has no rules, and transformers' caches cannot drop tokens"
         if self._one_by_one is not None:
-            return f"{self._one_by_one} decodes one token at a time under these rules, and cannot take one back"
+            return f"{self._one_by_one}  decodes one token at a time under these rules, and cannot drop one"
         if self._by_prompt is not None:
             return f"{self._by_prompt} computes tokens of a prompt otherwise than decoded ones under these rules"
         if not self.mixes:
@@ -124,7 +125,7 @@ class ModelForward:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether others' hooks are in the model. They may look across the tokens that pass together."""
+        """Whether foreign hooks are in the model. They may depend on all tokens of a forward."""
         return has_global_hooks() or any(has_own_hooks(module) for module in self.model.modules())
 
     def new_cache(self, store: Store) -> HeteroCache:
@@ -132,19 +133,20 @@ class ModelForward:
         return HeteroCache(self.model, store=store, tokenizer=self._tokenizer)
 
     def prompt(self, cache: Cache, tokens: Sequence[int], question: int | None = None) -> torch.Tensor:
-        """Pass a whole prompt behind the tokens of a cache, which has one row. Returns the logits [vocab] of its end.
+        """Compute a whole prompt after the tokens of a cache of one row. Returns the logits [vocab] of its last token.
 
         Args:
-            question: how many of its last tokens ask about the others (`HeteroCache.asking`); None if unknown.
+            question: how many of its last tokens are a question about the others (`HeteroCache.asking`); None if
+                unknown.
         """
         if not isinstance(cache, HeteroCache):
             return self._logits(cache, torch.tensor([list(tokens)]))[0]
         return self.prefill(cache, Part(tokens, 0, len(tokens), 0, question))
 
     def prefill(self, cache: HeteroCache, part: Part) -> torch.Tensor:
-        """Pass a part of a prompt. Returns the logits [vocab] of its last token.
+        """Compute a part of a prompt. Returns the logits [vocab] of its last token.
 
-        Observing the prompt begins with its first part, and what follows from it as a whole comes with its last one.
+        Methods observe the prompt from its first part on, and derive data from the whole prompt at its last part.
         """
         own = part.start - part.cached, part.stop - part.cached, len(part.prompt) - part.cached
         is_whole = part.is_first and part.is_last and own[1] > 1
@@ -166,10 +168,10 @@ class ModelForward:
             return self._logits(cache, torch.tensor([*tokens, *own])[:, None])
 
     def decode(self, caches: Sequence[Cache], tokens: Sequence[int]) -> torch.Tensor:
-        """Pass one token behind those of each cache, which has one row. Returns logits [rows, vocab].
+        """Decode one token of each cache of one row. Returns logits [rows, vocab].
 
-        Each row is computed as if it were alone; row by row where the longest one would change the others' rotation.
-        After an exception in a joint forward, no cache has changed.
+        Each row is computed as if it were alone; row by row if the longest row would change the others' rotation. After
+        an exception in a joint forward, no cache has changed.
         """
         token_ids = torch.tensor(tokens)[:, None]
         if len(caches) == 1:
@@ -180,7 +182,7 @@ class ModelForward:
             return self._logits(cache, token_ids)
 
     def likeliest(self, cache: Cache, token: int) -> Sequence[torch.Tensor | Likeliest]:
-        """As `decode` for one cache, for a sampler that `takes_likeliest`: that token where the GPU has chosen it."""
+        """As `decode` for one cache, for a sampler that `takes_likeliest`: the likeliest token if the GPU chose it."""
         if not isinstance(cache, HeteroCache):
             return list(self.decode([cache], [token]))
         request = cache.likeliest = LikeliestRequest()
@@ -193,15 +195,15 @@ class ModelForward:
     def verify(
         self, caches: Sequence[HeteroCache], tokens: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], list[DraftedTokens]]:
-        """Pass several tokens behind those of each cache, which has one row, in one forward.
+        """Compute several tokens of each cache of one row, in one forward.
 
-        Each token is computed as by `decode`, behind the ones before it. Only where `why_no_drafts` is None.
+        Each token is computed as by `decode`, after the ones before it. Requires that `why_no_drafts` is None.
 
         Args:
-            tokens: of each cache the token that follows, then drafted ones.
+            tokens: for each cache its next token, then drafted ones.
 
-        Returns for each cache the logits [its tokens, vocab], and what it stored, of which the caller keeps as many
-        tokens as were right. After an exception, no cache has changed.
+        Returns for each cache the logits [its tokens, vocab], and the tokens that it stored, of which the caller keeps
+        the accepted ones. After an exception, no cache has changed.
         """
         counts = [len(each) for each in tokens]
         with joined(caches, tokens=counts) as cache:
@@ -212,14 +214,14 @@ class ModelForward:
         return list(logits.split(counts)), stored
 
     def every(self, cache: Cache, tokens: Sequence[int]) -> torch.Tensor:
-        """Pass tokens behind those of a cache, which has one row. Returns the logits after each, [tokens, vocab]."""
+        """Compute tokens after those of a cache of one row. Returns the logits after each, [tokens, vocab]."""
         return self._every(cache, torch.tensor([list(tokens)]))[0]
 
     def _logits(self, cache: Cache, token_ids: torch.Tensor) -> torch.Tensor:
         return self._every(cache, token_ids, **self._last_logits)[:, -1]
 
     def _every(self, cache: Cache, token_ids: torch.Tensor, **last: Any) -> torch.Tensor:
-        """The logits [rows, tokens, vocab] of a forward; of the last token alone with `last`."""
+        """The logits [rows, tokens, vocab] of a forward; with `last` only those of the last token."""
         logits: torch.Tensor = self._called(cache, token_ids, **last).logits
         return logits
 
@@ -244,7 +246,7 @@ def _is_exact(operator: AttentionOperator) -> bool:
 
 
 def _mixes(model: Any) -> bool:
-    """Whether all that a model computes outside of attention is computed token by token, on a CPU."""
+    """Whether everything outside of attention is computed token by token, on a CPU."""
     layers, operators = model.hetero_kv_injection.cache_layers(), _operators(model)
     return (
         model.device.type == "cpu"

@@ -35,12 +35,12 @@ class GrammarText(NamedTuple):
 
 
 class GrammarMask:
-    """The tokens that may follow in one answer, by a grammar (`SamplingParams.mask`).
+    """The tokens that a grammar allows next in one answer (`SamplingParams.mask`).
 
     Args:
         matcher: an LLMatcher before the answer's first token.
         vocab_size: number of logits.
-        grammar: what was compiled, from which another process makes the same mask.
+        grammar: the compiled grammar, from which another process can create the same mask.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, grammar: GrammarText) -> None:
@@ -48,7 +48,7 @@ class GrammarMask:
         self._bits = np.zeros(-(-vocab_size // 32), np.int32)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """See `TokenMask`. Raises HeteroKVError where the grammar became too complex to go on."""
+        """See `TokenMask`. Raises HeteroKVError if the grammar became too complex to continue."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._require_sound()
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little", count=len(logits))
@@ -127,15 +127,15 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ConfigError(
-                "grammars and JSON schemas need llguidance; pip install 'hetero-kv[server]', or ask without one"
+                "grammars and JSON schemas need llguidance; pip install 'hetero-kv[server]', or use neither"
             ) from error
         if not self._source.is_fast:
             raise ConfigError("grammars and JSON schemas need a fast tokenizer, and this model has a slow one")
         compiled = from_tokenizer(self._source, self._vocab_size, self._ends or None)
-        # It splits bytes that a grammar forces as a text of their own, which some tokenizers write a space before.
+        # llguidance tokenizes text that a grammar forces by itself; some tokenizers write a space before such a text.
         if compiled.decode_bytes(compiled.tokenize_str("o")) != b"o":
             raise ConfigError(
                 "grammars and JSON schemas need a tokenizer that adds nothing to a text, and this model's writes a "
-                "space before it; ask without one"
+                "space before it; use neither"
             )
         return compiled

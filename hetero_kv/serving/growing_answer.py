@@ -21,7 +21,7 @@ class GrowingAnswer:
         ends: tokens that end it.
         stop_tokens: stop texts that are control tokens, by id.
         limit: the longest answer that fits, tokens.
-        markers: ids of control tokens, which pieces give apart from text, and their texts.
+        markers: ids of control tokens and their texts, which pieces give separately from text.
 
     Attributes:
         pieces: its tokens so far.
@@ -34,19 +34,19 @@ class GrowingAnswer:
     ) -> None:  # fmt: skip
         self.pieces: list[Piece] = []
         self.limit = limit
-        self._most, self._ends = params.max_new_tokens, ends
+        self._max_new_tokens, self._ends = params.max_new_tokens, ends
         self._stop_tokens, self._markers = stop_tokens, dict(markers)
         self._text = TextStream(tokenizer, params.stop, markers)
         self._stop_token: str | None = None
 
     @property
     def text(self) -> str:
-        """What of its text is certain, without special tokens, markers and the stop text."""
+        """Its text as far as it is certain, without special tokens, markers and the stop text."""
         return self._text.text
 
     @property
     def written_stop(self) -> str | None:
-        """The stop text that ended it, if text spells it, and no control token."""
+        """The stop text that ended it, if ordinary tokens spelled it; None for a control token."""
         return self._text.found
 
     @property
@@ -66,10 +66,10 @@ class GrowingAnswer:
         if self.stop_text is not None:
             return "stop_text"
         if reason is None and len(self.pieces) == self.limit:
-            return "max_new_tokens" if self.limit == self._most else "full"
+            return "max_new_tokens" if self.limit == self._max_new_tokens else "full"
         return reason
 
     def complete(self, reason: FinishReason) -> FinishReason:
-        """Let the rest of its text be certain: no token follows. Returns why it has ended, "stop_text" or `reason`."""
+        """End its text: no token follows. Returns why the answer ended, "stop_text" or `reason`."""
         self._text.end()
         return reason if self.stop_text is None else "stop_text"

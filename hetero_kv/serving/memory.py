@@ -1,4 +1,4 @@
-"""Plans the blocks of a store among requests: who fits, and whose blocks are taken first."""
+"""Plans the blocks of a store for requests: which of them fit, and which kept sequences are dropped first."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.swapped import SwapFolder
 
-#: A request enters only if it and every running one have blocks for this many tokens more. So each of them gets these
-#: tokens before memory runs out and one of equal priority is preempted. They are a block or two: more would keep others
-#: waiting, and with fewer a sequence would go to the disk and back for little.
+#: A request is admitted only if it and every running one have blocks for this many more tokens. So each gets these
+#: tokens before memory runs out and one of equal priority is preempted. A block or two: more would keep others waiting,
+#: with fewer a sequence would be swapped out and in for little.
 AHEAD = 32
 
-#: A cache, and how many tokens it shall be able to store.
+#: A cache, and how many tokens it must be able to store.
 Goal = tuple[HeteroCache, int]
 
 
 class Memory:
     """The blocks of a store that requests share.
 
-    A request enters with blocks for its tokens and `AHEAD` more, because few answers are as long as they may be.
-    Where sequences cannot be written to the disk, it enters with blocks for its longest answer.
+    A request is admitted with blocks for its tokens and `AHEAD` more, because few answers reach their longest length.
+    If sequences cannot be written to the disk, it needs blocks for its longest answer.
 
     Args:
         store: the blocks of all requests.
         prefixes: the sequences of ended requests, which are dropped first.
-        swaps: where sequences of preempted requests go.
+        swaps: stores the sequences of preempted requests.
     """
 
     def __init__(self, store: Store, prefixes: ResidentPrefixes, swaps: SwapFolder) -> None:
@@ -43,69 +43,70 @@ class Memory:
         tokens = self._store.tokens
         assert tokens is not None
         sizes = [layout.block_size for layout in layouts]
-        missing = max((-(-request.most_stored // size) + -tokens // size for size in sizes), default=0)
+        missing = max((-(-request.max_stored_tokens // size) + -tokens // size for size in sizes), default=0)
         if missing > 0:
             raise HeteroKVError(
-                f"the request needs {request.most_stored} tokens, and the store has {tokens}, which are {missing} "
-                "blocks too few; shorten the prompt or max_new_tokens, or give the engine more tokens (kv_tokens)"
+                f"the request needs {request.max_stored_tokens} tokens, and the store has {tokens}, which are "
+                f"{missing} blocks too few; shorten the prompt or max_new_tokens, or give the engine more tokens "
+                "(kv_tokens)"
             )
 
     def entering(self, request: Request, cache: HeteroCache) -> Goal:
-        """What a request needs to enter with this cache, or to stay when another one enters."""
+        """The tokens a request needs blocks for, to be admitted with this cache or to stay when another one is."""
         if not self._swaps.is_usable:
-            return cache, request.most_stored
-        return cache, min(request.most_stored, len(request.tokens) + AHEAD)
+            return cache, request.max_stored_tokens
+        return cache, min(request.max_stored_tokens, len(request.tokens) + AHEAD)
 
     def fits(self, goals: Collection[Goal], without: Sequence[Request] = ()) -> bool:
-        """Whether there are blocks for all goals, once sequences of ended requests are dropped, the oldest first.
+        """Drop sequences of ended requests, the oldest first, until there are blocks for all goals; whether there are.
 
-        None is dropped where dropping all of them would not be enough.
+        Drops none if dropping all of them would not be enough.
 
         without: requests whose blocks count as free, because they can be preempted.
         """
-        gone = [request.cache for request in without if request.cache is not None]
-        if self._missing(goals, gone) <= 0:
+        dropped = [request.cache for request in without if request.cache is not None]
+        if self._missing(goals, dropped) <= 0:
             return True
-        if self._missing(goals, [*gone, *self._prefixes.caches]) > 0:
+        if self._missing(goals, [*dropped, *self._prefixes.caches]) > 0:
             return False
-        while self._missing(goals, gone) > 0:
+        while self._missing(goals, dropped) > 0:
             if not self._prefixes.drop_oldest():
                 return False
         return True
 
-    def _missing(self, goals: Collection[Goal], gone: Sequence[HeteroCache]) -> int:
-        """How many blocks too few are free for the goals, in the layout that lacks most.
+    def _missing(self, goals: Collection[Goal], dropped: Sequence[HeteroCache]) -> int:
+        """How many blocks are missing for the goals, in the layout that lacks most.
 
-        gone: caches whose blocks count as free.
+        dropped: caches whose blocks count as free.
         """
         layouts = [layout for cache, _ in goals for layout in cache.groups[0].layouts]
         most = 0
         for layout in dict.fromkeys(layouts):
-            theirs = _references(gone, layout)
+            theirs = _references(dropped, layout)
             needed = sum(_more(cache, layout, tokens, theirs) for cache, tokens in goals)
             most = max(most, needed - self._store.free_blocks(layout) - self._freed(layout, theirs))
         return most
 
-    def _freed(self, layout: Layout, gone: Mapping[int, int]) -> int:
-        """How many blocks are free once so many references to each (block -> number) are dropped."""
-        if not gone:
+    def _freed(self, layout: Layout, dropped: Mapping[int, int]) -> int:
+        """How many blocks become free when these references (block -> number) are dropped."""
+        if not dropped:
             return 0
-        blocks, counts = (np.fromiter(each, np.int64, len(gone)) for each in (gone.keys(), gone.values()))
+        blocks, counts = (np.fromiter(each, np.int64, len(dropped)) for each in (dropped.keys(), dropped.values()))
         return int((self._store.allocators[layout].references_of(blocks) == counts).sum())
 
 
-def _more(cache: HeteroCache, layout: Layout, tokens: int, gone: Mapping[int, int]) -> int:
-    """How many blocks a cache of one row takes until it stores so many tokens.
+def _more(cache: HeteroCache, layout: Layout, tokens: int, dropped: Mapping[int, int]) -> int:
+    """How many more blocks a cache of one row needs to store `tokens` tokens.
 
-    gone: block -> how many references to it count as dropped.
+    dropped: block -> how many references to it count as dropped.
     """
     size = layout.block_size
     needed = -(-tokens // size)
     for sequence in cache.sequences:
         table = sequence.tables[layout]
-        # A partly filled block that others have too is copied.
+        # A partly filled shared block is copied.
         last = int(table.ids[-1]) if table.length % size else None
-        is_copied = last is not None and table.allocator.references(last) - gone.get(last, 0) > 1
+        is_copied = last is not None and table.allocator.references(last) - dropped.get(last, 0) > 1
         needed = max(0, needed - table.num_blocks) + bool(is_copied)
     return needed
 

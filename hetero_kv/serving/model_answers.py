@@ -1,4 +1,4 @@
-"""What a model says about all of its answers: the tokens that end them, and those that never come."""
+"""A model's defaults for answers, from its generation config: end tokens and suppressed tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hetero_kv.serving.sampler import Sampler
 from hetero_kv.serving.sampling import SamplingParams
 
 _logger = logging.getLogger(__name__)
-# Settings of a generation config that change an answer's tokens in transformers' `generate` and have no counterpart
-# here, each with the value that, like None, does nothing.
+# Settings of a generation config that change answers in transformers' `generate` and are not supported here, each with
+# the value that, like None, has no effect.
 _UNAPPLIED: dict[str, Any] = {
     "bad_words_ids": [],
     "begin_suppress_tokens": [],
@@ -41,7 +41,7 @@ _UNAPPLIED: dict[str, Any] = {
 
 
 class ModelAnswers:
-    """Begins answers of a model, by its generation config at that moment.
+    """Begins answers of a model, by its present generation config.
 
     Args:
         model: a transformers model.
@@ -70,7 +70,7 @@ class ModelAnswers:
         return end_tokens(self._model)
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
-        """What chooses the tokens behind a prompt. Raises HeteroKVError for a biased token that the model has not."""
+        """The sampler of the tokens after a prompt. Raises HeteroKVError for an unknown token in `logit_bias`."""
         return Sampler(params, prompt, self.vocab_size, suppressed_tokens(self._model))
 
     def begun(
@@ -94,5 +94,5 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 
 def suppressed_tokens(model: Any) -> tuple[int, ...]:
-    """The tokens that the model's generation config never lets come."""
+    """The tokens that the model's generation config forbids."""
     return tuple(model.generation_config.suppress_tokens or ())

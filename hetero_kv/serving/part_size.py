@@ -1,4 +1,4 @@
-"""How many tokens of a prompt pass at once, beside requests that are being answered."""
+"""How many tokens of a prompt are computed at once while other requests are being answered."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hetero_kv.serving.turns import Others
 
 #: The fewest tokens of a part: with fewer, most of the time would go into reading the weights.
 LEAST = 32
-#: The fewest tokens of a part that passes beside decoded tokens, which read the weights anyway.
+#: The fewest tokens of a part in one forward with decoded tokens, which read the weights anyway.
 LEAST_BESIDE = 8
-# Of the target, the share that is planned: one step in a hundred takes a fifth longer than the mean.
+# The share of the target that is planned: one step in a hundred takes a fifth longer than the mean.
 _PLANNED = 0.8
-#: The most tokens of a small part, which multiplies packed weights and attends to the past where it lies.
+#: The most tokens of a small part, which multiplies packed weights and attends to the past in its blocks.
 SMALL = 64
-#: The fewest tokens of a large part. Every part that is not small unpacks all weights: 128 tokens take 1.65 s where 64
-#: take 0.62 and 512 take 4.0 (the default model behind 1,024 tokens, AVX2).
+#: The fewest tokens of a large part. Every part that is not small unpacks all weights: 64 tokens take 0.62 s, 128 take
+#: 1.65 and 512 take 4.0 (the default model after 1,024 tokens, AVX2).
 LARGE = 512
 NO_OTHERS = Others()
 # Each new measurement's weight in the mean.
@@ -21,11 +21,11 @@ _NEWEST = 0.3
 
 
 class PartSize:
-    """Chooses parts of prompts, so that the time between two tokens of other requests stays near a target.
+    """Chooses the size of parts of prompts, so that the time between two tokens of other requests stays near a target.
 
     Args:
         longest_gap_s: the target, seconds.
-        alone: tokens of a part while nobody else waits for a token; new requests are admitted between two parts.
+        alone: tokens of a part while no other request waits for a token; new requests are admitted between two parts.
     """
 
     def __init__(self, longest_gap_s: float, alone: int) -> None:
@@ -44,15 +44,15 @@ class PartSize:
 
         Args:
             remaining: tokens of the prompt that have not passed.
-            rows: requests that wait for a token meanwhile.
-            beside: whether a small part passes in one forward with their tokens.
-            others: what the other engines of the process wait for.
+            rows: number of requests that wait for a token meanwhile.
+            beside: whether a small part is computed in one forward with their tokens.
+            others: the work of the other engines of the process.
         """
         if not rows and not others.rows:
             return min(remaining, self._alone)
         if self._token_s is None:
             return min(remaining, self._alone, LEAST)
-        # Between two tokens every engine has its turn, some of them for a part of a prompt too.
+        # Between two tokens every engine has its turn, some of them also for a part of a prompt.
         gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts)
         fitting = int((gap - (self._step_s if rows else 0.0)) / self._token_s)
         if fitting < LARGE:
@@ -63,10 +63,10 @@ class PartSize:
         return min(remaining, self._alone, fitting)
 
     def passed(self, tokens: int, seconds: float) -> None:
-        """A part of this many tokens, decoded tokens beside it included, took this long."""
+        """Record that a part of this many tokens, including tokens decoded with it, took this long."""
         each = seconds / tokens
         self._token_s = each if self._token_s is None else self._token_s + _NEWEST * (each - self._token_s)
 
     def decoded(self, seconds: float) -> None:
-        """A step of decoding took this long."""
+        """Record that a decode step took this long."""
         self._step_s += _NEWEST * (seconds - self._step_s)

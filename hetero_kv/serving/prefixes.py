@@ -1,4 +1,4 @@
-"""Beginnings of prompts that are in memory already, from requests that go on or have ended."""
+"""Prefixes of prompts that are in memory, from running and ended requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.status import SequenceStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 
-#: How many of a sequence's newest checkpoints go to the disk with it: the end of its prompt, the place before the
-#: answer's beginning, and the end of its document.
+#: How many of a sequence's newest checkpoints are saved with it: the end of its prompt, the position before the answer,
+#: and the end of its document.
 _STORED = 3
 
 
 class Prefix(NamedTuple):
-    """The longest beginning of a prompt that is known.
+    """The longest known prefix of a prompt.
 
     Attributes:
-        cache: a fork of its sequence, cut to it; None where nothing can be reused.
-        reuse: how much it has, and why no more.
-        checkpoints: those of the sequence within it.
+        cache: a fork of its sequence, cut to the prefix; None if nothing can be reused.
+        reuse: how much is reused, and why no more.
+        checkpoints: the sequence's checkpoints within the prefix.
     """
 
     cache: HeteroCache | None
@@ -39,8 +39,8 @@ class Known(NamedTuple):
     Attributes:
         cache: its cache.
         tokens: ids of the tokens that it stores.
-        checkpoints: where its layers can go back to.
-        tenant: whose it is; others' prompts do not find it.
+        checkpoints: the states that its layers can return to.
+        tenant: its owner; prompts of other tenants do not find it.
     """
 
     cache: HeteroCache
@@ -66,34 +66,34 @@ class Known(NamedTuple):
 
 
 class ResidentPrefixes:
-    """The sequences of ended requests, kept until their memory is needed; the least recently used goes first.
+    """The sequences of ended requests, kept until their memory is needed; the least recently used is dropped first.
 
-    A prompt that begins as one of them does, or as a request does that is being answered, forks its cache, which
-    shares the blocks, and computes the rest alone.
+    A prompt that shares a prefix with one of them, or with a running request, forks that cache, shares its blocks, and
+    computes only the rest.
 
     Args:
-        operators: the model's attention operators. Sequences are shared only where all of them attend to a later
-            prompt as to one that came whole (`Operator.continues_exactly`), and derive nothing from a prompt's own
-            queries (`Layout.finalizes_per_sequence`).
-        most: how many sequences are kept.
+        operators: the model's attention operators. Sequences are shared only if all of them compute a continued prompt
+            as a whole one (`Operator.continues_exactly`), and derive nothing from a prompt's own queries
+            (`Layout.finalizes_per_sequence`).
+        max_kept: how many sequences are kept.
 
     Attributes:
-        stored: where sequences go that are not kept any more; None to drop them.
+        stored: stores sequences that leave memory; None to drop them.
     """
 
     stored: StoredPrefixes | None = None
 
-    def __init__(self, operators: Iterable[Any], most: int) -> None:
+    def __init__(self, operators: Iterable[Any], max_kept: int) -> None:
         listed = list(operators)
         self.are_shared = bool(listed) and all(operator.continues_exactly for operator in listed)
-        self._most = most
-        # By age, the least recently used first.
+        self._max_kept = max_kept
+        # The least recently used first.
         self._kept: list[Known] = []
-        # Those that were written once, and whether it worked, by the id of their cache.
+        # Whether writing each sequence worked, by the id of its cache; absent if it was not tried.
         self._written: dict[int, bool] = {}
 
     def can_share(self, cache: HeteroCache) -> bool:
-        """Whether prompts behind a beginning in such a cache are computed exactly."""
+        """Whether prompts that reuse a prefix of such a cache are computed exactly."""
         return self.are_shared and _is_shareable(cache)
 
     @property
@@ -101,15 +101,15 @@ class ResidentPrefixes:
         """The caches of all kept sequences."""
         return [each.cache for each in self._kept]
 
-    def sequences(self, goes_back: bool) -> list[SequenceStatus]:
+    def sequences(self, can_roll_back: bool) -> list[SequenceStatus]:
         """The kept sequences, the most recently used first. Any thread may call it.
 
-        goes_back: whether all layers can go back to any token.
+        can_roll_back: whether all layers can roll back to any token.
         """
         return [
             SequenceStatus(
                 each.cache, each.tokens, "kept", tenant=each.tenant, is_stored=self._written.get(id(each.cache), False),
-                lengths=None if goes_back else [*(point.length for point in each.checkpoints), len(each.tokens)],
+                lengths=None if can_roll_back else [*(point.length for point in each.checkpoints), len(each.tokens)],
             )
             for each in reversed(list(self._kept))
         ]  # fmt: skip
@@ -117,14 +117,14 @@ class ResidentPrefixes:
     def keep(
         self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = (), tenant: str = ""
     ) -> None:
-        """Keep the cache of a tenant's ended request, which stores `tokens`, and has these checkpoints."""
+        """Keep the cache of a tenant's ended request, which stores `tokens` and has these checkpoints."""
         is_kept = tokens and self.can_share(cache)
         if not is_kept or not _is_current(cache, cache.injection.state()):
             cache.reset()
             return
         within = tuple(each for each in checkpoints if each.length < len(tokens))
         self._kept.append(Known(cache, np.array(tokens), within, tenant))
-        if len(self._kept) > self._most:
+        if len(self._kept) > self._max_kept:
             self.drop_oldest()
 
     def drop_oldest(self) -> bool:
@@ -145,11 +145,11 @@ class ResidentPrefixes:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a kept sequence is still to be written."""
+        """Whether a kept sequence has not been written yet."""
         return self.stored is not None and len(self._written) < len(self._kept)
 
     def write_one(self) -> None:
-        """Write a sequence that is kept, if there is one, so that it leaves without delay later."""
+        """Write a kept sequence, if there is one, so that it can be dropped later without delay."""
         if self.is_writing:
             self._write(next(each for each in self._kept if id(each.cache) not in self._written))
 
@@ -160,26 +160,26 @@ class ResidentPrefixes:
             tokens = known.tokens.tolist()
             self._written[id(known.cache)] = self.stored.keep(known.cache, tokens, known.tenant)
             lengths = {each.length for each in known.checkpoints if each.point is not None}
-            for length in sorted(() if self.stored.goes_back else lengths)[-_STORED:]:
-                # Its blocks are those of the whole sequence, and its states are its own.
-                beginning = known.cut(length)
+            for length in sorted(() if self.stored.can_roll_back else lengths)[-_STORED:]:
+                # It shares the blocks of the whole sequence, and has its own states.
+                prefix = known.cut(length)
                 try:
-                    self.stored.keep(beginning, tokens[:length], known.tenant)
+                    self.stored.keep(prefix, tokens[:length], known.tenant)
                 finally:
-                    beginning.reset()
+                    prefix.reset()
 
     def common(self, prompt: Sequence[int], tenant: str = "") -> int:
-        """How many of a tenant's prompt's first tokens a kept sequence has. Other threads may call it."""
+        """The length of the longest prefix of a tenant's prompt that a kept sequence has. Other threads may call it."""
         new = np.array(prompt)
         return max((_common(each.tokens, new) for each in list(self._kept) if each.tenant == tenant), default=0)
 
     def find(self, prompt: Sequence[int], live: Iterable[Known] = (), tenant: str = "") -> Prefix:
-        """The longest beginning of a tenant's prompt in memory, in a fork of its sequence.
+        """The longest prefix of a tenant's prompt in memory, as a fork of its sequence.
 
         At least one token of the prompt is left to compute.
 
         Args:
-            live: sequences of requests that are being answered.
+            live: sequences of running requests.
         """
         if not self.are_shared:
             return Prefix(None, Reuse(reason="not_exact"))
@@ -189,7 +189,7 @@ class ResidentPrefixes:
             return Prefix(None, Reuse(reason="not_exact" if listed else "nothing_kept"))
         new, now = np.array(prompt), candidates[0].cache.injection.state()
         commons = [min(_common(each.tokens, new), len(new) - 1) for each in candidates]
-        # Of equal ones the last: it was used last.
+        # Of equal ones the most recently used.
         longest = max(range(len(candidates)), key=lambda number: (commons[number], number))
         common, alike = commons[longest], candidates[longest]
         best: tuple[int, Known] | None = None
@@ -226,7 +226,7 @@ def _is_current(cache: HeteroCache, now: Any) -> bool:
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """The length of the common beginning of two lists of tokens."""
+    """The length of the common prefix of two lists of tokens."""
     shorter = min(len(first), len(second))
     different = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(different[0]) if len(different) else shorter

@@ -1,4 +1,4 @@
-"""The requests of an engine that have not ended, by what they wait for."""
+"""The queues of an engine: waiting, prefilling and running requests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import brief_error
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.status import State
 
 _logger = logging.getLogger(__name__)
 
 
 class Queues:
-    """Requests that wait, the one whose prompt passes, and those that are being answered.
+    """The waiting requests, the one that is being prefilled, and the running ones.
 
     Attributes:
         waiting: by priority, then preempted ones first, then in the order in which they came.
-        prefilling: None while no prompt passes.
-        running: those that have their prompt behind them.
-        departures: how many requests have left, which may have freed memory.
+        prefilling: None while no prompt is being computed.
+        running: those whose prompt is computed.
+        departures: how many requests have left the queues, which may have freed memory.
     """
 
     def __init__(self) -> None:
@@ -33,19 +34,26 @@ class Queues:
         """All requests that have not ended."""
         return [*self.running, *([] if self.prefilling is None else [self.prefilling]), *self.waiting]
 
+    def by_state(self) -> list[tuple[State, Request]]:
+        """All requests that have not ended, each with its state. Any thread may call it."""
+        passing = self.prefilling
+        answering: list[tuple[State, Request]] = [("answering", each) for each in list(self.running)]
+        prefilling: list[tuple[State, Request]] = [] if passing is None else [("prefilling", passing)]
+        return answering + prefilling + [("waiting", each) for each in list(self.waiting)]
+
     def add(self, request: Request, *, first: bool = False) -> None:
-        """Queue a request behind all others of its priority, or before them (`first`); 0 is more urgent than 1."""
+        """Queue a request after all others of its priority, or before them (`first`); 0 is more urgent than 1."""
         self.waiting.insert(0 if first else len(self.waiting), request)
         self.waiting.sort(key=lambda each: each.priority)
 
     def answer(self, request: Request) -> None:
-        """Let a request, which has its prompt behind it, get tokens."""
+        """Move a request whose prompt is computed to the running ones."""
         if request is self.prefilling:
             self.prefilling = None
         self.running.append(request)
 
     def leave(self, request: Request) -> HeteroCache | None:
-        """Forget a request, with its sequence on the disk and its drafter's memory. Returns its cache."""
+        """Remove a request from the queues; free its sequence on the disk and its drafter's memory. Returns its cache."""
         self.departures += 1
         if self.prefilling is request:
             self.prefilling = None
@@ -66,7 +74,7 @@ class Queues:
 
 
 def free(cache: HeteroCache) -> None:
-    """Free a cache's blocks. After an error they are free once nothing refers to the cache."""
+    """Free a cache's blocks. After an error they become free when nothing refers to the cache."""
     try:
         cache.reset()
     except Exception as error:
@@ -74,5 +82,5 @@ def free(cache: HeteroCache) -> None:
 
 
 def with_caches(requests: Iterable[Request]) -> list[tuple[Request, HeteroCache]]:
-    """Those of the requests that have a cache, each with it."""
+    """The requests that have a cache, each with its cache."""
     return [(request, request.cache) for request in requests if request.cache is not None]

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One request of the engine: its prompt, its answer so far, and its cache."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Request:
         limit: the longest answer that fits, tokens.
         cache: its keys and values; None while it waits.
         swapped: its sequence on the disk, once it is preempted; None otherwise.
-        reuses: whether it may take over what was computed before.
-        tenant: whose it is; it takes over only from requests of the same tenant.
-        reuse: what of the prompt was computed before.
+        reuses: whether it may reuse a prefix that was computed before.
+        tenant: its owner; it reuses prefixes only from requests of the same tenant.
+        reuse: how much of the prompt was computed before.
         is_store_away: whether the address of stored contexts did not answer in time.
-        checkpoints: where its layers can go back to, if they do not keep every token.
-        drafter: guesses its tokens; None without speculation. Made with the first token.
-        counts: its drafted tokens, and those of them that were right.
-        began: when it came, seconds of `time.perf_counter`.
+        checkpoints: the states that its layers can return to, if they do not keep every token.
+        drafter: guesses its tokens; None without speculation. Created with the first token.
+        counts: numbers of drafted and accepted tokens.
+        began: when it arrived, seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Request:
         stream: ResultStream[Any], *, question: int | None = None, priority: int = 0, reuses: bool = True,
         tenant: str = "", new_drafter: Callable[[], Drafter | None] = lambda: None, answered: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        # Like a preempted request it passes the tokens that its answer has already.
+        # As for a preempted request, the tokens that its answer has already are computed with the prompt.
         self.tokens = [*prompt, *answered]
         self.prompt_tokens = len(prompt)
         self.params, self.sampler, self.stream = params, sampler, stream
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it ends before its next token. Any thread may cancel its stream, wherever the request is."""
+        """Whether it ends before its next token. Any thread may cancel its stream, in any state of the request."""
         return self.stream.is_cancelled
 
     @property
@@ -87,12 +87,12 @@ class Request:
         return min(self.prompt_tokens, self.reuse.tokens)
 
     def begin(self, reuse: Reuse, checkpoints: Sequence[KeptCheckpoint]) -> None:
-        """Its prompt begins to pass behind what is reused, with these checkpoints."""
+        """Start its prefill after the reused prefix, with these checkpoints."""
         self.reuse = self.stream.reuse = reuse
         self.checkpoints = list(checkpoints)
 
     def begin_again(self) -> None:
-        """Its prompt waits again, from its first token on."""
+        """Queue its whole prompt again."""
         self.reuse, self.stream.reuse, self.checkpoints = Reuse(), None, []
 
     @property
@@ -100,28 +100,28 @@ class Request:
         """How many of its tokens are in its cache, or on the disk."""
         if self.swapped is not None:
             return self.swapped.tokens
-        # Another thread may read it while the engine's own takes the cache away.
+        # The engine's thread may remove the cache while another thread reads this.
         cache = self.cache
         return 0 if cache is None else cache.get_seq_length()
 
     @property
-    def left(self) -> int:
-        """The most tokens that follow in its answer."""
+    def tokens_left(self) -> int:
+        """How many more tokens its answer may have."""
         return self.prompt_tokens + self.limit - len(self.tokens)
 
     @property
-    def most_stored(self) -> int:
-        """How many tokens its cache holds at the end: the last one of an answer is not stored."""
+    def max_stored_tokens(self) -> int:
+        """The largest number of tokens that its cache will store: the last token of an answer is not stored."""
         return self.prompt_tokens + self.limit - 1
 
     def drop_swapped(self) -> None:
-        """Remove its sequence from the disk, where it has one there."""
+        """Remove its sequence from the disk, if it has one there."""
         if self.swapped is not None:
             self.swapped.remove()
             self.swapped = None
 
     def advance(self, processed: float) -> None:
-        """Tell the readers how many tokens of the prompt have passed."""
+        """Report to readers how many tokens of the prompt are computed."""
         if self._admitted is None:
             self._admitted = time.perf_counter()
         self.stream.progress = Progress(
@@ -129,15 +129,15 @@ class Request:
             time.perf_counter() - self._admitted,
         )  # fmt: skip
 
-    def sequence(self, state: State, goes_back: bool) -> SequenceStatus:
-        """Its prompt, for prompts that begin alike; it is in `state`.
+    def sequence(self, state: State, can_roll_back: bool) -> SequenceStatus:
+        """Its prompt, for later prompts with the same prefix; the request is in `state`.
 
-        goes_back: whether all layers can go back to any token.
+        can_roll_back: whether all layers can roll back to any token.
         """
         ends = [self.prompt_tokens - (self.question or 0), self.prompt_tokens]
         return SequenceStatus(
             self, self.tokens[: self.prompt_tokens], state, max(0, self.prompt_tokens - self.stored),
-            None if goes_back else [*(each.length for each in list(self.checkpoints)), *ends], self.tenant,
+            None if can_roll_back else [*(each.length for each in list(self.checkpoints)), *ends], self.tenant,
         )  # fmt: skip
 
     def status(self, state: State) -> RequestStatus:

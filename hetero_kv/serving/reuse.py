@@ -13,21 +13,21 @@ Reason = Literal[
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a request took over from sequences that were computed before.
+    """What a request reused from sequences that were computed before.
 
     Attributes:
         tokens: how many of the prompt's first tokens were not computed again.
-        reason: why the others were: "all" but the last token were reused, of which logits are needed; the prompt
-            "extends" the longest known sequence; it "differs" from all known ones from token `tokens` on;
-            "nothing_alike" is known, or "nothing_kept" at all; layers of `kind` "cannot_go_back" to where it departs;
-            the sequence was computed under "other_weights", adapters or hooks; a stored context was "not_loaded", for
-            want of memory or disk, or because it is damaged; the address of stored contexts did not answer in time
-            ("store_away"); a prompt behind a known beginning is "not_exact" under the rules; the request turned reuse
-            "off".
-        common: how many first tokens the prompt shares with the known sequence that begins most alike, of which
-            `tokens` could be reused.
-        source: where they were: "memory", on the "disk", or None for none.
-        kind: the kinds of layers that cannot go back.
+        reason: why the others were computed: "all" but the last token, whose logits are needed, were reused; the prompt
+            "extends" the longest known sequence; it "differs" from all known ones from token `tokens` on; no known
+            sequence shares a prefix ("nothing_alike"), or none is kept ("nothing_kept"); layers of `kind`
+            "cannot_go_back" to where the prompt diverges; the sequence was computed under "other_weights", adapters or
+            hooks; a stored context was "not_loaded", for lack of memory or disk, or because it is damaged; the address
+            of stored contexts did not answer in time ("store_away"); a prompt that reuses a prefix is "not_exact" under
+            the rules; the request turned reuse "off".
+        common: the length of the longest prefix that the prompt shares with a known sequence; `tokens` of it could be
+            reused.
+        source: where the tokens were: "memory", "disk", or None if none were reused.
+        kind: the kinds of layers that cannot roll back.
     """
 
     tokens: int = 0
@@ -41,13 +41,13 @@ class Reuse:
         """The reason as a sentence."""
         return {
             "all": f"all but the last of the prompt's {self.tokens + 1} tokens were computed before",
-            "extends": f"the longest known sequence ends behind token {self.tokens}",
+            "extends": f"the longest known sequence ends after token {self.tokens}",
             "differs": f"the prompt differs from every known sequence from token {self.tokens} on",
             "nothing_alike": "no known sequence begins as the prompt does",
             "nothing_kept": "no sequence is kept yet",
             "cannot_go_back": (
-                f"the prompt departs from a known sequence at token {self.common}, and layers of kind {self.kind} "
-                f"cannot go back to there: the last checkpoint before is at token {self.tokens}"
+                f"the prompt diverges from a known sequence at token {self.common}, and layers of kind {self.kind} "
+                f"cannot roll back to it: the last checkpoint before it is at token {self.tokens}"
             ),
             "other_weights": (
                 f"the sequence that begins with the same {self.common} tokens was computed under other weights, "
@@ -58,6 +58,6 @@ class Reuse:
                 "memory or disk, or it is damaged"
             ),
             "store_away": "the address of stored contexts did not answer in time",
-            "not_exact": "under these rules a prompt behind a known beginning is not computed as a whole one",
+            "not_exact": "under these rules a prompt that reuses a prefix is not computed as a whole one",
             "off": "the request turned reuse off",
         }[self.reason]

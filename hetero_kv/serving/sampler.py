@@ -1,4 +1,4 @@
-"""Chooses a request's tokens from the model's logits: penalties, filters, and a random draw of its own."""
+"""Chooses a request's tokens from the model's logits: penalties, filters, and a random draw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_kv.serving.sampling import SamplingParams
 
 
 class LogitsError(HeteroKVError):
-    """No token can be chosen: the logits are not numbers, every token is forbidden, or a mask does not do its part."""
+    """No token can be chosen: the logits are not numbers, every token is forbidden, or a mask misbehaves."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Choice:
 class Sampler:
     """Chooses the tokens of one request, one after the other.
 
-    Every request has a random generator of its own (Philox), of which a token takes one number. The tokens of a seed
-    therefore do not depend on other requests, except that a model's logits may be rounded otherwise in a larger batch.
+    Every request has a random generator of its own (Philox), which gives one number per token. A seed's tokens
+    therefore do not depend on other requests, except that a larger batch may round a model's logits differently.
 
     Args:
         params: how tokens are chosen.
@@ -72,15 +72,15 @@ class Sampler:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether every token is the likeliest one by the model's own logits, which nothing else reads."""
+        """Whether every token is the likeliest by the unchanged logits, and nothing else needs the logits."""
         params = self.params
         untouched = params.repetition_penalty == 1 and not self._changes_logits
         return params.is_greedy and params.logprobs is None and untouched
 
     def choose(self, logits: torch.Tensor | Likeliest) -> Choice:
-        """The next token, by the model's logits [vocab] of any float type, which stay as they are.
+        """The next token, by the model's logits [vocab] of any float type, which are not changed.
 
-        Where it `takes_likeliest`, that token may be known already.
+        If it `takes_likeliest`, `logits` may be that token, already known.
 
         Raises LogitsError if no token can be chosen.
         """
@@ -100,7 +100,7 @@ class Sampler:
                     "return nothing"
                 )
         token = _likeliest(own) if params.is_greedy else self._drawn(own)
-        self._took(token)
+        self._record(token)
         if found is None:
             return Choice(token)
         best = found.topk(params.logprobs) if params.logprobs else None
@@ -108,14 +108,14 @@ class Sampler:
         return Choice(token, float(found[token]), alternatives)
 
     def skip(self, tokens: Iterable[int]) -> None:
-        """Go on behind tokens that were chosen with the same parameters elsewhere."""
+        """Continue after tokens that were chosen elsewhere with the same parameters."""
         for token in tokens:
             if not self.params.is_greedy:
                 self._random.random()
-            self._took(token)
+            self._record(token)
 
-    def _took(self, token: int) -> None:
-        """Take note of a token of the answer."""
+    def _record(self, token: int) -> None:
+        """Record a token of the answer."""
         if self.params.mask is not None:
             self.params.mask.accept(token)
         if self._penalizes:
@@ -143,7 +143,7 @@ class Sampler:
         return drawn(self._weights(logits), self._random.random())
 
     def _weights(self, logits: torch.Tensor) -> np.ndarray:
-        """The tokens' unnormalised probabilities [vocab] by logits [vocab] float32, 0 for those that filters remove."""
+        """The tokens' unnormalised probabilities [vocab] from logits [vocab] float32, 0 for filtered tokens."""
         params = self.params
         return filtered_weights(logits.numpy(), params.temperature, params.top_k, params.top_p, params.min_p)
 

@@ -17,13 +17,13 @@ MOST_LOGPROBS = 20
 
 
 class TokenMask(Protocol):
-    """A grammar, or another rule, that says which tokens may come next. One object belongs to one request."""
+    """A grammar, or another rule, for which tokens may come next. One object belongs to one request."""
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [vocab] float32 of forbidden tokens to minus infinity, in place."""
 
     def accept(self, token: int) -> None:
-        """Take note of the token that was chosen."""
+        """Record the token that was chosen."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -47,7 +47,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token in the answer, as in OpenAI's API.
         frequency_penalty: subtracted once for every time that a token is in the answer.
         logit_bias: token id -> a number that is added to its logit.
-        seed: makes sampling repeatable, whichever requests are computed beside this one; None draws another seed.
+        seed: makes sampling repeatable, whatever other requests are computed at the same time; None draws a seed.
         stop: non-empty texts; the first one that appears ends the answer, which ends before it. A text that spells a
             control token stands for that token, which has no text.
         ends: token ids that end the answer besides the model's own.

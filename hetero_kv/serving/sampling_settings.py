@@ -1,4 +1,4 @@
-"""How tokens are chosen where a request does not say: the settings of the chat and of the server."""
+"""The default sampling settings of the chat and of the server."""
 
 from __future__ import annotations
 

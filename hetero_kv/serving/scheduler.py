@@ -1,4 +1,4 @@
-"""The scheduler: which prompt passes next, and which requests get a token, step by step."""
+"""The scheduler: which prompt is computed next, and which requests get a token, step by step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import torch
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.likeliest import Likeliest
-from hetero_kv.errors import brief_error
 from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.attended import Attended, Replay
-from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
+from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.serving.output_processor import OutputProcessor
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
-from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.speculation.burst import Burst
 from hetero_kv.serving.speculation.speculation import Speculation, without_guesses
-from hetero_kv.serving.stream import FinishReason
-from hetero_kv.serving.turns import Turn
+from hetero_kv.serving.turns import EngineTurn
 
 _logger = logging.getLogger(__name__)
 
@@ -37,43 +35,42 @@ class CancelledInPrefillError(Exception):
 class Scheduler:
     """Computes the answers to requests, step by step.
 
-    A step admits a request, passes a part of its prompt, and decodes one token of every request that has its prompt
-    behind it, or several where guesses were right; a small part in one forward with these tokens. A request that fails,
-    or is cancelled, leaves alone.
+    A step admits a request, computes a part of its prompt, and decodes one token of every request whose prompt is
+    computed, or several if guesses were right. A small part is computed in one forward with these tokens. A request
+    that fails, or is cancelled, does not affect the others.
 
     Args:
-        forward: computes.
+        forward: computes the model.
         queues: the requests.
-        admission: says which of them have memory.
-        prefixes: keeps the sequences of ended requests.
-        checkpoints: takes those of prompts, whose parts end there.
-        part_size: how many tokens of a prompt pass in a step.
-        turn: the engine's turn, which `step` has.
+        admission: decides which of them get memory.
+        outputs: chooses tokens, and ends requests.
+        checkpoints: takes checkpoints of prompts, at the end of parts.
+        part_size: chooses how many tokens of a prompt a step computes.
+        turn: this engine's turn, during which `step` is called.
         speculation: guesses tokens.
-        splits_prompts: whether prompts pass in parts; otherwise each passes whole.
+        splits_prompts: whether prompts are computed in parts; otherwise each is computed whole.
     """
 
     def __init__(
-        self, forward: ModelForward, queues: Queues, admission: Admission, prefixes: ResidentPrefixes,
-        checkpoints: Checkpoints, part_size: PartSize, turn: Turn, speculation: Speculation, *, splits_prompts: bool,
+        self, forward: ModelForward, queues: Queues, admission: Admission, outputs: OutputProcessor,
+        checkpoints: Checkpoints, part_size: PartSize, turn: EngineTurn, speculation: Speculation, *,
+        splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
-        self._prefixes, self._part_size, self._splits_prompts = prefixes, part_size, splits_prompts
+        self._outputs, self._part_size, self._splits_prompts = outputs, part_size, splits_prompts
         self._prompt_speed = PromptSpeed()
         self._checkpoints, self._turn, self._speculation = checkpoints, turn, speculation
-        # Requests whose last forward is over and whose next token is not chosen.
-        self._unchosen: list[tuple[Request, Burst]] = []
         self._has_warned = False
-        #: When a step began or ended, or a chunk of a prompt passed, seconds of `time.monotonic`.
+        #: When a step began or ended, or a chunk of a prompt was done, seconds of `time.monotonic`.
         self.active_at = time.monotonic()
 
     def step(self) -> None:
-        """Compute one step. After an error that is no Exception, the next one goes on where it came."""
+        """Compute one step. After an interrupt (a BaseException), the next step continues where it came."""
         self.active_at = time.monotonic()
-        self._choose()
+        self._outputs.choose()
         for request in self.queues.all:
             if request.is_cancelled:
-                self._retire(request, "stopped")
+                self._outputs.retire(request, "stopped")
         self.admission.admit()
         rows = self.admission.rows()
         splits = self.queues.prefilling is not None and self._splits()
@@ -81,35 +78,35 @@ class Scheduler:
             self._prefill(splits)
             self._decode(rows)
         self.active_at = time.monotonic()
-        self.tell()
+        self.report_load()
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Tokens of prompts that pass in a second; None before the first ones."""
+        """Tokens of new prompts computed per second; None before the first ones."""
         return self._prompt_speed.tokens_per_s
 
-    def tell(self) -> None:
-        """Tell the other engines what waits for a token here."""
+    def report_load(self) -> None:
+        """Report this engine's work to the other engines."""
         self._turn.rows, self._turn.decode_s = len(self.queues.running), self._part_size.decode_s
         self._turn.passes_prompt = self.queues.prefilling is not None
 
     # -- computing
 
     def _splits(self) -> bool:
-        """Whether prompts pass in parts. Under others' hooks, which may look across tokens, they pass whole."""
+        """Whether prompts are computed in parts; not under foreign hooks, which may depend on all tokens."""
         if not self._splits_prompts or not self.forward.is_hooked:
             return self._splits_prompts
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("prompts pass whole, and hold up other requests, because the model has hooks of others")
+            _logger.warning("prompts are computed whole, and delay other requests, because the model has foreign hooks")
         return False
 
     def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
-        """The next part of a request's prompt; all that is left of it unless it `splits`."""
+        """The next part of a request's prompt; all of its rest unless `splits`."""
         stop = self._stop_of(request, len(request.tokens), splits, beside)
         question = request.question
         if question is not None:
-            # Behind it pass the tokens that the answer has already.
+            # The tokens that the answer has already follow it.
             question += len(request.tokens) - request.prompt_tokens
         return Part(request.tokens, request.stored, stop, request.reuse.tokens, question)
 
@@ -123,9 +120,9 @@ class Scheduler:
         return request.stored + size
 
     def _mixed(self, rows: Sequence[Request]) -> bool:
-        """Pass a small part of the prompt and decode one token of every row, in one forward.
+        """Compute a small part of the prompt and decode one token of every row, in one forward.
 
-        Returns whether that was done; after an error, and for a large part, each is computed by itself.
+        Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
         request, rows = self.queues.prefilling, list(rows)
         if request is None or isinstance(request, Replay) or not rows or not self.forward.mixes:
@@ -150,11 +147,11 @@ class Scheduler:
         if part.is_last:
             self.queues.answer(request)
             rows.append(request)
-        self._take(rows, _bursts(logits[: len(rows)]))
+        self._outputs.accept(rows, _bursts(logits[: len(rows)]))
         return True
 
     def _prefill(self, splits: bool) -> None:
-        """Pass a part of the prompt, or all of it unless it `splits`; behind the last one comes the first token."""
+        """Pass a part of the prompt, or all of it unless it `splits`; after the last one comes the first token."""
         request = self.queues.prefilling
         if request is None:
             return
@@ -183,7 +180,7 @@ class Scheduler:
         try:
             computed = compute()
         except CancelledInPrefillError:
-            self._retire(request, "stopped")
+            self._outputs.retire(request, "stopped")
             return
         except Exception as error:
             self.queues.fail(request, error)
@@ -203,7 +200,7 @@ class Scheduler:
         self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
-            self._take([request], _bursts(computed[None]))
+            self._outputs.accept([request], _bursts(computed[None]))
 
     def _end_replay(self, replay: Replay, attended: Attended) -> None:
         """End a replay; keep its sequence if others may want what it had to compute."""
@@ -211,7 +208,7 @@ class Scheduler:
         assert cache is not None
         replay.stream.complete(attended)
         if attended.cached_tokens + 1 < cache.get_seq_length():
-            self._keep(cache, replay)
+            self._outputs.keep(cache, replay)
         else:
             free(cache)
 
@@ -220,7 +217,9 @@ class Scheduler:
         if not rows:
             return
         drafts = self._speculation.drafts(
-            [request.drafter for request in rows], self._caches_and_tokens(rows)[0], [request.left for request in rows]
+            [request.drafter for request in rows],
+            self._caches_and_tokens(rows)[0],
+            [request.tokens_left for request in rows],
         )
         if any(drafts) and self._verified(rows, drafts):
             return
@@ -235,7 +234,7 @@ class Scheduler:
             self._decode_alone(rows)
             return
         self._part_size.decoded(time.perf_counter() - began)
-        self._take(rows, _bursts(logits))
+        self._outputs.accept(rows, _bursts(logits))
         self._speculation.costs.took(len(rows), time.perf_counter() - began)
 
     def _verified(self, rows: Sequence[Request], drafts: Sequence[Sequence[int]]) -> bool:
@@ -251,20 +250,20 @@ class Scheduler:
                     request.drafter = without_guesses(error, request.drafter)
             return False
         self._part_size.decoded(time.perf_counter() - began)
-        self._take(rows, [Burst(*each) for each in zip(logits, drafts, stored, strict=True)])
-        # What it takes to drop wrong guesses is part of their cost.
+        self._outputs.accept(rows, [Burst(*each) for each in zip(logits, drafts, stored, strict=True)])
+        # Dropping wrong guesses is part of their cost.
         self._speculation.costs.took(sum(map(len, passing)), time.perf_counter() - began)
         return True
 
     def _decode_alone(self, rows: Sequence[Request]) -> None:
-        """Decode row by row, so that the one that cannot be computed fails alone."""
+        """Decode row by row, so that only the row that cannot be computed fails."""
         for request in rows:
             try:
                 logits = self._decoded([request])
             except Exception as error:
                 self.queues.fail(request, error)
             else:
-                self._take([request], _bursts(logits))
+                self._outputs.accept([request], _bursts(logits))
 
     def _decoded(self, rows: Sequence[Request]) -> Sequence[torch.Tensor | Likeliest]:
         caches, tokens = self._caches_and_tokens(rows)
@@ -274,62 +273,15 @@ class Scheduler:
 
     @staticmethod
     def _caches_and_tokens(rows: Sequence[Request]) -> tuple[list[HeteroCache], list[int]]:
-        """The rows' caches, and the tokens that follow in them."""
+        """The rows' caches, and their next tokens."""
         return [cache for _, cache in with_caches(rows)], [request.tokens[-1] for request in rows]
 
-    def _take(self, rows: Sequence[Request], bursts: Sequence[Burst]) -> None:
-        """Choose the rows' tokens, and pass them on."""
-        self._unchosen = list(zip(rows, bursts, strict=True))
-        self._choose()
-
-    def _choose(self) -> None:
-        """Choose the tokens of which the logits are there."""
-        while self._unchosen:
-            request, burst = self._unchosen[0]
-            if request not in self.queues.running:
-                # It has left meanwhile.
-                del self._unchosen[0]
-                continue
-            try:
-                choice = burst.choose(request.sampler)
-                if burst.is_over:
-                    self._end(request, burst)
-                reason = request.take(choice)
-            except Exception as error:
-                # A mask is code of others; its error is that of its request.
-                self.queues.fail(request, error)
-                continue
-            if reason is not None:
-                self._retire(request, reason)
-
-    def _end(self, request: Request, burst: Burst) -> None:
-        """Count a burst that is over, which drops its wrong guesses."""
-        burst.end()
-        self._unchosen.remove((request, burst))
-        request.counts.add(burst.drafted, burst.accepted)
-
     # -- ends
-
-    def _retire(self, request: Request, reason: FinishReason) -> None:
-        """End a request whose answer is complete, and keep its sequence for others."""
-        for owner, burst in list(self._unchosen):
-            if owner is request:
-                self._end(request, burst)
-        cache = self.queues.leave(request)
-        request.complete(reason)
-        if cache is not None:
-            self._keep(cache, request, request.checkpoints)
-
-    def _keep(self, cache: HeteroCache, request: Request, checkpoints: Sequence[KeptCheckpoint] = ()) -> None:
-        try:
-            self._prefixes.keep(cache, request.tokens[: cache.get_seq_length()], checkpoints, request.tenant)
-        except Exception as error:
-            _logger.warning("the sequence of an ended request is not kept (%s)", brief_error(error))
 
     def retire_all(self) -> None:
         """End all requests as they are."""
         for request in self.queues.all:
-            self._retire(request, "stopped")
+            self._outputs.retire(request, "stopped")
 
     def fail_all(self, error: Exception) -> None:
         """End all requests with an error."""

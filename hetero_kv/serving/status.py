@@ -15,7 +15,7 @@ class RequestStatus(NamedTuple):
     Attributes:
         state: "waiting", "prefilling" or "answering".
         prompt_tokens: the prompt's number of tokens.
-        processed_tokens: how many of them have passed.
+        processed_tokens: how many of them are computed.
         answer_tokens: tokens of the answer so far.
     """
 
@@ -26,16 +26,16 @@ class RequestStatus(NamedTuple):
 
 
 class SequenceStatus(NamedTuple):
-    """A sequence that an engine has in memory, or will have, for prompts that begin alike.
+    """A sequence that an engine has in memory, or will have, for later prompts with the same prefix.
 
     Attributes:
-        owner: an object that lives as long as the tokens are these.
+        owner: an object that lives as long as the sequence has these tokens.
         tokens: ids; of a request those of its prompt.
         state: a request's, or "kept" for the sequence of an ended one.
-        missing: how many of the tokens have not passed.
-        lengths: how many first tokens a later prompt can take over; None for any number of them.
+        missing: how many of the tokens are not computed yet.
+        lengths: the prefix lengths that a later prompt can reuse, tokens; None for any.
         tenant: the request's.
-        is_stored: whether it went to the context folder.
+        is_stored: whether it is in the context folder.
     """
 
     owner: object
@@ -57,10 +57,10 @@ class EngineStatus:
         capacity: tokens that fit into the store.
         free: tokens for which there are free blocks; blocks of kept sequences are not free.
         dram_bytes: DRAM of the blocks that were ever used, bytes.
-        idle_s: seconds since a step began or ended, or a chunk of a prompt passed.
+        idle_s: seconds since a step began or ended, or a chunk of a prompt was done.
         is_open: whether the engine takes requests and its thread, where it has one, runs.
         max_batch: the most requests that are answered at a time.
-        prefill_tokens_per_s: tokens of new prompts that pass in a second; None before the first ones.
+        prefill_tokens_per_s: tokens of new prompts computed per second; None before the first ones.
         decode_step_s: seconds of a decode step of one request; None before steps were measured.
         decode_row_s: seconds that each further request adds to a step, up to `max_batch`.
         bytes_per_token: of keys and values, bytes.
@@ -82,12 +82,12 @@ class EngineStatus:
     context_failures: int
 
     def is_stuck(self, seconds: float) -> bool:
-        """Whether requests wait and nothing has happened for so long."""
+        """Whether requests wait and nothing has happened for `seconds`."""
         return bool(self.requests) and self.idle_s > seconds
 
 
 def together(statuses: Sequence[EngineStatus]) -> EngineStatus:
-    """Several engines as one; without any, one that is closed."""
+    """The status of several engines together; without any, that of a closed engine."""
 
     def total(name: str) -> Any:
         return sum(getattr(each, name) for each in statuses)

@@ -1,4 +1,4 @@
-"""Beginnings of prompts in a folder of contexts: what leaves memory goes there, and comes back for later prompts."""
+"""Prefixes in a folder of contexts: sequences that leave memory are saved, and loaded for later prompts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ _logger = logging.getLogger(__name__)
 class StoredPrefixes:
     """Sequences of one model in a folder, which other processes and later ones find too.
 
-    If every layer can roll back to any token, any common beginning is reused. Else a sequence is reused only for
-    prompts that begin with all of it, and so the caller writes its beginnings up to its checkpoints too.
+    If every layer can roll back to any token, any common prefix is reused. Else a sequence is reused only for
+    prompts that begin with all of it, and so the caller writes its prefixes up to its checkpoints too.
 
     Args:
         contexts: the folder, which `close` closes.
         empty: a cache of the model without tokens.
         store: the common store into which sequences are loaded.
-        most: how many sequences a tenant may have in the folder; its least recently used ones go. None for no limit.
+        per_tenant: how many sequences a tenant may have in the folder; its least recently used ones are removed. None
+            for no limit.
 
-    Raises ContextError if hooks in the model compute what is unknown.
+    Raises ContextError if hooks in the model have unknown effects.
     """
 
-    def __init__(self, contexts: ContextStore, empty: HeteroCache, store: Store, most: int | None = None) -> None:
-        self._contexts, self._store, self._most = contexts, store, most
+    def __init__(self, contexts: ContextStore, empty: HeteroCache, store: Store, per_tenant: int | None = None) -> None:
+        self._contexts, self._store, self._per_tenant = contexts, store, per_tenant
         self._failures = 0
         #: Whether `fetch` must come before `longest`.
         self.is_remote = contexts.is_remote
         #: The longest wait for `fetch`, seconds.
         self.wait_s = contexts.wait_s
         self._injection = empty.injection
-        #: Whether any beginning of a sequence can be reused.
-        self.goes_back = can_roll_back_exactly(empty)
+        #: Whether any prefix of a sequence can be reused.
+        self.can_roll_back = can_roll_back_exactly(empty)
         sizes = [layout.block_size for group in empty.groups for layout in group.layouts]
-        #: Fewer tokens than this are not worth a file, nor reading one.
-        self.least = max(sizes, default=PIECE)
-        # Now, so that no request waits until all weights are hashed.
+        #: Fewer tokens than this are not worth writing or reading a file.
+        self.min_tokens = max(sizes, default=PIECE)
+        # Computed here, so that no request waits until all weights are hashed.
         self._identity: tuple[Any, Identity] = self._injection.state(), self._injection.identity
 
     def _present(self) -> Identity:
@@ -62,17 +63,17 @@ class StoredPrefixes:
         """How often the folder could not be used."""
         return self._failures + self._contexts.failures
 
-    def fetch(self, prompt: Sequence[int], least: int, tenant: str = "") -> bool:
-        """Bring here what `longest` finds of the same arguments, from other machines. Other threads may call it.
+    def fetch(self, prompt: Sequence[int], min_tokens: int, tenant: str = "") -> bool:
+        """Fetch from other machines what `longest` finds for the same arguments. Other threads may call it.
 
         Returns whether the address answered in time; if not, it is logged.
         """
-        if len(prompt) <= max(least, PIECE):
+        if len(prompt) <= max(min_tokens, PIECE):
             return True
         try:
-            self._contexts.fetch(self._present(), prompt, least, whole=not self.goes_back, salt=tenant)
+            self._contexts.fetch(self._present(), prompt, min_tokens, whole=not self.can_roll_back, salt=tenant)
         except UnreachableError as error:
-            # The first one of many is logged as a warning.
+            # The store logs the first of many failures as a warning.
             _logger.info("a prompt is computed without stored contexts: %s", error)
             return False
         except Exception as error:
@@ -80,20 +81,20 @@ class StoredPrefixes:
             _logger.warning("a stored context is not fetched, and the prompt is computed: %s", _text(error))
         return True
 
-    def longest(self, prompt: Sequence[int], least: int, tenant: str = "") -> tuple[StoredContext, int] | None:
-        """The tenant's sequence that has at least `least` of the prompt's first tokens, and how many: most of all.
+    def longest(self, prompt: Sequence[int], min_tokens: int, tenant: str = "") -> tuple[StoredContext, int] | None:
+        """The tenant's sequence with the longest prefix of the prompt, at least `min_tokens` tokens, and its length.
 
-        None where there is none, or the folder cannot be read, which is logged.
+        None if there is none, or the folder cannot be read, which is logged.
         """
-        if len(prompt) <= max(least, PIECE):
+        if len(prompt) <= max(min_tokens, PIECE):
             return None
         try:
-            found = self._contexts.longest(self._present(), prompt, whole=not self.goes_back, salt=tenant)
+            found = self._contexts.longest(self._present(), prompt, whole=not self.can_roll_back, salt=tenant)
         except Exception as error:
             self._failures += 1
             _logger.warning("no context is looked up in %s: %s", self._contexts.where, _text(error))
             return None
-        return found if found is not None and found[1] >= least else None
+        return found if found is not None and found[1] >= min_tokens else None
 
     def has_here(self, stored: StoredContext, tokens: int) -> bool:
         """Whether the first `tokens` of a sequence can be loaded without the address: `fetch` may have failed."""
@@ -126,9 +127,9 @@ class StoredPrefixes:
             return False
         try:
             identity = self._present()
-            known = self._contexts.longest(identity, [*tokens, 0], whole=not self.goes_back, salt=tenant)
-            if known is None or len(tokens) - known[1] >= self.least:
-                self._contexts.save(cache, tokens, identity=identity, salt=tenant, most=self._most)
+            known = self._contexts.longest(identity, [*tokens, 0], whole=not self.can_roll_back, salt=tenant)
+            if known is None or len(tokens) - known[1] >= self.min_tokens:
+                self._contexts.save(cache, tokens, identity=identity, salt=tenant, per_tenant=self._per_tenant)
         except Exception as error:
             self._failures += 1
             _logger.warning(
@@ -138,10 +139,10 @@ class StoredPrefixes:
         return True
 
     def close(self) -> None:
-        """Close the folder; what is not uploaded to an address is, as long as it answers in time."""
+        """Close the folder; uploads what is not at the address yet, as long as the address answers in time."""
         self._contexts.close()
 
 
 def _text(error: Exception) -> str:
-    """An error of ours in full, with its remedy; what others raise in brief."""
+    """An error of this package in full, with its remedy; other errors in brief."""
     return str(error) if isinstance(error, HeteroKVError) else brief_error(error)

@@ -1,4 +1,4 @@
-"""What a request gives back: its tokens as they come, and the whole answer at the end."""
+"""The stream of a request: its tokens as they are computed, and the whole answer at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from hetero_kv.serving.reuse import Reuse
 
-#: What a stream ends with.
+#: The type of a stream's result.
 Result = TypeVar("Result")
 FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
 
@@ -75,7 +75,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt has passed.
+    """How much of a prompt is computed.
 
     Attributes:
         prompt_tokens: the prompt's number of tokens.
@@ -92,17 +92,17 @@ class Progress:
 
 
 class ResultStream(Generic[Result]):
-    """What becomes of one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole result.
+    """The result of one request. Iterating, also with `async for`, gives its pieces; `await` gives the whole result.
 
-    Several threads and tasks may read it. A loop that is left early does not cancel the request; `cancel` does.
+    Several threads and tasks may read it. Leaving a loop early does not cancel the request; `cancel` does.
 
     Args:
         cancel: tells the engine that the request is cancelled.
-        compute: computes a step of the engine, where no thread does; None where one does.
+        compute: computes a step of the engine; None if a thread does that.
 
     Attributes:
-        progress: how much of the prompt has passed; None while the request waits.
-        reuse: what of the prompt was computed before, as soon as the rest begins to pass; None before.
+        progress: how much of the prompt is computed; None while the request waits.
+        reuse: how much of the prompt was computed before; None until the prefill of the rest starts.
         is_cancelled: whether the request ends before its next token.
     """
 
@@ -130,11 +130,11 @@ class ResultStream(Generic[Result]):
             known += 1
 
     def result(self, timeout: float | None = None) -> Result:
-        """The whole answer, once it is there.
+        """Wait for the whole answer.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes. Where this call computes, a step that has begun
-                is computed to its end.
+            timeout: seconds to wait; None waits as long as it takes. If this call computes, it finishes a step that has
+                begun.
 
         Raises the request's error if it failed, and TimeoutError.
         """
@@ -207,7 +207,7 @@ class ResultStream(Generic[Result]):
         return self._completion is not None or self._error is not None
 
     def _following(self, known: int) -> Piece | None:
-        """The piece behind the first `known`; None after the last."""
+        """The piece after the first `known`; None after the last."""
         while True:
             with self._changed:
                 if self._compute is None:
@@ -223,7 +223,7 @@ class ResultStream(Generic[Result]):
 
     @contextmanager
     def _woken(self) -> Iterator[_Waker]:
-        """What wakes the running task whenever something comes."""
+        """The waker of the running task, which is called for every change."""
         waker = _Waker()
         with self._changed:
             self._wakers.append(waker)
@@ -234,7 +234,7 @@ class ResultStream(Generic[Result]):
                 self._wakers.remove(waker)
 
     async def _change(self, waker: _Waker) -> None:
-        """Wait until something has come since the task last waited."""
+        """Wait for a change since the task last waited."""
         if self._compute is not None:
             self._compute()
             await asyncio.sleep(0)
@@ -244,19 +244,19 @@ class ResultStream(Generic[Result]):
     # -- for the engine
 
     def put(self, piece: Piece) -> None:
-        """Pass a token on to the readers."""
+        """Give a token to the readers."""
         with self._changed:
             self._pieces.append(piece)
             self._wake()
 
     def complete(self, completion: Result) -> None:
-        """The answer is complete."""
+        """End the stream with the complete answer."""
         with self._changed:
             self._completion = completion
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """The request has failed."""
+        """End the stream with an error."""
         with self._changed:
             self._error = error
             self._wake()
@@ -268,7 +268,7 @@ class ResultStream(Generic[Result]):
 
 
 class _Waker:
-    """Wakes the task that made it, from any thread; once for all that it has not seen yet."""
+    """Wakes the task that created it, from any thread; once for all changes that the task has not seen yet."""
 
     def __init__(self) -> None:
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
@@ -284,11 +284,11 @@ class _Waker:
         """Wait for a `wake` since the last return."""
         await self._event.wait()
         self._event.clear()
-        # Before the task looks: what comes from now on wakes it again.
+        # Cleared before the task looks, so that later changes wake it again.
         self._is_due = False
 
 
-#: An answer as it comes. Other requests have no pieces.
+#: The stream of an answer. Other requests have no pieces.
 Stream = ResultStream[Completion]
 
 

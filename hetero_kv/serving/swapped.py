@@ -1,4 +1,4 @@
-"""Sequences of preempted requests, in files until there is memory for them again."""
+"""Sequences of preempted requests, swapped to files until there is memory for them again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Swapped:
     _shapes: Shapes
 
     def restore(self, empty: HeteroCache) -> None:
-        """Fill an empty cache, which then continues bit for bit as the written one.
+        """Fill an empty cache, which then continues as the written one, bit for bit.
 
         Raises ContextError if the file cannot be read, or its content differs from what was written, and CacheFullError
         without free blocks.
@@ -67,14 +67,14 @@ class Swapped:
 class SwapFolder:
     """Writes sequences to a temporary folder, which only this user may enter (0700).
 
-    The folder is made with the first file, where TMPDIR says, and removed by `close`, or when the interpreter ends.
-    Its files do not outlive the process, so that they record no weights and nobody waits for the disk.
+    The folder is created in TMPDIR with the first file, and removed by `close`, or when the interpreter ends. Its files
+    do not outlive the process, so they need no identity of the weights and no fsync.
 
     Args:
         injection: the rules of the caches (`model.hetero_kv_injection`).
 
     Attributes:
-        error: why the last sequence was not written; None where it was. The caller clears it to try again.
+        error: why the last sequence was not written; None if it was. The caller clears it to try again.
     """
 
     def __init__(self, injection: Any) -> None:
@@ -111,7 +111,7 @@ class SwapFolder:
             return None
 
     def failure(self) -> HeteroKVError:
-        """The error for a request that can go on neither in memory nor on the disk."""
+        """The error of a request that fits neither into memory nor onto the disk."""
         assert self.error is not None
         cause = brief_error(self.error.__cause__ or self.error)
         return HeteroKVError(

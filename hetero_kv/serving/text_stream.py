@@ -1,12 +1,12 @@
-"""An answer's text as its tokens come: whole characters only, and nothing that a stop text may begin with."""
+"""An answer's text, token by token: only whole characters, and nothing that may be the beginning of a stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from typing import Any
 
-# What decoders write for bytes that are no character, or not a whole one yet. Byte fallback writes it for every byte of
-# a run that is not whole, so that any number of them may still change.
+# Decoders write this for bytes that are no character, or not a whole one yet. Byte fallback writes it for every byte of
+# an incomplete run, so any number of them may still change.
 UNFINISHED = "\ufffd"
 
 
@@ -15,11 +15,11 @@ class TextStream:
 
     Args:
         tokenizer: a transformers tokenizer; special tokens have no text.
-        stop: texts of which the first one ends the answer.
+        stop: texts; the first one that appears ends the answer.
         markers: ids of further tokens without a text.
 
     Attributes:
-        text: what is certain so far.
+        text: the text that is certain so far.
         found: the stop text that has ended the answer; None before.
     """
 
@@ -30,7 +30,7 @@ class TextStream:
         self._tokens: list[int] = []
         # The text of tokens [first, read) is known; a token's text may depend on the one before.
         self._first = self._read = 0
-        # Text that is decoded and may be the beginning of a stop text.
+        # Decoded text that may be the beginning of a stop text.
         self._pending = ""
 
     def add(self, token: int) -> str:
@@ -72,7 +72,7 @@ class TextStream:
         return piece
 
     def _possible_beginning(self, text: str) -> int:
-        """The number of the text's last characters that a stop text may begin with."""
+        """How many of the text's last characters may be the beginning of a stop text."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         return next(
             (size for size in range(min(longest, len(text)), 0, -1) if self._begins_stop(text[-size:])),

@@ -1,4 +1,4 @@
-"""Where the tokens of a text are in it."""
+"""The positions of tokens in their text."""
 
 from __future__ import annotations
 

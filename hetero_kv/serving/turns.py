@@ -1,4 +1,4 @@
-"""Turns of the engines of a process: one of them computes at a time, and each as often as the others."""
+"""Turns of the engines of a process: one computes at a time, and each as often as the others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple, Self
 
 
 class Others(NamedTuple):
-    """What the other engines of the process wait for.
+    """The work of the other engines of the process.
 
     Attributes:
         rows: their requests that are being answered.
         decode_s: seconds of a token of each of these requests.
-        prompts: how many of the engines pass a prompt.
+        prompts: how many of the engines are computing a prompt.
     """
 
     rows: int = 0
@@ -24,31 +24,31 @@ class Others(NamedTuple):
 
 
 class _Queue:
-    """Those who wait for the cores, in the order in which they came; the first one has them."""
+    """The turns that wait for the cores, in the order of arrival; the first one has the cores."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.turns: deque[Turn] = deque()
-        self.members: weakref.WeakSet[Turn] = weakref.WeakSet()
+        self.turns: deque[EngineTurn] = deque()
+        self.members: weakref.WeakSet[EngineTurn] = weakref.WeakSet()
 
 
-#: One for the process: a kernel uses all cores, and so do torch's products.
+#: One queue for the process: kernels and torch's matrix products use all cores.
 _PROCESS = _Queue()
 
 
-class Turn:
+class EngineTurn:
     """An engine's turn, a context in which no other engine of the process computes.
 
-    Engines enter in the order in which they ask, so that two that always have work alternate.
+    Engines enter in the order of their requests, so that two that always have work alternate.
 
     Args:
-        longest_s: seconds after which `pass_on` lets others compute; before, nothing is cut short for them.
+        longest_s: seconds after which `pass_on` lets others compute; shorter turns are not interrupted.
         queue: the engines that share the cores; None for those of the process.
 
     Attributes:
         rows: requests that the engine is answering, as others see them.
         decode_s: seconds that a token of each of them takes.
-        passes_prompt: whether a prompt passes.
+        passes_prompt: whether the engine is computing a prompt.
     """
 
     def __init__(self, longest_s: float, queue: _Queue | None = None) -> None:
@@ -73,13 +73,13 @@ class Turn:
             self._leave()
 
     def pass_on(self) -> None:
-        """Let those who wait compute, if this turn is a long one; called where the one whose turn it is can stop."""
+        """Let waiting engines compute if this turn is long; called where the present engine can pause."""
         turns = self._queue.turns
         if len(turns) > 1 and time.perf_counter() - self._began >= self._longest_s:
             with self._queue.changed:
                 turns.rotate(-1)
                 self._queue.changed.notify_all()
-                # Whatever ends the wait, `__exit__` leaves the queue.
+                # `__exit__` leaves the queue, however the wait ends.
                 self._wait()
 
     def _wait(self) -> None:
@@ -92,7 +92,7 @@ class Turn:
 
     @property
     def others(self) -> Others:
-        """What the other engines wait for, as they said behind their last step."""
+        """The other engines' work, as each reported it after its last step."""
         with self._queue.changed:
             others = [each for each in self._queue.members if each is not self]
         waiting = [each for each in others if each.rows]

@@ -176,7 +176,7 @@ class LivesOfRequests(RuleBasedStateMachine):
     def every_block_has_its_owners(self) -> None:
         scheduler = self.engine._scheduler
         caches = [request.cache for request in scheduler.queues.all if request.cache is not None]
-        caches += scheduler._prefixes.caches
+        caches += self.engine._prefixes.caches
         for layout, allocator in self.engine._store.allocators.items():
             tables = [sequence.tables[layout].ids for cache in caches for sequence in cache.sequences]
             used = {int(block) for ids in tables for block in ids}

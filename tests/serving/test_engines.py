@@ -11,7 +11,7 @@ import pytest
 from hetero_kv import Engine, SamplingParams, with_rules
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
-from hetero_kv.serving.turns import Others, Turn, _Queue
+from hetero_kv.serving.turns import EngineTurn, Others, _Queue
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.small_recipes import small_recipe
@@ -91,7 +91,7 @@ def test_only_one_engine_computes_at_a_time_and_they_alternate():
 
 def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
     queue, order = _Queue(), []
-    turns = [Turn(0.0, queue) for _ in range(4)]
+    turns = [EngineTurn(0.0, queue) for _ in range(4)]
 
     def take(number):
         with turns[number]:
@@ -114,7 +114,7 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
 
 def test_a_short_turn_is_not_cut():
     queue = _Queue()
-    first, second, order = Turn(1e6, queue), Turn(0.0, queue), []
+    first, second, order = EngineTurn(1e6, queue), EngineTurn(0.0, queue), []
 
     def take():
         with second:
@@ -133,11 +133,11 @@ def test_a_short_turn_is_not_cut():
 
 def test_a_turn_that_ends_in_an_error_is_over():
     queue = _Queue()
-    turn = Turn(0.0, queue)
+    turn = EngineTurn(0.0, queue)
     with pytest.raises(ZeroDivisionError), turn:
         raise ZeroDivisionError
     assert not queue.turns
-    with Turn(0.0, queue):
+    with EngineTurn(0.0, queue):
         pass
 
 

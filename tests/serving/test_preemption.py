@@ -175,7 +175,7 @@ def test_without_layers_that_can_be_saved_each_longest_answer_has_its_blocks(mon
         streams = [engine.generate(tokens, LONG) for tokens in LOAD]
         while engine.step():
             rows = [*engine._scheduler.queues.running, engine._scheduler.queues.prefilling]
-            assert sum(-(-row.most_stored // 8) * 8 for row in rows if row is not None) <= ROOM
+            assert sum(-(-row.max_stored_tokens // 8) * 8 for row in rows if row is not None) <= ROOM
         assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in LOAD]
         assert not preempted
 

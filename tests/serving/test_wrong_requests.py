@@ -76,7 +76,7 @@ def test_settings_of_a_generation_config_that_nothing_applies_are_named(caplog):
 def test_a_stop_text_that_spells_a_control_token_stops_at_the_token(monkeypatch):
     with engine_of("dense") as engine:
         tokens = engine.generate(PROMPTS[2], GREEDY).result().tokens
-        monkeypatch.setitem(engine._answers._special, "<|end|>", tokens[1])
+        monkeypatch.setitem(engine._inputs.answers._special, "<|end|>", tokens[1])
         answer = engine.generate(PROMPTS[2], replace(GREEDY, stop=("<|end|>",))).result()
         assert (answer.finish_reason, answer.stop_text, answer.tokens) == ("stop_text", "<|end|>", tokens[:2])
 

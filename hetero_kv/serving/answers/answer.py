@@ -1,4 +1,4 @@
-"""A whole answer, put together from its events."""
+"""A whole answer, assembled from its events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Call:
 
 @dataclass
 class Answer:
-    """An answer as OpenAI's API gives it whole.
+    """An answer as OpenAI's API returns it without streaming.
 
     Attributes:
         reasoning: the thought; "" if there is none.
-        content: the text; "" if there is none. A call that is invalid is a part of it, as the model wrote it.
+        content: the text; "" if there is none. Includes invalid calls, as the model wrote them.
         calls: the valid tool calls.
     """
 

@@ -1,4 +1,4 @@
-"""The forms in which model families write thoughts and tool calls: what they have in common, and their registry."""
+"""The formats in which model families write thoughts and tool calls: their base class and registry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.answers.call_grammar import Part
 from hetero_kv.serving.answers.reader import MalformedError, Reader, Reading
-from hetero_kv.serving.answers.writing import Writer
+from hetero_kv.serving.answers.writing import EventWriter
 
-#: The markers around thoughts. The first pair that stands in the chat template is the model's.
+#: The markers around thoughts. The first pair that the chat template contains is the model's.
 THOUGHTS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -24,7 +24,7 @@ _FORMATS: dict[str, type[AnswerFormat]] = {}
 
 
 def registered(name: str) -> Callable[[type[AnswerFormat]], type[AnswerFormat]]:
-    """Make a form known by a name."""
+    """Register a format under a name."""
 
     def register(form: type[AnswerFormat]) -> type[AnswerFormat]:
         form.name = name
@@ -40,7 +40,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def format_of(template: str, name: str | None = None) -> type[AnswerFormat]:
-    """The form of a model's tool calls: the named one, or that which its chat template shows.
+    """The format of a model's tool calls: the named one, or the one that its chat template shows.
 
     Raises HeteroKVError for an unknown name.
     """
@@ -52,20 +52,20 @@ def format_of(template: str, name: str | None = None) -> type[AnswerFormat]:
 
 
 class AnswerFormat(ABC):
-    """Reads one answer. A subclass is the form of a model family.
+    """Reads one answer. A subclass is the format of a model family.
 
     Args:
         reader: the answer's text.
-        writer: takes its parts.
-        tools: the functions of the request, name -> JSON schema of the parameters; without any there are no calls.
+        writer: receives its parts.
+        tools: the functions of the request, name -> JSON schema of the parameters; if empty, nothing is a call.
         thought: the markers around thoughts.
         opens_thought: whether the prompt ends within a thought.
 
     Attributes:
         name: its name.
-        shown_by: a regular expression that finds this form, and no other one, in a chat template.
-        markers: texts that are control tokens where the tokenizer has them.
-        openers: those of them that begin calls.
+        shown_by: a regular expression that matches chat templates of this format and no other.
+        markers: texts that are control tokens if the tokenizer has them.
+        openers: the markers that begin calls.
     """
 
     name: ClassVar[str]
@@ -74,7 +74,7 @@ class AnswerFormat(ABC):
     openers: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self, reader: Reader, writer: Writer, tools: Mapping[str, Mapping[str, Any]], thought: tuple[str, str],
+        self, reader: Reader, writer: EventWriter, tools: Mapping[str, Mapping[str, Any]], thought: tuple[str, str],
         opens_thought: bool,
     ) -> None:  # fmt: skip
         self.reader, self.writer, self.tools = reader, writer, tools
@@ -128,26 +128,26 @@ class AnswerFormat(ABC):
         self.reader.taken = ""
 
     def read_beginning(self) -> Reading:
-        """Read a call without a marker, with which the answer begins. Raises MalformedError for text that is none."""
+        """Read a call that begins the answer, without a marker. Raises MalformedError for text that is no call."""
         self.reader.taken = ""
         return
         yield
 
     @abstractmethod
     def read_calls(self, opener: str) -> Reading:
-        """Read the calls after an opener. Raises MalformedError for text that is none."""
+        """Read the calls after an opener. Raises MalformedError for text that is no call."""
 
     @classmethod
     @abstractmethod
     def call_parts(cls, name: str, schema: Mapping[str, Any]) -> Sequence[Part]:
-        """What a call consists of, for a grammar.
+        """The parts of a call, for a grammar.
 
         Args:
             name: the tool's.
             schema: JSON schema of its parameters, an object.
         """
 
-    #: What stands between parallel calls, and before and after all of them.
+    #: The texts between parallel calls, before the first and after the last.
     between: ClassVar[Sequence[Part] | None] = None
     before: ClassVar[Sequence[Part]] = ()
     after: ClassVar[Sequence[Part]] = ()

@@ -1,4 +1,4 @@
-"""Writes grammars for llguidance by which a model must call one of its tools."""
+"""Grammars for llguidance that force a model to call one of its tools."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Marker:
-    """A control token where the tokenizer has it, or else its text."""
+    """A control token if the tokenizer has it, or else its text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class JsonValue:
-    """A JSON value by a schema."""
+    """A JSON value that a schema allows."""
 
     schema: Mapping[str, Any] | bool
 
 
 @dataclass(frozen=True)
 class FreeText:
-    """Any text up to an end, which belongs to it."""
+    """Any text, up to and including an end."""
 
     end: str | Marker
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """Parts that may be left out."""
+    """Optional parts."""
 
     parts: tuple[Part, ...]
 
@@ -53,9 +53,9 @@ def typed_parts(
 
     Args:
         schema: the object's.
-        opened: what stands before the value of a key.
-        closed: what ends a value.
-        after: what stands after that.
+        opened: the parts before the value of a key.
+        closed: the text that ends a value.
+        after: the parts after that text.
     """
     parts: list[Part] = []
     last = (after,) if after else ()
@@ -81,14 +81,14 @@ def lark_grammar(
     calls: Sequence[Sequence[Part]], markers: Mapping[str, int], *, before: Sequence[Part] = (),
     between: Sequence[Part] | None = None, after: Sequence[Part] = (), thought_end: str | None = None,
 ) -> str:  # fmt: skip
-    """A grammar in llguidance's dialect of Lark: one of the calls, or several.
+    """A grammar in llguidance's dialect of Lark for one of the calls, or several.
 
     Args:
         calls: the parts of each call.
         markers: texts of the tokenizer's control tokens -> their ids.
-        before, after: what stands before and after all calls.
-        between: what stands between two; None for one call alone.
-        thought_end: what ends a thought that stands before the calls; None without one.
+        before, after: the parts before and after all calls.
+        between: the parts between two calls; None for a single call.
+        thought_end: the text that ends a thought before the calls; None without a thought.
     """
     written = _Grammar(markers)
     call = " | ".join(f"call_{number}" for number in range(len(calls)))
@@ -100,7 +100,7 @@ def lark_grammar(
 
 
 class _Grammar:
-    """The rules that parts need."""
+    """Collects the grammar rules of parts."""
 
     def __init__(self, markers: Mapping[str, int]) -> None:
         self.rules: list[str] = []

@@ -56,7 +56,7 @@ class _DeepSeek(AnswerFormat):
 
 @registered("deepseek")
 class DeepSeek(_DeepSeek):
-    """Of V3 and R1: "function", `<｜tool▁sep｜>`, the name, and the arguments in a fence."""
+    """Calls of V3 and R1: "function", `<｜tool▁sep｜>`, the name, and the arguments in a fence."""
 
     shown_by = r"(?s)tool▁call▁begin.*```json"
     between = ("\n",)
@@ -69,7 +69,7 @@ class DeepSeek(_DeepSeek):
 
 @registered("deepseek_v31")
 class DeepSeekV31(_DeepSeek):
-    """Of V3.1: the name, `<｜tool▁sep｜>` and the arguments."""
+    """Calls of V3.1: the name, `<｜tool▁sep｜>` and the arguments."""
 
     shown_by = r"(?s)^(?!.*tool▁call▁begin.*```json).*tool▁call▁begin"
     between = ()

@@ -1,4 +1,4 @@
-"""What an answer consists of, piece by piece: thoughts, content and tool calls."""
+"""Events of an answer while it streams: parts of thoughts, content and tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CallBegun:
 
     Attributes:
         index: its number in the answer, from 0.
-        id: nine letters and digits, which no other call has.
+        id: nine letters and digits, unique to the call.
         name: the tool's, as the model writes it.
     """
 
@@ -48,9 +48,9 @@ class CallEnded:
 
     Attributes:
         index: its number.
-        is_valid: whether the parts of its arguments are one JSON object. Otherwise the model has written no JSON, or
-            the answer ended within.
-        text: the whole call as the model wrote it, for those who show an invalid call as content.
+        is_valid: whether the parts of its arguments form one JSON object. If not, the model wrote other text, or the
+            answer ended within the call.
+        text: the whole call as the model wrote it, for clients that show an invalid call as content.
     """
 
     index: int
@@ -62,7 +62,7 @@ Event = Reasoning | Content | CallBegun | CallArguments | CallEnded
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The events, those that go on with the one before made one with it."""
+    """The events, with consecutive parts of the same text merged."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

@@ -18,7 +18,7 @@ _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "
 class Glm(AnswerFormat):
     """Reads `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line ends or without.
 
-    A value is text or JSON, as the tool's schema says.
+    The tool's schema says whether a value is text or JSON.
     """
 
     shown_by = r"<arg_key>"

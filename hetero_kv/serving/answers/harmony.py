@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: messages in channels, of which `commentary` has tool calls and `analysis` thoughts."""
+"""Answers of gpt-oss: messages in channels; `commentary` has tool calls, `analysis` thoughts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Harmony(AnswerFormat):
         reader = self.reader
         start, channel, message = map(reader.mark, (_START, _CHANNEL, _MESSAGE))
         ends = tuple(map(reader.mark, (_END, _CALL, _RETURN)))
-        # Without a header, as where the prompt has it, the answer is content.
+        # An answer without a header, which the prompt may have, is content.
         while (found := (yield from reader.until(start, channel, *ends, emit=self.writer.content))) is not None:
             if found in ends:
                 continue

@@ -16,7 +16,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 @registered("hermes")
 class Hermes(AnswerFormat):
-    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, and such an object alone as the whole answer."""
+    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, or such an object as the whole answer."""
 
     shown_by = r"(?s)^(?!.*(<arg_key>|<function=)).*<tool_call>"
     markers = (BEGIN, END)
@@ -24,7 +24,7 @@ class Hermes(AnswerFormat):
     between = ("\n",)
 
     def read_beginning(self) -> Reading:
-        # Small models forget the markers.
+        # Small models omit the markers.
         self.reader.taken = ""
         if (yield from self.reader.peek()) == "{":
             yield from read_call(self.reader, self.writer, is_known=True)

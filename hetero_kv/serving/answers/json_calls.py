@@ -7,22 +7,22 @@ from collections.abc import Generator
 
 from hetero_kv.serving.answers.json_reading import read_object, read_text, read_whole
 from hetero_kv.serving.answers.reader import MalformedError, Reader, Reading
-from hetero_kv.serving.answers.writing import Writer
+from hetero_kv.serving.answers.writing import EventWriter
 
 _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("id", "type")
 
 
-def read_call(reader: Reader, writer: Writer, *, is_known: bool) -> Reading:
-    """Pass on a call {"name": …, "arguments": {…}}, whose arguments may also be called "parameters".
+def read_call(reader: Reader, writer: EventWriter, *, is_known: bool) -> Reading:
+    """Emit a call {"name": …, "arguments": {…}}; the key of the arguments may also be "parameters".
 
-    The call begins with the first of its arguments, if the name stands before them.
+    If the name comes before the arguments, the call begins with the first argument.
 
     Args:
         reader: before the object.
-        writer: takes the call.
-        is_known: whether an object of another form is no call, and neither is one of a tool that the request lacks, as
-            where no marker says that it is one.
+        writer: receives the call.
+        is_known: whether only an object of this form that names a tool of the request counts as a call, as is the rule
+            without a marker.
 
     Raises MalformedError for text that is no call.
     """
@@ -36,9 +36,9 @@ def read_call(reader: Reader, writer: Writer, *, is_known: bool) -> Reading:
 
 
 def _read_members(
-    reader: Reader, writer: Writer, *, is_known: bool
+    reader: Reader, writer: EventWriter, *, is_known: bool
 ) -> Generator[None, None, tuple[str | None, str | None]]:
-    """The name, and the arguments unless they were passed on."""
+    """The name, and the arguments unless they were already emitted."""
     name, arguments = None, "{}"
     has_begun = False
     yield from reader.space()
@@ -77,7 +77,7 @@ def _read_members(
 
 
 def _object(text: str) -> str:
-    """The JSON text of arguments: they may be null, or a string with that text."""
+    """The JSON text of arguments, which may be given as null, or as a string with that text."""
     value = json.loads(text)
     if value is None:
         return "{}"

@@ -1,4 +1,4 @@
-"""Reads JSON as it comes, strictly, so that what has been passed on is the beginning of a JSON text."""
+"""A strict streaming reader of JSON: the text emitted so far is always a prefix of a JSON text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 
 from hetero_kv.serving.answers.reader import MalformedError, Reader, Reading
 
-#: The most arrays and objects in each other.
+#: The deepest nesting of arrays and objects.
 DEEPEST = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -19,7 +19,7 @@ Emit = Callable[[str], object]
 
 
 def read_value(reader: Reader, emit: Emit, levels: int = DEEPEST) -> Reading:
-    """Pass a JSON value on, as the model writes it; line ends in its strings, which JSON does not allow, as escapes.
+    """Emit a JSON value as the model writes it, but with line ends in its strings, which JSON forbids, escaped.
 
     Raises MalformedError where the text is no JSON, or ends.
     """
@@ -43,21 +43,21 @@ def read_value(reader: Reader, emit: Emit, levels: int = DEEPEST) -> Reading:
 
 
 def read_text(reader: Reader) -> Generator[None, None, str]:
-    """The text of a JSON string. Raises MalformedError where there is none."""
+    """The text of a JSON string. Raises MalformedError if there is none."""
     parts: list[str] = []
     yield from _read_string(reader, parts.append)
     return str(json.loads("".join(parts)))
 
 
 def read_whole(reader: Reader) -> Generator[None, None, str]:
-    """The text of a JSON value. Raises MalformedError where there is none."""
+    """The text of a JSON value. Raises MalformedError if there is none."""
     parts: list[str] = []
     yield from read_value(reader, parts.append)
     return "".join(parts)
 
 
 def read_object(reader: Reader, emit: Emit) -> Reading:
-    """As `read_value`, for an object alone."""
+    """As `read_value`, but only for an object."""
     if (yield from reader.peek()) != "{":
         raise MalformedError
     yield from read_value(reader, emit)

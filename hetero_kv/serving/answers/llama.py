@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3, and of models whose form is unknown: a JSON object as the answer."""
+"""Tool calls of Llama 3, and of models with an unknown format: a JSON object as the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAG = "<|python_tag|>"
 class Llama(AnswerFormat):
     """Reads {"name": …, "parameters": {…}} as the whole answer or after `<|python_tag|>`, and further ones after `;`.
 
-    Without a marker, an object is a call only if it is one of the request's tools.
+    Without a marker, an object is a call only if it names one of the request's tools.
     """
 
     shown_by = r"<\|python_tag\|>|\"parameters\": '"

@@ -45,7 +45,7 @@ class _Mistral(AnswerFormat):
 
 @registered("mistral_args")
 class MistralArgs(_Mistral):
-    """Of the tokenizers since version 11: `[TOOL_CALLS]name[ARGS]{…}`, once for each call."""
+    """Calls of tokenizers since version 11: `[TOOL_CALLS]name[ARGS]{…}`, once for each call."""
 
     shown_by = r"\[ARGS\]"
     between = ()
@@ -57,7 +57,7 @@ class MistralArgs(_Mistral):
 
 @registered("mistral")
 class Mistral(_Mistral):
-    """Of the tokenizers before version 11: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`."""
+    """Calls of tokenizers before version 11: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`."""
 
     shown_by = r"(?s)^(?!.*\[ARGS\]).*\[TOOL_CALLS\]"
     before = (Marker(_CALLS), " [")

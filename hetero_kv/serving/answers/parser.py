@@ -1,4 +1,4 @@
-"""Turns the pieces of an answer into thoughts, content and tool calls, as they come."""
+"""Parses the pieces of an answer into thoughts, content and tool calls while they stream."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hetero_kv.serving.answers.answer_format import THOUGHTS, AnswerFormat, form
 from hetero_kv.serving.answers.call_grammar import JsonValue, lark_grammar
 from hetero_kv.serving.answers.events import Event, joined
 from hetero_kv.serving.answers.reader import Reader
-from hetero_kv.serving.answers.writing import Writer
+from hetero_kv.serving.answers.writing import EventWriter
 
-# The tokens of a prompt among which the marker of an open thought may be.
+# The number of a prompt's last tokens that may contain the marker of an open thought.
 _TOKENS_OF_MARKER = 16
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -29,12 +29,12 @@ class _Piece(Protocol):
 
 
 class AnswerForm:
-    """The form in which a model writes thoughts and tool calls.
+    """The format in which a model writes thoughts and tool calls.
 
     Args:
-        tokenizer: a transformers tokenizer, whose chat template shows the form.
-        name: the form of its tool calls, of `format_names()`; None for that which the template shows. Where it shows
-            none, a JSON object {"name": …, "parameters": …} that is the whole answer is a call.
+        tokenizer: a transformers tokenizer, whose chat template shows the format.
+        name: the format of its tool calls, one of `format_names()`; None for the one that the template shows. If it
+            shows none, a JSON object {"name": …, "parameters": …} that is the whole answer is a call.
 
     Attributes:
         name: the form of its tool calls.
@@ -60,7 +60,7 @@ class AnswerForm:
         return self._format.name
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends with the marker that begins a thought, so that the answer begins within it."""
+        """Whether a prompt ends with the marker that begins a thought, so that the answer starts inside the thought."""
         end = self._tokenizer.decode(list(prompt[-_TOKENS_OF_MARKER:]), skip_special_tokens=False)
         return bool(end.rstrip().endswith(self._thought[0]))
 
@@ -69,8 +69,8 @@ class AnswerForm:
 
         Args:
             prompt: the prompt's tokens.
-            tools: the functions that the model may call, in the form of OpenAI's API; without any, or where
-                `tool_choice` is "none", nothing is a call.
+            tools: the functions that the model may call, in OpenAI's format; if there are none, or `tool_choice` is
+                "none", nothing is a call.
         """
         schemas = {each["name"]: each.get("parameters") or _NO_PARAMETERS for each in read_tools(tools)}
         markers = (*self._thought, *self._format.all_markers(bool(schemas)))
@@ -80,17 +80,18 @@ class AnswerForm:
     def call_grammar(
         self, prompt: Sequence[int], tools: Tools, tool_choice: ToolChoice = "required", *, is_parallel: bool = True
     ) -> str | None:
-        """A grammar in llguidance's dialect of Lark by which the answer must call a tool; None where it need not.
+        """A grammar in llguidance's dialect of Lark that forces the answer to call a tool; None if it need not.
 
-        Control tokens are written by their ids. A thought that the prompt opens comes before the call.
+        The grammar writes control tokens by their ids. If the prompt opens a thought, the thought comes before the
+        call.
 
         Args:
             prompt: the prompt's tokens.
-            tools: in the form of OpenAI's API.
+            tools: in OpenAI's format.
             tool_choice: "none", "auto", "required", or {"type": "function", "function": {"name": …}}.
-            is_parallel: whether there may be several calls.
+            is_parallel: whether several calls are allowed.
 
-        Raises HeteroKVError for a choice of another form, a tool that is not there, or no tools at all.
+        Raises HeteroKVError for an invalid choice, an unknown tool, or no tools at all.
         """
         schemas = {each["name"]: each.get("parameters") or _NO_PARAMETERS for each in read_tools(tools)}
         name = chosen_tool(tool_choice, list(schemas))
@@ -108,7 +109,7 @@ class AnswerForm:
         )
 
     def value_grammar(self, prompt: Sequence[int], schema: Mapping[str, Any] | bool) -> str:
-        """A grammar, as of `call_grammar`, by which the answer is a JSON value of a schema, behind an open thought."""
+        """A grammar, as of `call_grammar`, for a JSON value that a schema allows, after an open thought."""
         end = self._thought[1] if self.opens_thought(prompt) else None
         return lark_grammar([[JsonValue(schema)]], self._added, thought_end=end)
 
@@ -116,7 +117,7 @@ class AnswerForm:
 def chosen_tool(tool_choice: ToolChoice, names: Sequence[str]) -> str | None:
     """The one tool that a `tool_choice` of OpenAI's API names; None if it names none.
 
-    Raises HeteroKVError for a choice of another form, a tool that is not there, or "required" without tools.
+    Raises HeteroKVError for an invalid choice, an unknown tool, or "required" without tools.
     """
     if tool_choice in ("none", "auto"):
         return None
@@ -139,13 +140,14 @@ def chosen_tool(tool_choice: ToolChoice, names: Sequence[str]) -> str | None:
 class AnswerParser:
     """Reads one answer.
 
-    A call of a tool that the request lacks is a call where a marker says so: a client answers it with an error that the
-    model understands, while people would see markup. Without a marker it is content. What is no call in spite of its
-    marker is content as the model wrote it. A call that turns out malformed after it has begun ends as invalid, and
-    what follows is content.
+    With a marker, a call of a tool that the request lacks is still a call: a client answers it with an error that the
+    model understands, while people would see markup. Without a marker it is content. Text after a marker that is no
+    call is content, as the model wrote it. A call that turns out malformed after it has begun ends as invalid, and the
+    text that follows is content.
 
     Attributes:
-        markers: ids of control tokens, which `Engine.generate` must give apart from text, and their texts.
+        markers: ids of control tokens and their texts; pass them to `Engine.generate`, which keeps them out of the
+            text.
     """
 
     def __init__(
@@ -154,22 +156,22 @@ class AnswerParser:
     ) -> None:  # fmt: skip
         self.markers: dict[int, str] = {number: text for text, number in markers.items()}
         self._reader = Reader(markers)
-        self._writer = Writer(self._reader, tools)
+        self._writer = EventWriter(self._reader, tools)
         self._reading = form(self._reader, self._writer, tools, thought, opens_thought).read()
         self._length = 0
         self._is_over = False
 
     def add(self, piece: _Piece) -> list[Event]:
-        """What has become certain with a piece of the answer."""
+        """Add a piece of the answer. Returns the events that became certain."""
         self._length += len(piece.text)
         self._reader.add(piece.text, piece.marker)
         return self._go_on()
 
     def end(self, text: str | None = None) -> list[Event]:
-        """The rest, once the answer is over.
+        """End the answer. Returns the remaining events.
 
         Args:
-            text: the whole text of the answer, `Completion.text`, of which the pieces may lack the end.
+            text: the whole text of the answer, `Completion.text`; the pieces may lack its end.
         """
         if text is not None:
             self._reader.add(text[self._length :])

@@ -18,8 +18,8 @@ _FUNCTION, _PARAMETER = "<function=", "<parameter="
 class QwenCoder(AnswerFormat):
     """Reads `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-    A value is text or JSON, as the tool's schema says. A call without `<tool_call>`, which these models forget, is one
-    if its tool is known.
+    The tool's schema says whether a value is text or JSON. These models sometimes omit `<tool_call>`: such a call
+    counts if its tool is known.
     """
 
     shown_by = r"<function="

@@ -1,29 +1,29 @@
-"""Reads an answer's text as it comes, for parsers that are written as if it were there."""
+"""A text reader for streaming parsers, which are written as if the whole text were there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 
-#: A parser that waits for more text where it yields.
+#: A parser, which yields to wait for more text.
 Reading = Generator[None, None, None]
-# Decoders write no surrogates, so that one stands for a control token.
+# Decoders write no surrogates, so one represents a control token.
 _FIRST_SURROGATE = 0xD800
 
 
 class MalformedError(Exception):
-    """The text is not of the form that the parser expects."""
+    """The text does not have the format that the parser expects."""
 
 
 class Reader:
-    """The text that has come and is not yet read.
+    """The text that has arrived and is not yet read.
 
     Args:
-        markers: texts of the control tokens that the tokenizer has. Each is one character of the text here, which no
-            text of other tokens is equal to.
+        markers: texts of the tokenizer's control tokens. In the reader's text each is a single character that no other
+            token produces.
 
     Attributes:
-        is_over: whether no more text comes.
-        taken: what has been read since it was last emptied.
+        is_over: whether no more text will arrive.
+        taken: the text read since this was last emptied.
     """
 
     def __init__(self, markers: Mapping[str, int]) -> None:
@@ -38,7 +38,7 @@ class Reader:
         self._buffer += text + self._characters.get(marker, marker)
 
     def mark(self, text: str) -> str:
-        """How a marker stands in the text: its character where it is a control token, or else itself."""
+        """A marker as it appears in the text: its character if it is a control token, or else the marker itself."""
         return self._characters.get(text, text)
 
     def is_control(self, text: str) -> bool:
@@ -46,18 +46,18 @@ class Reader:
         return text in self._characters
 
     def plain(self, text: str) -> str:
-        """A text that was read, with the texts of its control tokens."""
+        """A text that was read, with control tokens written as their texts."""
         return text.translate(self._texts)
 
     def take(self, length: int) -> str:
-        """The next characters, read."""
+        """Read and return the next characters."""
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         self.taken += text
         return text
 
     @property
     def waiting(self) -> str:
-        """What has come and is not read."""
+        """The text that has arrived and is not read."""
         return self._buffer
 
     # -- parts of parsers
@@ -69,13 +69,13 @@ class Reader:
         return self._buffer[:1]
 
     def until(self, *ends: str, emit: Callable[[str], object]) -> Generator[None, None, str | None]:
-        """Emit the text before the first of the ends as it becomes certain, and read past that end.
+        """Emit the text before the first of the ends as it becomes certain, then read that end.
 
-        Returns the end; None where the answer ends before.
+        Returns the end; None if the answer ends before.
         """
         while True:
             places = [(place, -len(end), end) for end in ends if (place := self._buffer.find(end)) >= 0]
-            # The longest of those that begin at a place; it may not be there as a whole yet.
+            # Of the ends that begin at one position, the longest; it may not have arrived completely.
             place, _, found = min(places, default=(len(self._buffer), 0, None))
             certain = place if self.is_over else min(place, len(self._buffer) - self._beginning(ends))
             if certain:
@@ -88,7 +88,7 @@ class Reader:
             yield
 
     def _beginning(self, ends: tuple[str, ...]) -> int:
-        """The number of the last characters that one of the ends may begin with."""
+        """How many of the last characters may be the beginning of one of the ends."""
         longest = max(map(len, ends), default=1) - 1
         for size in range(min(longest, len(self._buffer)), 0, -1):
             last = self._buffer[-size:]
@@ -99,7 +99,7 @@ class Reader:
     def collected(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """The text before the first of the ends, and that end.
 
-        Raises MalformedError where the answer ends before.
+        Raises MalformedError if the answer ends before.
         """
         parts: list[str] = []
         found = yield from self.until(*ends, emit=parts.append)
@@ -108,7 +108,7 @@ class Reader:
         return "".join(parts), found
 
     def accept(self, *texts: str) -> Generator[None, None, str]:
-        """Read the longest of the texts that comes next; "" if none does."""
+        """Read the longest of the texts that follows; "" if none does."""
         longest_first = sorted(texts, key=len, reverse=True)
         while True:
             for text in longest_first:
@@ -122,14 +122,14 @@ class Reader:
             yield
 
     def expect(self, *texts: str) -> Generator[None, None, str]:
-        """As `accept`. Raises MalformedError if none does."""
+        """As `accept`. Raises MalformedError if none of the texts follows."""
         found = yield from self.accept(*texts)
         if not found:
             raise MalformedError
         return found
 
     def space(self) -> Generator[None, None, str]:
-        """White space, as far as there is any."""
+        """Read white space, if there is any."""
         space = ""
         while (yield from self.peek()) in (" ", "\t", "\r", "\n"):
             space += self.take(1)

@@ -7,31 +7,31 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from hetero_kv.serving.answers.reader import MalformedError, Reader
-from hetero_kv.serving.answers.writing import Writer
+from hetero_kv.serving.answers.writing import EventWriter
 
-# As Python prints them, which models do too.
+# Models also write Python's spelling of these values.
 _PRINTED = {"True": "true", "False": "false", "None": "null"}
 
 
 class TypedArguments:
-    """The arguments of a call, which become JSON by the types in the tool's schema.
+    """Writes the arguments of a call as JSON, by the types in the tool's schema.
 
     Args:
         reader: the answer.
-        writer: takes the parts of the JSON object.
+        writer: receives the parts of the JSON object.
         schema: the tool's parameters; {} if unknown.
     """
 
-    def __init__(self, reader: Reader, writer: Writer, schema: Mapping[str, Any]) -> None:
+    def __init__(self, reader: Reader, writer: EventWriter, schema: Mapping[str, Any]) -> None:
         self._reader, self._writer = reader, writer
         properties = schema.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._keys: set[str] = set()
 
     def read(self, key: str, *ends: str) -> Generator[None, None, None]:
-        """The value of an argument, up to one of the ends. Text is passed on as it comes, other values whole.
+        """Read the value of an argument, up to one of the ends. Text is emitted as it arrives, other values whole.
 
-        Raises MalformedError where the answer ends before, and for an argument that was there.
+        Raises MalformedError if the answer ends before, and for a repeated argument.
         """
         if key in self._keys:
             raise MalformedError
@@ -49,7 +49,7 @@ class TypedArguments:
             self._writer.arguments(_json(text, kinds))
 
     def end(self) -> None:
-        """There are no more."""
+        """End the arguments."""
         self._writer.arguments("}" if self._keys else "{}")
 
     def _write_text(self, text: str) -> None:
@@ -57,7 +57,7 @@ class TypedArguments:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty if it says nothing."""
+    """The JSON types that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
@@ -84,7 +84,7 @@ def _kinds_of(value: Any) -> set[str]:
 
 
 def _json(text: str, kinds: set[str]) -> str:
-    """The text itself, if it is a JSON value of a type that the schema allows; or else a JSON string of it."""
+    """The text itself if it is a JSON value of a type that the schema allows, or else the text as a JSON string."""
     whole = text.strip()
     whole = _PRINTED.get(whole, whole)
     try:
@@ -92,6 +92,6 @@ def _json(text: str, kinds: set[str]) -> str:
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    # The model writes a string as it is, so that a quoted one is a text with quotes.
+    # The model writes strings without quotes, so quotes are part of the text.
     is_allowed = not isinstance(value, str) and (not kinds or kinds & _kinds_of(value))
     return whole if is_allowed else json.dumps(text, ensure_ascii=False)

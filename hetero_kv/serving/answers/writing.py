@@ -1,4 +1,4 @@
-"""Collects the events of an answer, and keeps white space between its parts out of them."""
+"""Collects the events of an answer, without the white space between its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHARACTERS = string.ascii_letters + string.digits
 
 
 class _Trimmed:
-    """Passes text on without line ends before it, and keeps white space at its end until more comes."""
+    """Emits text without leading line ends, and holds back trailing white space until more text arrives."""
 
     def __init__(self, emit: Callable[[str], object]) -> None:
         self._emit, self._space = emit, ""
@@ -38,15 +38,15 @@ class _Trimmed:
         self._space = ""
 
 
-class Writer:
+class EventWriter:
     """The events of an answer.
 
     Args:
-        reader: the answer; what it has `taken` is the text of a call that fails.
+        reader: the answer; `reader.taken` is the text of a call that fails.
         names: the tools of the request.
 
     Attributes:
-        events: those that nobody has fetched.
+        events: the events that were not fetched yet.
         names: the tools of the request.
     """
 
@@ -61,47 +61,47 @@ class Writer:
         self._is_open = False
 
     def reasoning(self, text: str) -> None:
-        """A part of the thought."""
+        """Add a part of the thought."""
         self._reasoning.add(text)
 
     def content(self, text: str) -> None:
-        """A part of the answer's text."""
+        """Add a part of the answer's text."""
         self._content.add(text)
 
     def end_thought(self) -> None:
-        """The thought is over: line ends between it and the answer are the model's form."""
+        """End the thought; line ends between it and the answer belong to the format."""
         self._reasoning.drop_space()
         self._content.trims = True
 
     def begin_message(self) -> None:
-        """Another message of the answer begins, which an empty line separates from one before."""
+        """Begin another message of the answer; an empty line separates it from the one before."""
         if not self._content.is_empty:
             self._content.drop_space()
             self._content.add("\n\n")
 
     def begin_thought(self) -> None:
-        """Another thought begins."""
+        """Begin another thought."""
         if not self._reasoning.is_empty:
             self._reasoning.add("\n\n")
 
     def begin(self, name: str) -> None:
-        """A call of this tool begins; white space before it is the model's form."""
+        """Begin a call of this tool; white space before it belongs to the format."""
         self._content.drop_space()
         identifier = "".join(secrets.choice(_CHARACTERS) for _ in range(9))
         self.events.append(CallBegun(self._calls, identifier, name))
         self._is_open = True
 
     def arguments(self, text: str) -> None:
-        """A part of the arguments of the call that has begun."""
+        """Add a part of the arguments of the open call."""
         if text:
             self.events.append(CallArguments(self._calls, text))
 
     def end(self) -> None:
-        """The call ends, and is valid."""
+        """End the open call as valid."""
         self._end(is_valid=True)
 
     def fail(self) -> None:
-        """What was taken is no call: it is content, unless the call has begun; then it ends as invalid."""
+        """Treat the text read since the marker as content; if a call has begun, end it as invalid."""
         if self._is_open:
             self._end(is_valid=False)
         else:
@@ -113,6 +113,6 @@ class Writer:
         self._is_open = False
 
     def close(self) -> None:
-        """The answer is over."""
+        """End the answer."""
         self._reasoning.flush()
         self._content.flush()

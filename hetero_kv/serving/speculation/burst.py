@@ -1,4 +1,4 @@
-"""A burst: the tokens that one forward gives a sequence, of which a draft guessed all but the last."""
+"""A burst: the tokens that one forward adds to a sequence; a draft guessed all but the last."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hetero_kv.serving.sampler import Choice, Sampler
 class Burst:
     """Chooses tokens by a forward's logits for as long as the draft guessed each of them.
 
-    Every token is chosen exactly as without a draft, with the random number, penalties and mask of its place, and a
-    guess counts only where it is the chosen token. The answer's distribution is therefore that of the model: for a
+    Every token is chosen exactly as without a draft, with the random number, penalties and mask of its position. A
+    guess is accepted only if it is the chosen token. The answer's distribution is therefore that of the model: for a
     guess that is one token, this is rejection sampling (Leviathan et al. 2023, arXiv:2211.17192).
 
     Args:
-        logits: [1 + guesses, vocab], behind the newest token and behind each guess; or the likeliest token alone, for a
+        logits: [1 + guesses, vocab], after the newest token and after each guess; or only the likeliest token, for a
             sampler that takes it.
         draft: the guesses.
-        stored: what the forward stored; None where it was a single token.
+        stored: what the forward stored; None for a single token.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Burst:
     ) -> None:  # fmt: skip
         self._logits, self._draft, self._stored = logits, draft, stored
         self._chosen = 0
-        # A choice that is not returned yet, because something interrupted what follows from it.
+        # A choice that was not returned yet, because of an interrupt.
         self._pending: Choice | None = None
-        #: Whether no further token follows from this forward.
+        #: Whether this forward gives no further token.
         self.is_over = False
 
     @property
@@ -47,7 +47,7 @@ class Burst:
         return max(0, self._chosen - 1)
 
     def choose(self, sampler: Sampler) -> Choice:
-        """The next token. The burst is over when the draft did not guess it; wrong guesses are dropped then.
+        """The next token. The burst ends when the draft did not guess it; wrong guesses are then dropped.
 
         Raises LogitsError as the sampler; the burst is unchanged then.
         """
@@ -61,7 +61,7 @@ class Burst:
         return choice
 
     def end(self) -> None:
-        """Drop from the cache what is behind the tokens chosen so far, of which the newest one is not stored.
+        """Drop the tokens that follow the chosen ones from the cache; the newest chosen token is not stored.
 
         Repeatable after an interrupt.
         """

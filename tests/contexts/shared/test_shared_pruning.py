@@ -35,7 +35,7 @@ def test_the_disk_cache_keeps_the_most_recently_used_files_and_what_is_not_uploa
 def test_a_tenant_keeps_its_newest_contexts(model, machine):
     one = machine("one")
     for seed in range(3):
-        upload(one, *document(model, seed), salt="ann", most=2)
+        upload(one, *document(model, seed), salt="ann", per_tenant=2)
     assert len(machine("two").contexts()) == len(objects("contexts/")) == 2
 
 

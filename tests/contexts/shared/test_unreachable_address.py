@@ -29,8 +29,8 @@ def test_an_upload_that_is_cut_off_shows_nothing_and_goes_on_in_another_process(
 def test_what_is_forgotten_or_gone_here_is_not_uploaded(model, machine):
     one = machine("one")
     FaultyFiles.error = OSError("the network is gone")
-    one.save(*document(model, 1, 70), most=1)
-    kept = one.save(*document(model, 2, 80), most=1)
+    one.save(*document(model, 1, 70), per_tenant=1)
+    kept = one.save(*document(model, 2, 80), per_tenant=1)
     assert [each.file for each in one._uploads.pending()] == [kept.file]
     (one.folder / kept.file).unlink()
     FaultyFiles.error = None
