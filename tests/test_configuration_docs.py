@@ -44,7 +44,7 @@ def test_every_alias_and_every_former_name_has_a_line_with_todays_name(generated
 def test_every_operator_stands_with_the_settings_that_it_takes(generated):
     for name in operator_classes():
         assert f"`{name}`" in generated
-    assert "Taken by `RetrievalAttention`" in generated
+    assert "Applies to `RetrievalAttention`" in generated
 
 
 def test_everything_registered_and_every_command_stands_in_it(generated):

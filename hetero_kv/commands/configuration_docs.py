@@ -76,10 +76,10 @@ def _settings() -> Iterator[str]:
             "`long_context:` or a flag" if cls is EngineSettings else "`long_context:`, the rule's `kwargs:`, or a flag"
         )
         yield f"### {_title(cls)}\n"
-        yield f"Taken by {', '.join(taken_by)}. Set in {where}.\n"
+        yield f"Applies to {', '.join(taken_by)}. Set in {where}.\n"
         yield from _table(("setting", "value", "default", "unit", "meaning"), map(_setting_cells, rows))
     yield f"### {_title(ContextCacheSettings)}\n"
-    yield "Taken by the commands `chat` and `contexts`. Set in `contexts:` of `~/.hetero_kv/config.yaml`, or a flag.\n"
+    yield "Applies to `chat` and `contexts`. Set in `contexts:` of `~/.hetero_kv/config.yaml`, or a flag.\n"
     yield from _table(
         ("setting", "value", "default", "unit", "meaning"), map(_setting_cells, describe(ContextCacheSettings))
     )

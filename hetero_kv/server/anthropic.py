@@ -13,13 +13,13 @@ from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, arguments_of, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
-from hetero_kv.server.generation import Prompt
+from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.sampling_fields import Fields, SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Completion, Progress
@@ -28,7 +28,7 @@ router = APIRouter()
 
 
 class DialogueFields(Fields):
-    """What `/v1/messages` and `count_tokens` have in common."""
+    """The fields that `/v1/messages` and `count_tokens` have in common."""
 
     model: str | None = None
     messages: list[Any] = Field(min_length=1)
@@ -70,9 +70,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
-    sampling = fields.sampling(served, host.defaults, len(prompt.tokens), most=body.max_tokens, masks=masks)
+    sampling = fields.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    continued = Prompt(
+    continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers, speculation=body.speculation
     )
     answers = ChatAnswers(host.answers(continued, request), parsers)
@@ -94,7 +94,9 @@ async def count_tokens(body: DialogueFields, request: Request) -> Response:
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
-def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -> tuple[Choice, ChatPrompt, list[str]]:
+def _prepared(
+    host: Host, served: ServedModel, body: DialogueFields, key: str
+) -> tuple[RequestTools, ChatPrompt, list[str]]:
     found, question = template_messages(body.messages, lambda file_id: host.files.text(file_id, key))
     if system := system_text(body.system):
         found.insert(0, {"role": "system", "content": system})
@@ -110,7 +112,7 @@ def _prepared(host: Host, served: ServedModel, body: DialogueFields, key: str) -
 
 def _constrained(
     host: Host, served: ServedModel, body: MessagesRequest, key: str
-) -> tuple[Choice, ChatPrompt, list[str], list[GrammarMask | None]]:
+) -> tuple[RequestTools, ChatPrompt, list[str], list[GrammarMask | None]]:
     choice, prompt, others = _prepared(host, served, body, key)
     return choice, prompt, others, choice.masks(served, prompt, body, 1)
 
@@ -119,7 +121,7 @@ class _Writer:
     def __init__(self, served: ServedModel, prompt_tokens: int) -> None:
         self._served, self._prompt_tokens = served, prompt_tokens
         self._id = f"msg_{secrets.token_hex(12)}"
-        # The block that is open: its number and what it is.
+        # The open block: its number and kind.
         self._number, self._open = -1, ""
 
     def begin(self) -> list[bytes]:
@@ -133,7 +135,7 @@ class _Writer:
         return [frame for each in token.events for frame in self._event(each)]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that is cut was streamed as far as it came.
+        # A call that was cut off was streamed as far as it came.
         events = [each for each in ended.events if not isinstance(each, CallEnded)]
         frames = [frame for each in events for frame in self._event(each)] + self._close()
         reason, stop = _stop(ended)

@@ -1,4 +1,4 @@
-"""Anthropic's messages in the form that chat templates take."""
+"""Anthropic's messages converted to those of chat templates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hetero_kv.errors import shown
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.messages import embedded_text
 
-#: A line that Claude Code puts at the head of the system message. It changes with every request, and would make every
-#: prompt a new one.
+#: A line that Claude Code puts at the head of the system message. It changes with every request, so no prompt would
+#: share a prefix.
 _BILLING = "x-anthropic-billing-header:"
-# How the types of tools begin that Anthropic's own servers run; clients run all others.
+# Prefixes of the types of tools that Anthropic's own servers run; clients run all others.
 _RUN_AT_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset")
 
 FileText = Callable[[str], str]
@@ -36,9 +36,9 @@ def system_text(system: Any) -> str:
 
 
 def template_messages(messages: list[Any], file_text: FileText) -> tuple[list[dict[str, Any]], str | None]:
-    """Messages in OpenAI's form with texts as contents, and the question about the last document.
+    """Messages in OpenAI's format with texts as contents, and the question about the last document.
 
-    Raises ApiError 400 for blocks of another form, and for those that no text is.
+    Raises ApiError 400 for invalid blocks, and for blocks without text.
     """
     found: list[dict[str, Any]] = []
     question = None
@@ -84,7 +84,7 @@ def _assistant(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
 def _user(
     blocks: list[dict[str, Any]], place: str, file_text: FileText
 ) -> tuple[list[dict[str, Any]], str, str | None]:
-    """Results of tools, the text, and the question behind a document."""
+    """Results of tools, the text, and the question after a document."""
     results, texts = [], []
     has_document, question = False, None
     for number, block in enumerate(blocks):
@@ -155,7 +155,7 @@ def _unknown(kind: Any, where: str) -> ApiError:
 
 
 def openai_tools(tools: list[Any] | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tools in OpenAI's form, and the types of those that only Anthropic's own servers run.
+    """Tools in OpenAI's format, and the types of those that only Anthropic's own servers run.
 
     Raises ApiError 400 for tools of another form.
     """
@@ -181,7 +181,7 @@ def openai_tools(tools: list[Any] | None) -> tuple[list[dict[str, Any]], list[st
 
 
 def openai_tool_choice(choice: Any) -> Any:
-    """A tool choice in OpenAI's form. Raises ApiError 400 for one of another form."""
+    """A tool choice in OpenAI's format. Raises ApiError 400 for an invalid one."""
     match choice:
         case None | {"type": "auto"}:
             return "auto"

@@ -49,7 +49,7 @@ def application(host: Host, *, origins: Collection[str] = ()) -> FastAPI:
     app.state.host = host
     for router in ROUTERS:
         app.include_router(router)
-    # Others are the guard's.
+    # The guard handles other methods.
     for kind in (ApiError, ValueError, MemoryError, RuntimeError):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientGoneError, _gone)
@@ -68,7 +68,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    # Nobody reads it.
+    # The client is gone.
     return Response(status_code=499)
 
 

@@ -19,7 +19,7 @@ from hetero_kv.server.token_texts import token_text
 from hetero_kv.serving.attended import Attended
 
 router = APIRouter()
-#: The most passages, and the longest text that is shown of one, characters.
+#: The largest number of passages, and the longest text shown of one, characters.
 MOST_BINS, LONGEST_PASSAGE = 1024, 2000
 
 
@@ -39,7 +39,7 @@ class AttendedRequest(Fields):
 
 @router.post("/v1/attended", response_model=None)
 async def attended(body: AttendedRequest, request: Request) -> Response:
-    """Compute the forward that chose a token again, and say what it attended to."""
+    """Compute the forward that chose a token again, and return what it attended to."""
     host = host_of(request)
     answer = host.recent.get(body.response_id, request.state.key)
     position = answer.prompt_tokens + body.token

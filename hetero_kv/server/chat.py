@@ -14,7 +14,7 @@ from starlette.responses import Response
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken, finish_reason
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
-from hetero_kv.server.generation import Prompt
+from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.messages import chat_messages
@@ -22,7 +22,7 @@ from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import chat_logprobs
-from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of
 from hetero_kv.server.usage import prompt_progress, timings, usage
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
@@ -56,7 +56,7 @@ class ChatRequest(SamplingFields):
     store: Any = None
 
     def dialogue(self, host: Host, key: str) -> Dialogue:
-        """The conversation. Raises ApiError for messages of another form and unknown documents."""
+        """The conversation. Raises ApiError for invalid messages and unknown documents."""
         messages, question = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
         thinks = self.enable_thinking if self.enable_thinking is not None else host.defaults.thinks
         return Dialogue(
@@ -73,10 +73,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = body.sampling(
-        served, host.defaults, len(prompt.tokens), most=most, logprobs=_logprobs(body), masks=masks
+        served, host.defaults, len(prompt.tokens), limit=most, logprobs=_logprobs(body), masks=masks
     )
     parsers = choice.parsers(served, prompt, body.choices)
-    continued = Prompt(
+    continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt,
         body.speculation,
     )  # fmt: skip
@@ -102,7 +102,7 @@ async def apply_template(body: ChatRequest, request: Request) -> Response:
     return json_response({"prompt": text})
 
 
-def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[Choice, ChatPrompt]:
+def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[RequestTools, ChatPrompt]:
     dialogue = body.dialogue(host, key)
     choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return choice, prompt_of(served, choice.shown(dialogue))
@@ -110,13 +110,13 @@ def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> t
 
 def _constrained(
     host: Host, served: ServedModel, body: ChatRequest, key: str
-) -> tuple[Choice, ChatPrompt, list[GrammarMask | None]]:
+) -> tuple[RequestTools, ChatPrompt, list[GrammarMask | None]]:
     choice, prompt = _prepared(host, served, body, key)
     return choice, prompt, choice.masks(served, prompt, body, body.choices)
 
 
 def _logprobs(body: ChatRequest) -> int | None:
-    """How many alternatives are asked for; None for no log-probabilities. Raises ApiError for a contradiction."""
+    """The number of requested alternatives; None for no log-probabilities. Raises ApiError for a contradiction."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
@@ -156,7 +156,7 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that is cut was streamed as far as it came.
+        # A call that was cut off was streamed as far as it came.
         events = [each for each in ended.events if not isinstance(each, CallEnded)]
         chunks = [self._chunk(ended.choice, delta) for each in events if (delta := _delta(each))]
         if self._body.return_tokens:
@@ -222,7 +222,7 @@ def _delta(part: Event) -> dict[str, Any]:
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         case CallEnded(_, False, text):
-            # Its client has seen it begin; what the model wrote tells more than half a call.
+            # The client has seen the call begin; the text that the model wrote is more useful than half a call.
             return {"content": text}
         case CallEnded():
             return {}

@@ -74,6 +74,6 @@ class ChatAnswers(Source):
 
 
 def finish_reason(ended: ChatEnded) -> str:
-    """Why an answer ended, in OpenAI's words."""
+    """Why an answer ended, in OpenAI's terms."""
     reason = FINISH_REASONS[ended.completion.finish_reason]
     return "tool_calls" if ended.answer.calls and reason == "stop" else reason

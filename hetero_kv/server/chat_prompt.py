@@ -1,4 +1,4 @@
-"""From a conversation in any API's form to a prompt for the engine."""
+"""Converts a conversation of any API to a prompt for the engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hetero_kv.models.messages import END_OF_THOUGHT
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 
-#: Efforts at which a model with a switch alone does not think.
+#: Efforts at which a model that can only switch thinking on and off does not think.
 _NO_EFFORT = ("none", "minimal")
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A conversation whose next answer is asked for.
+    """A conversation, to be continued by an answer.
 
     Attributes:
-        messages: in OpenAI's form, each with a text as content. The last one may be the beginning of the answer.
-        question: what is asked about the last document, as the last user's message ends; None if unknown.
-        tools: functions in OpenAI's form.
+        messages: in OpenAI's format, each with a text as content. The last one may be the beginning of the answer.
+        question: the question about the last document, with which the last user's message ends; None if unknown.
+        tools: functions in OpenAI's format.
         thinks: whether a reasoning model thinks; None for the template's default.
         effort: how much it thinks, a word; None for the template's default.
         variables: further variables of the template.
@@ -43,10 +43,10 @@ class ChatPrompt:
     """A conversation as tokens.
 
     Attributes:
-        tokens: up to where the answer goes on.
-        opening: those before the beginning of the answer that the conversation has, unless a thought ends there.
-        question: how many of the last ones are the question; None if unknown.
-        unused: words for what had no effect.
+        tokens: the prompt, up to where the answer continues.
+        opening: the tokens before the beginning of the answer that the conversation has, unless a thought ends there.
+        question: how many of the last tokens are the question; None if unknown.
+        unused: names of fields without effect.
     """
 
     tokens: list[int]
@@ -81,7 +81,7 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
         try:
             question = turns.question(tokens, last["content"], dialogue.question)
         except HeteroKVError:
-            # A template that writes no message alone.
+            # The template cannot write a single message.
             question = None
     return ChatPrompt(tokens, opening, question, unused)
 

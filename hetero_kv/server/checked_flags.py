@@ -29,11 +29,12 @@ class CheckedFlags(NamedTuple):
 
 
 def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
-    """What the flags say; `flags.rules` gets its default.
+    """The settings and keys of the flags; `flags.rules` gets its default.
 
-    listens: whether the server listens at `--host`; otherwise at an address that is not known here.
+    listens: whether the server listens at `--host`; otherwise its address is unknown.
 
-    Raises ConfigError for a value that is not valid, and for a server that everybody could use without being told so.
+    Raises ConfigError for an invalid value, and for a server without keys that others can reach, unless a flag allows
+    that.
     """
     settings = settings_from_mapping(ServerSettings, flags.server, where=COMMAND_LINE)
     require_way_or_model(settings.speculation)
@@ -41,7 +42,7 @@ def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
     cluster = settings_from_mapping(ClusterSettings, flags.cluster_settings, where=COMMAND_LINE)
     if flags.cluster_settings and not flags.cluster:
         name = next(iter(flags.cluster_settings))
-        raise ConfigError(f"--{name} is of a cluster; give --cluster too, or leave it out")
+        raise ConfigError(f"--{name}  is for a cluster; give --cluster too, or omit it")
     keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
     if not (keys or settings.insecure or (listens and _is_loopback(settings.host))):
         place = f"--host {settings.host} can" if listens else "the address of Ray Serve's proxies may"

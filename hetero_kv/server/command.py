@@ -21,7 +21,7 @@ _MISSING_RAY = "a cluster needs Ray Serve; pip install 'hetero-kv[cluster]', or 
 def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.epilog = (
-        "Flags may be spelled with dashes or underscores. Sampling flags are the defaults of requests that do not say. "
+        "Flags may be spelled with dashes or underscores. Sampling flags are the defaults of requests. "
         "Stop the server with Ctrl-C: answers under way get --shutdown_s to end. docs/server.md has set-ups for tools."
     )
     add_loading_flags(parser, default="a small one, fetched on first use")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from hetero_kv.models.text_encoding import PromptPiece
 from hetero_kv.server.constraints import masks_of
 from hetero_kv.server.errors import ApiError, error_body
-from hetero_kv.server.generation import Ended, Prompt, Token
+from hetero_kv.server.generation import Ended, GenerationRequest, Token
 from hetero_kv.server.host import EventStream, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.sampling_fields import SamplingFields
@@ -24,7 +24,7 @@ from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
-#: The most prompts of one request.
+#: The largest number of prompts of one request.
 MOST_PROMPTS = 64
 
 
@@ -39,7 +39,7 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     stream_options: dict[str, Any] | None = None
     return_progress: bool = False
-    # Whether control tokens that the prompt spells count as such; nothing else could write them.
+    # Whether control tokens in the prompt's text count as such; a text prompt has no other way to write them.
     parse_special: bool = True
     json_schema: Any = None
     grammar: str | None = None
@@ -54,10 +54,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _require_supported(body)
     prompts, masks = await in_thread(_prepared, served, body)
     sampling = body.sampling(
-        served, host.defaults, max(map(len, prompts)), most=16 if body.max_tokens is None else body.max_tokens,
+        served, host.defaults, max(map(len, prompts)), limit=16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs, masks=masks,
     )  # fmt: skip
-    answers = host.answers(Prompt(served, prompts, sampling, speculation=body.speculation), request)
+    answers = host.answers(GenerationRequest(served, prompts, sampling, speculation=body.speculation), request)
     writer = _Writer(served, body)
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))
@@ -108,7 +108,7 @@ class _Writer:
     def __init__(self, served: ServedModel, body: CompletionRequest) -> None:
         self._served, self._body = served, body
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        # By choice: where the next token's text begins.
+        # By choice: the offset of the next token's text.
         self._offsets: dict[int, int] = {}
 
     def begin(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What an answer must be: a JSON object, a value of a JSON schema, or a text of a grammar."""
+"""Constraints of an answer: a JSON object, a value of a JSON schema, or a text of a grammar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def masks_of(
 
     A thought that the prompt opens is free; what follows it is constrained.
 
-    Raises ApiError 400 for two constraints, or one of unknown form, and ConfigError for one that cannot be compiled.
+    Raises ApiError 400 for two constraints, or an unknown one, and ConfigError for one that cannot be compiled.
     """
     constraint = constraint_of(body)
     if constraint is None:
@@ -48,7 +48,7 @@ def masks_of(
 
 
 def constraint_of(body: Constrained) -> tuple[str, Any] | None:
-    """What kind of constraint a request has, and its value. Raises as `masks_of`."""
+    """The kind of constraint of a request, and its value. Raises as `masks_of`."""
     given: list[tuple[str, Any]] = []
     if body.json_schema is not None:
         given.append(("schema", _schema(body.json_schema, "json_schema")))

@@ -1,4 +1,4 @@
-"""Errors of a request, in the form that each API gives them."""
+"""Errors of a request, in each API's format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ANTHROPIC = {
 
 @dataclass
 class ApiError(HeteroKVError):
-    """A request that is not answered.
+    """A request that cannot be answered.
 
     Attributes:
         status: the HTTP status.
@@ -61,7 +61,7 @@ class ApiError(HeteroKVError):
 def api_error(error: BaseException) -> ApiError:
     """The error of a request, from one that the engine or the package raised.
 
-    Mistakes of the caller are 400, memory that is short 503, and faults of ours 500, without their texts.
+    Mistakes of the caller are 400, lack of memory 503, and bugs of the server 500, without their texts.
     """
     if isinstance(error, ApiError):
         return error

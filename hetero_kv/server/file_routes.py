@@ -54,7 +54,7 @@ async def list_files(request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}", response_model=None)
 async def file(file_id: str, request: Request) -> Response:
-    """What is known of a document."""
+    """The metadata of a document."""
     return json_response((await in_thread(host_of(request).files.get, file_id, request.state.key)).form())
 
 

@@ -1,4 +1,4 @@
-"""Uploaded documents: their texts, kept in a folder, each for the key that uploaded it."""
+"""Uploaded documents: their texts, in a folder, each for the key that uploaded it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StoredFile:
 
 
 class Files:
-    """The documents in a folder; two files each: what is known, and the text.
+    """The documents in a folder; two files each: its metadata, and the text.
 
     Args:
         folder: made when the first document comes.

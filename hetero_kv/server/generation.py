@@ -20,7 +20,7 @@ MOST_ANSWERS = 64
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationRequest:
     """What is to be continued.
 
     Attributes:
@@ -58,7 +58,7 @@ class Ended:
 
 
 class Source(ABC):
-    """Answers as they come. Use it as a context manager: what is not complete at the end is cancelled."""
+    """A stream of answers. Use it as a context manager: answers that are not complete at the end are cancelled."""
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +70,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def progress(self) -> Progress | None:
-        """How much of the prompt has passed; None while it waits."""
+        """How much of the prompt is computed; None while it waits."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[Token | Ended]:
@@ -88,19 +88,25 @@ class Source(ABC):
 class Answers(Source):
     """The answers to a prompt, several if it has several sampling parameters.
 
-    A place in the queue is taken at once; `events` waits for its turn.
+    The request is queued at once; `events` waits for its turn.
 
     Args:
-        prompt: what is continued.
+        prompt: the prompt.
         key: the name of the API key.
         tenant: as `Engine.generate` takes it.
-        active: has the answers until they end.
+        active: the running answers; this one is added until it ends.
 
-    Raises ApiError for a prompt that does not fit, 429 where the queue is full or the key has used all that it may.
+    Raises ApiError for a prompt that does not fit, 429 if the queue is full or the key's rate is used up.
     """
 
     def __init__(
-        self, prompt: Prompt, key: str, tenant: str, rates: Sequence[Rates], metrics: Metrics, active: set[Answers]
+        self,
+        prompt: GenerationRequest,
+        key: str,
+        tenant: str,
+        rates: Sequence[Rates],
+        metrics: Metrics,
+        active: set[Answers],
     ) -> None:
         self.prompt, self._tenant = prompt, tenant
         self._key, self._rates, self._metrics = key, rates, metrics
@@ -168,7 +174,7 @@ class Answers(Source):
             tenant=self._tenant,
         )
         self._streams.append(stream)
-        # Also of those who leave before the end.
+        # Also counted for clients that leave before the end.
         tokens.use(self._key, 0 if number % self._choices else len(prompt.prompts[number // self._choices]))
         async for piece in stream:
             self._metrics.token(prompt.served)
@@ -183,7 +189,7 @@ class Answers(Source):
 
 
 async def _merged(sources: Sequence[AsyncIterator[Token | Ended]]) -> AsyncIterator[Token | Ended]:
-    """The items of several iterators, as they come."""
+    """The items of several iterators, in the order of arrival."""
     if len(sources) == 1:
         async for item in sources[0]:
             yield item

@@ -1,4 +1,4 @@
-"""What every request passes first: limits of size and time, API keys, hosts and origins; and its line in the log."""
+"""The guard of every request: limits of size and time, API keys, hosts and origins, and the log of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SECURITY = {
 
 
 class SlowClientError(Exception):
-    """A client takes no data."""
+    """A client does not read its data."""
 
 
 class Guard:
@@ -75,7 +75,7 @@ class Guard:
                 for name, value in _SECURITY.items():
                     out.setdefault(name, value)
                 self._allow_origin(headers, out)
-            # A client that takes nothing would hold its answer, and so its place, for ever.
+            # A client that reads nothing would block its answer's place for ever.
             try:
                 async with asyncio.timeout(self._settings.write_s):
                     await send(message)
@@ -92,7 +92,7 @@ class Guard:
             is_open = scope["path"] in _OPEN or scope["path"].startswith("/page/")
             if not is_open:
                 state["key"] = self._keys.name(headers)
-            # What needs no key has no body.
+            # Requests without a key have no body.
             body = b"" if is_open else await self._body(headers, receive)
             await self._app(scope, _replayed(body, receive), answer)
         except ApiError as error:
@@ -102,7 +102,7 @@ class Guard:
             _logger.warning("request_id=%s: the client is gone: %s", request_id, error)
         except Exception as error:
             if status:
-                # In the middle of a response, of which only the connection's end can tell.
+                # In the middle of a response only the end of the connection can signal an error.
                 raise
             _logger.exception("request_id=%s failed", request_id)
             found = api_error(error)
@@ -110,7 +110,7 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", None) or ("other" if status in (401, 403, 404, 405) else "/")
             self._metrics.request(route, status)
-            # Health checks and scrapes come all the time.
+            # Health checks and scrapes are too frequent for the log.
             level = logging.DEBUG if scope["path"] in _QUIET and status < 400 else logging.INFO
             _logger.log(
                 level,
@@ -186,7 +186,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A channel that gives a body that was read, and then what comes behind it."""
+    """A channel that replays a body that was read, and then continues with what follows."""
     is_given = False
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""What all routes of a server share."""
+"""The state that all routes of a server share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from hetero_kv.server.errors import ApiError, api_error
 from hetero_kv.server.files import Files
-from hetero_kv.server.generation import Answers, Ended, Prompt, Source, Token
+from hetero_kv.server.generation import Answers, Ended, GenerationRequest, Source, Token
 from hetero_kv.server.keys import Keys
 from hetero_kv.server.limits import Rates
 from hetero_kv.server.metrics import Metrics
@@ -32,7 +32,7 @@ from hetero_kv.serving.stream import Progress
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# How often a stream without tokens looks for something to say, seconds.
+# How often a stream without tokens looks for progress to report, seconds.
 _TICK_S = 0.5
 
 
@@ -41,7 +41,7 @@ class Host:
     """A running server.
 
     Attributes:
-        defaults: how tokens are chosen where a request does not say.
+        defaults: the sampling settings of requests without their own.
         rates: what a key may use in a minute: requests, tokens.
         active: answers that have not ended.
         uploads: bounds how many documents are read at a time.
@@ -77,7 +77,7 @@ class Host:
             rates=(Rates(settings.requests_per_minute, "requests"), Rates(settings.tokens_per_minute, "tokens")),
         )
 
-    def answers(self, prompt: Prompt, request: Request) -> Answers:
+    def answers(self, prompt: GenerationRequest, request: Request) -> Answers:
         """Queue a prompt. Raises ApiError as `Answers`."""
         if self.settings.log_prompts:
             decode = prompt.served.tokenizer.decode
@@ -86,11 +86,11 @@ class Host:
         return Answers(prompt, request.state.key, self.tenant(request), self.rates, self.metrics, self.active)
 
     def tenant(self, request: Request) -> str:
-        """The tenant of a request's key, as `Engine.generate` takes it; "" where keys share beginnings."""
-        return "" if self.settings.share_beginnings else self.keys.tenant(request.state.key)
+        """The tenant of a request's key, for `Engine.generate`; "" if keys share prefixes."""
+        return "" if self.settings.share_prefixes else self.keys.tenant(request.state.key)
 
     def stop_answers(self) -> None:
-        """End all answers, and refuse who waits, because the server stops."""
+        """End all answers, and refuse waiting requests, because the server stops."""
         for served in self.models.all:
             served.gate.stop()
         for answers in list(self.active):
@@ -98,13 +98,13 @@ class Host:
 
 
 def host_of(request: Request) -> Host:
-    """The server to which a request came."""
+    """The host of a request."""
     host: Host = request.app.state.host
     return host
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """The result of `work`, which may take long, computed beside the event loop."""
+    """The result of `work`, which may take long, computed outside of the event loop."""
     return await run_in_threadpool(work, *arguments)
 
 
@@ -112,10 +112,10 @@ class Writer(Protocol):
     """Writes answers as the events of one API."""
 
     def begin(self) -> list[bytes]:
-        """What comes before all tokens."""
+        """The events before all tokens."""
 
     def progress(self, progress: Progress) -> list[bytes]:
-        """While the prompt passes; nothing if the client did not ask for it."""
+        """The events of prefill progress; none if the client did not request them."""
 
     def token(self, token: Any) -> list[bytes]:
         """A token of an answer, as its source gives it."""
@@ -124,10 +124,10 @@ class Writer(Protocol):
         """The end of an answer, as its source gives it."""
 
     def finish(self, ended: list[Any]) -> list[bytes]:
-        """What comes behind all answers; their ends."""
+        """The events after all answers; `ended` are their ends."""
 
     def failed(self, error: ApiError) -> list[bytes]:
-        """An error in the middle of the stream."""
+        """The events of an error in the middle of the stream."""
 
 
 class EventStream(StreamingResponse):
@@ -157,7 +157,7 @@ async def _frames(answers: Source, writer: Writer, ping_s: float, request: Reque
                 frames = writer.token(item)
             elif isinstance(item, Ended):
                 ended.append(item)
-                # It may store the response on the disk.
+                # In a thread, because it may store the response on the disk.
                 frames = await in_thread(writer.ended, item)
             elif answers.progress is not None and not has_begun:
                 frames = writer.progress(answers.progress)
@@ -185,7 +185,7 @@ async def completed(answers: Source, request: Request) -> list[Any]:
 
 
 def failure(error: Exception, request: Request) -> ApiError:
-    """An error for the client; faults of ours go to the log."""
+    """An error for the client; the server's own bugs are logged."""
     found = api_error(error)
     if found.status >= 500:
         _logger.error("request_id=%s failed", request.state.request_id, exc_info=error)
@@ -193,7 +193,7 @@ def failure(error: Exception, request: Request) -> ApiError:
 
 
 def note(request: Request, ended: list[Ended]) -> None:
-    """Add what was computed to the request's line in the log; the answers too, where the server logs prompts."""
+    """Add the counts of tokens to the request's line in the log; also the answers, if the server logs prompts."""
     if host_of(request).settings.log_prompts:
         for each in ended:
             _logger.info("request_id=%s answer=%r", request.state.request_id, each.completion.text)

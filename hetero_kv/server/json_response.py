@@ -1,4 +1,4 @@
-"""JSON responses that any text fits into."""
+"""JSON responses for any text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 
 class Json(Response):
-    """A JSON response; parts of characters, which UTF-8 has no bytes for, become question marks."""
+    """A JSON response; parts of characters, which UTF-8 cannot encode, become question marks."""
 
     media_type = "application/json"
 
@@ -21,7 +21,7 @@ class Json(Response):
 
 
 def json_bytes(content: Any) -> bytes:
-    """A JSON value in UTF-8; numbers that JSON has not become null."""
+    """A JSON value in UTF-8; numbers that JSON cannot express become null."""
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and under which name."""
+"""API keys: which requests are allowed, and the name of each key."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from hetero_kv.errors import ConfigError
 from hetero_kv.server.errors import ApiError
 
-#: Who asks where no key is needed.
+#: The key's name if no key is needed.
 ANYBODY = "anybody"
 
 
 class Keys:
     """The server's API keys.
 
-    A key is known outside of this class by a name: the one that its file gives, or `key-` and eight digits of its hash.
+    Outside of this class a key has a name: the one in its file, or `key-` and eight digits of its hash.
 
     Args:
         keys: secrets, each as it is or as "name:secret".
@@ -40,20 +40,20 @@ class Keys:
         return bool(self._names)
 
     def tenant(self, name: str) -> str:
-        """What the stored contexts and kept sequences of a key are told apart by; "" where no key is needed."""
+        """The tenant of a key's stored contexts and kept sequences; "" if no key is needed."""
         return owner_of(name) if self._names else ""
 
     def name(self, headers: Mapping[str, str]) -> str:
         """The name of the key in a request's headers (`Authorization: Bearer`, or `x-api-key`).
 
-        Raises ApiError 401 where a key is needed and missing or unknown.
+        Raises ApiError 401 if a key is needed and is missing or unknown.
         """
         if not self._names:
             return ANYBODY
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         secret = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(secret)
-        # In constant time, so that nothing is learnt from how long it takes.
+        # In constant time, so that the time reveals nothing.
         found = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
         if not secret or not found:
             reason = "is missing" if not secret else "is unknown"
@@ -80,7 +80,7 @@ def keys_in(path: Path) -> list[str]:
 
 
 def owner_of(name: str) -> str:
-    """What files on the disk say of the key that made them: a hash of its name."""
+    """The owner that files on the disk record: a hash of the key's name."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 

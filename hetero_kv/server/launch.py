@@ -1,4 +1,4 @@
-"""Starts a server: loads its models, makes an engine for each recipe, and listens until a signal comes."""
+"""Starts a server: loads its models, creates an engine for each recipe, and listens until a signal comes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve(plan: ServerPlan) -> int:
     """
     log_to_standard_error()
     settings = plan.settings
-    # Bound before the model is loaded: a port in use shows at once.
+    # Bound before the model is loaded, so that a port in use is an error at once.
     listener = bound(settings)
     try:
         with ExitStack() as engines:
@@ -48,7 +48,7 @@ def serve(plan: ServerPlan) -> int:
                 http="h11",
                 ws="none",
                 timeout_keep_alive=30,
-                # Answers end by themselves before.
+                # Answers have ended before.
                 timeout_graceful_shutdown=round(settings.shutdown_s) + 10,
             )
             announce(listener.getsockname(), host.models.lengths)
@@ -59,7 +59,7 @@ def serve(plan: ServerPlan) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A server that a signal ends in order: answers get some time, and then the caller goes on.
+    """A server that ends gracefully at a signal: answers get some time, then the caller continues.
 
     Args:
         stop: ends all answers.
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 def log_to_standard_error() -> None:
-    """A line for every request, and for what goes wrong."""
+    """Log a line for every request and every error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     ours = logging.getLogger("hetero_kv")
@@ -122,7 +122,7 @@ def bound(settings: ServerSettings) -> socket.socket:
 
 
 def announce(address: tuple[Any, ...], lengths: Mapping[str, int]) -> None:
-    """Say on standard error where the server is, and how long the requests to its models may be."""
+    """Print the server's address, and the longest requests of its models, to standard error."""
     host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in lengths.items())

@@ -1,4 +1,4 @@
-"""How many requests are computed, wait, or are refused: a queue that is fair between API keys, and rates."""
+"""Admission to the engine: a queue that is fair between API keys, and rate limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_kv.server.errors import ApiError
 
 
 class Ticket:
-    """A request's place in the queue of a `Gate`. Each of its answers takes a row, one after the other if need be."""
+    """A request's place in the queue of a `Gate`. Each of its answers takes a row, one after the other if necessary."""
 
     def __init__(self, gate: Gate, key: str) -> None:
         self._gate, self.key = gate, key
@@ -36,7 +36,7 @@ class Ticket:
         self._taken += 1
         longest: float | None = self._gate.seconds
         if row is None:
-            # It waits for the answers before it, and not for the request's turn.
+            # It waits for the request's earlier answers, not for the request's turn.
             row, longest = Row(self, self._taken - 1), None
             self._gate.queue(row)
         try:
@@ -52,7 +52,7 @@ class Ticket:
         self._gate.release(self)
 
     def leave(self) -> None:
-        """Give all rows to other requests, and wait no more. Further calls do nothing."""
+        """Free all rows, and stop waiting. Further calls do nothing."""
         self._gate.leave(self)
 
 
@@ -66,19 +66,19 @@ class Row:
 
 
 def stopping() -> ApiError:
-    """The error of requests that a server which stops does not answer."""
+    """The error of requests to a server that is stopping."""
     return ApiError(503, "the server stops; ask again when it is back", code="server_stopping", retry_after_s=10)
 
 
 class Gate:
     """Lets a number of answers be computed at a time; others wait, and keys take turns.
 
-    Among the rows of a key the first answers of requests come first, so that a request for many answers holds up no
-    other one.
+    Among the rows of a key the first answers of requests come first, so that a request for many answers delays no other
+    one.
 
     Args:
-        rows: the answers that are computed at a time.
-        length: the requests that may wait.
+        rows: the number of answers that are computed at a time.
+        length: the number of requests that may wait.
         seconds: the longest wait.
     """
 
@@ -87,7 +87,7 @@ class Gate:
         self._inside = 0
         # By key, the key whose turn is next first.
         self._waiting: OrderedDict[str, list[Row]] = OrderedDict()
-        # The mean time of a request, seconds; recent ones count most.
+        # The moving average of the time of a request, seconds.
         self._usual_s = 1.0
 
     @property
@@ -112,12 +112,12 @@ class Gate:
         self._admit()
 
     def resize(self, rows: int) -> None:
-        """Let `rows` answers be computed at a time from now on; those that are computed go on."""
+        """From now on compute `rows` answers at a time; those in progress continue."""
         self._rows = rows
         self._admit()
 
     def refusal(self, reason: str) -> ApiError:
-        """The error of a request for which there is no room."""
+        """The error of a request that cannot be queued."""
         seconds = self._usual_s * (self.waiting + 1) / self._rows
         return ApiError(
             429, f"the server is busy: {reason}; try again in about {max(1, round(seconds))} s", code="queue_full",
@@ -142,7 +142,7 @@ class Gate:
         self._admit()
 
     def stop(self) -> None:
-        """Admit nobody who waits now."""
+        """Refuse all waiting requests."""
         for row in [row for rows in self._waiting.values() for row in rows]:
             self._forget([row])
             row.decided.set()
@@ -169,38 +169,38 @@ class Gate:
 
 
 class Rates:
-    """What each API key may use in a minute, as a bucket that fills steadily.
+    """Rate limits of each API key, per minute, as token buckets.
 
     Args:
-        most: units in a minute; "all" for no limit.
+        per_minute: units in a minute; "all" for no limit.
         unit: the name of what is counted, for errors.
         now: the clock, seconds.
     """
 
-    def __init__(self, most: int | Literal["all"], unit: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._unit, self._now = most, unit, now
-        # By key: what may be used, and when that was so.
+    def __init__(self, per_minute: int | Literal["all"], unit: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._unit, self._now = per_minute, unit, now
+        # By key: the bucket's content, and the time of its update.
         self._left: dict[str, tuple[float, float]] = {}
 
     def require(self, key: str) -> None:
-        """Raise ApiError 429 if the key has used all that it may."""
-        if self._most == "all":
+        """Raise ApiError 429 if the key's bucket is empty."""
+        if self._per_minute == "all":
             return
         left = self._present(key)
-        # An answer's length is not known before, so that a bucket may be overdrawn once.
+        # An answer's length is not known before, so a bucket may be overdrawn once.
         if left < (1 if self._unit == "requests" else 0):
-            seconds = (1 - left) * 60 / self._most
+            seconds = (1 - left) * 60 / self._per_minute
             raise ApiError(
-                429, f"this API key may use {self._most:,} {self._unit} in a minute; try again in "
+                429, f"this API key may use {self._per_minute:,} {self._unit} in a minute; try again in "
                 f"{max(1, round(seconds))} s", code="rate_limit_exceeded", retry_after_s=seconds,
             )  # fmt: skip
 
     def use(self, key: str, units: int) -> None:
         """Count what a key has used."""
-        if self._most != "all":
+        if self._per_minute != "all":
             self._left[key] = self._present(key) - units, self._now()
 
     def _present(self, key: str) -> float:
-        assert self._most != "all"
-        left, when = self._left.get(key, (float(self._most), self._now()))
-        return min(float(self._most), left + (self._now() - when) * self._most / 60)
+        assert self._per_minute != "all"
+        left, when = self._left.get(key, (float(self._per_minute), self._now()))
+        return min(float(self._per_minute), left + (self._now() - when) * self._per_minute / 60)

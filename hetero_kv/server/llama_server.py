@@ -63,7 +63,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.api_route("/health", methods=["GET", "HEAD"], response_model=None)
 @router.api_route("/v1/health", methods=["GET", "HEAD"], response_model=None)
 async def health(request: Request) -> Response:
-    """Whether every engine takes requests and goes on with those that it has; 503 if not."""
+    """Whether every engine accepts requests and makes progress; 503 if not."""
     host = host_of(request)
     for served in host.models.all:
         status = served.engine.status()
@@ -114,7 +114,7 @@ async def props(request: Request, model: str | None = None) -> Response:
 
 @router.get("/slots", response_model=None)
 async def slots(request: Request, model: str | None = None) -> Response:
-    """The requests that are computed or wait in the engine; no texts."""
+    """The running and waiting requests of the engine, without texts."""
     served = host_of(request).models.named(model)
     status = served.engine.status()
     return json_response(

@@ -1,4 +1,4 @@
-"""Messages of requests in the form that chat templates take, with the texts of documents in their places."""
+"""Messages of requests converted to those of chat templates, with the texts of documents inserted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_kv.documents.reading import document_from
 from hetero_kv.errors import shown
 from hetero_kv.server.errors import ApiError
 
-#: Content parts that a model without eyes and ears cannot take.
+#: Content parts that a text model cannot read.
 _UNSEEN = ("image_url", "input_image", "image", "input_audio", "audio", "video_url", "video")
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
@@ -21,7 +21,7 @@ class UserContent(NamedTuple):
 
     Attributes:
         text: documents and texts, as the model reads them.
-        question: the last text behind a document; None without documents.
+        question: the last text after a document; None without documents.
     """
 
     text: str
@@ -53,7 +53,7 @@ def content_text(content: Any, place: str, file_text: Callable[[str], str]) -> U
             text, is_document = _document(part, where, file_text), True
         else:
             raise _unknown(kind, where)
-        # A document is apart from what stands around it.
+        # A document is separated from the text around it.
         joints.append("" if not texts else "\n\n" if is_document or (has_document and question is None) else "\n")
         texts.append(text)
         has_document = has_document or is_document
@@ -68,7 +68,7 @@ def _unknown(kind: Any, where: str) -> ApiError:
 
 
 def _document(part: dict[str, Any], where: str, file_text: Callable[[str], str]) -> str:
-    """The text of a document that a part names or brings."""
+    """The text of a document that a part names or contains."""
     described = part.get("file") if part.get("type") == "file" and isinstance(part.get("file"), dict) else part
     assert isinstance(described, dict)
     file_id, data, name = (described.get(key) for key in ("file_id", "file_data", "filename"))
@@ -94,7 +94,7 @@ def embedded_text(data: str, filename: Any, where: str) -> str:
 def chat_messages(messages: Sequence[Any], file_text: Callable[[str], str]) -> tuple[list[dict[str, Any]], str | None]:
     """Messages of OpenAI's chat completions with texts as contents, and the question about the last document.
 
-    Raises ApiError 400 for messages of another form.
+    Raises ApiError 400 for invalid messages.
     """
     found: list[dict[str, Any]] = []
     question = None

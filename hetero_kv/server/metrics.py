@@ -78,7 +78,7 @@ class Metrics:
 
 
 class _EngineGauges:
-    """What engines hold at the moment of a scrape."""
+    """Gauges of the engines at the moment of a scrape."""
 
     def __init__(self, models: Callable[[], Sequence[ServedModel]]) -> None:
         self._models = models

@@ -1,4 +1,4 @@
-"""The models and recipes that a server is to load, as plain data, and the engines that come of them."""
+"""The models and recipes that a server loads, as plain data, and the engines that it creates from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelsToLoad:
-    """What a server loads. It can be sent to another process.
+    """The models and recipes of a server. It can be sent to another process.
 
     Attributes:
         model, gguf_path: of the first model, as `load_model` takes them.
@@ -50,7 +50,7 @@ class ModelsToLoad:
 
     @classmethod
     def of(cls, flags: argparse.Namespace) -> Self:
-        """What the flags of `hetero-kv serve` name. Raises ConfigError for settings that are not valid."""
+        """The models and recipes of the flags of `hetero-kv serve`. Raises ConfigError for invalid settings."""
         model, gguf_path = flags.model or DEFAULT_MODEL, flags.gguf_path
         if flags.model is None and gguf_path is not None:
             model, gguf_path = gguf_path, None
@@ -89,7 +89,7 @@ class ModelsToLoad:
         usual = self.recipes[0]
         first = load_model(self.model, gguf_path=self.gguf_path, config=usual, **self.loading, **self.rules)
         served = [serve(first, usual)]
-        # The weights are not in memory a second time.
+        # The recipes share the weights.
         served += [serve(with_rules(first, recipe, **self.rules), recipe) for recipe in self.recipes[1:]]
         for word in self.also:
             name, _, recipe = word.partition("=")

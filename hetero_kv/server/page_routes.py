@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 router = APIRouter()
 _FOLDER = Path(__file__).parent / "page"
-# Not the machine's, which browsers may refuse: Windows' registry can give others.
+# Not `mimetypes`, because Windows' registry can give types that browsers refuse.
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -58,7 +58,7 @@ def _response(name: str, request: Request) -> Response:
     found = page_files().get(name)
     if found is None:
         raise HTTPException(404)
-    # Browsers ask each time whether it is the newest: a server of another version is another page.
+    # Browsers check every time for a newer one: a server of another version has another page.
     headers = {"etag": found.etag, "cache-control": "no-cache"}
     known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
     if found.etag in known:

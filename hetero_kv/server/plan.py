@@ -1,4 +1,4 @@
-"""What a server does by its flags, as plain data: another process can take it and do the same."""
+"""The plan of a server by its flags, as plain data that other processes can use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hetero_kv.serving.sampling_settings import SamplingSettings
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """A server that is to start. No API key is in it, but their hashes.
+    """Everything that starts a server. It has hashes of the API keys, not the keys.
 
     Attributes:
-        aliases: further names of models, as `--alias` has them.
+        aliases: further names of models, as `--alias` gives them.
         origins: other origins whose pages may use the server.
     """
 
@@ -44,12 +44,12 @@ class ServerPlan:
         return cls(models, settings, contexts, defaults, keys, flags.alias, flags.allow_origin)
 
     def host(self, served: Sequence[ServedModel]) -> Host:
-        """What the routes share, for these models.
+        """The host for these models.
 
         Raises HeteroKVError for models without a switch that the defaults set, and for names that do not fit them.
         """
         if self.defaults.thinks is not None:
-            # Models without the switch are refused now, not told with every answer.
+            # Models without the switch are refused now, not warned about with every answer.
             for each in served:
                 thinking_variable(each.tokenizer)
         given = self.settings.file_folder

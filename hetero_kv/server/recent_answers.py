@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 
-#: The most answers, and the most tokens of all their prompts and answers together; the oldest go first.
+#: The largest number of answers, and of tokens of all their prompts and answers; the oldest are dropped first.
 MOST_ANSWERS, MOST_TOKENS = 256, 8_000_000
 
 
@@ -19,9 +19,9 @@ class RecentAnswer:
     """An answer.
 
     Attributes:
-        tokens: ids of the prompt, then of the answer as far as it has come.
+        tokens: ids of the prompt, then of the answer so far.
         prompt_tokens: the prompt's number of tokens.
-        key: the name of the API key that asked.
+        key: the name of the request's API key.
     """
 
     served: ServedModel
@@ -31,13 +31,13 @@ class RecentAnswer:
 
 
 class RecentAnswers:
-    """Recent answers by the id of their response. The event loop's thread alone uses it."""
+    """Recent answers by the id of their response. Only the event loop's thread uses it."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[str, RecentAnswer] = OrderedDict()
 
     def add(self, response_id: str, served: ServedModel, prompt: Sequence[int], key: str) -> array[int]:
-        """Remember an answer that begins. Returns the prompt's tokens, to which the caller appends the answer's."""
+        """Record a new answer. Returns the prompt's tokens, to which the caller appends the answer's."""
         tokens = array("i", prompt)
         self._found[response_id] = RecentAnswer(served, tokens, len(prompt), key)
         while len(self._found) > MOST_ANSWERS or sum(len(each.tokens) for each in self._found.values()) > MOST_TOKENS:
@@ -45,7 +45,7 @@ class RecentAnswers:
         return tokens
 
     def get(self, response_id: str, key: str) -> RecentAnswer:
-        """An answer to this key. Raises ApiError 404 for others' and unknown ones alike."""
+        """An answer of this key. Raises ApiError 404 for unknown ones and those of other keys alike."""
         found = self._found.get(response_id)
         if found is None or found.key != key:
             raise ApiError(

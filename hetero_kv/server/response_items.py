@@ -15,14 +15,14 @@ FileText = Callable[[str], str]
 
 
 def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]], str | None]:
-    """The input of a response in the form of chat messages, and the question about the last document.
+    """The input of a response as chat messages, and the question about the last document.
 
-    Calls of one answer, and its thought, become one message, as chat templates want it.
+    Calls of one answer, and its thought, become one message, as chat templates require.
 
     Args:
         items: a text, or a list of items.
 
-    Raises ApiError 400 for items of another form.
+    Raises ApiError 400 for invalid items.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}], None
@@ -41,7 +41,7 @@ def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]]
                 _append(found, {"role": role, "content": content.text})
                 question = content.question if role == "user" else question
             case "function_call" if item.get("status") == "incomplete":
-                # It was cut, and has no arguments that a template could show.
+                # The call was cut off, and has no arguments that a template could show.
                 continue
             case "function_call":
                 function = {"name": str(item.get("name", "")), "arguments": item.get("arguments") or "{}"}
@@ -65,7 +65,7 @@ def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]]
 
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message, or what an answer goes on with to the answer before it."""
+    """Append a message; the continuation of an answer is merged into the answer before it."""
     last = messages[-1] if messages else {}
     is_same = message["role"] == "assistant" == last.get("role")
     if not is_same or (last["content"] and message["content"]) or "reasoning_content" in message:
@@ -77,7 +77,7 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
 
 
 def chat_tools(tools: Sequence[Any] | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Functions in the form of chat completions, and the types of tools that only OpenAI's own servers run."""
+    """Functions in chat completions' format, and the types of tools that only OpenAI's own servers run."""
     found, others = [], []
     for number, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
@@ -95,7 +95,7 @@ def chat_tools(tools: Sequence[Any] | None) -> tuple[list[dict[str, Any]], list[
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """A tool choice in the form of chat completions."""
+    """A tool choice in chat completions' format."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

@@ -12,20 +12,20 @@ from hetero_kv.errors import shown
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError
-from hetero_kv.server.generation import Prompt
+from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id, output_items
 from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import Choice, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of
 from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
-# Why an answer ends before the model ends it.
+# The reasons of incomplete answers.
 _CUT = ("max_new_tokens", "full")
 
 
@@ -53,16 +53,16 @@ class ResponseRequest(SamplingFields):
 
 @router.post("/v1/responses", response_model=None)
 async def create(body: ResponseRequest, request: Request) -> Response:
-    """Answer a conversation, or go on with an earlier response."""
+    """Answer a conversation, or continue an earlier response."""
     host, key = host_of(request), request.state.key
     served = host.models.named(body.model)
     _require_supported(body)
     if body.response_format is None:
         body.response_format = (body.text or {}).get("format")
     items, others, choice, prompt, masks = await in_thread(_prepared, host, served, body, key)
-    sampling = body.sampling(served, host.defaults, len(prompt.tokens), most=body.max_output_tokens, masks=masks)
+    sampling = body.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_output_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
-    continued = Prompt(
+    continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers,
         speculation=body.speculation,
     )  # fmt: skip
@@ -90,7 +90,7 @@ async def delete(response_id: str, request: Request) -> Response:
 
 
 def _without_effect(body: ResponseRequest) -> list[str]:
-    """Fields that are known to OpenAI's API and change nothing here."""
+    """Fields of OpenAI's API that have no effect here."""
     nested = {"reasoning": (body.reasoning, ("effort",)), "text": (body.text, ("format",))}
     inner = [f"{name}.{key}" for name, (value, used) in nested.items() for key in value or {} if key not in used]
     return inner + (["include"] if body.include else [])
@@ -108,7 +108,7 @@ def _require_supported(body: ResponseRequest) -> None:
 
 def _prepared(
     host: Host, served: ServedModel, body: ResponseRequest, key: str
-) -> tuple[list[Any], list[str], Choice, ChatPrompt, list[GrammarMask | None]]:
+) -> tuple[list[Any], list[str], RequestTools, ChatPrompt, list[GrammarMask | None]]:
     earlier = [] if body.previous_response_id is None else host.responses.get(body.previous_response_id, key)[1]
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not isinstance(given, list):
@@ -137,7 +137,7 @@ class _Writer:
         self._served, self._body, self._keep = served, body, keep
         self._id, self._created = new_id("resp"), int(time.time())
         self._sequence = 0
-        # What the open item has so far, and the items before it.
+        # The contents of the open item, and the items before it.
         self._text, self._call = "", Call("", "")
         self._closed: list[dict[str, Any]] = []
         # The items so far: id and kind, the last one open unless `_is_open` is False.

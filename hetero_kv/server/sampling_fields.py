@@ -1,4 +1,4 @@
-"""The fields of requests that say how tokens are chosen, and the server's defaults for them."""
+"""The sampling fields of requests, and the server's defaults for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.sampling import SamplingParams, TokenMask
 from hetero_kv.serving.sampling_settings import SamplingSettings
 
-#: The most answers to one request.
+#: The largest number of answers to one request.
 MOST_CHOICES = 16
-#: The most stop texts.
+#: The largest number of stop texts.
 MOST_STOPS = 64
 
 
 class Fields(BaseModel):
-    """A request's body. Fields that no API here knows are kept, and named in the response's header."""
+    """A request's body. Unknown fields are kept, and named in the response's header."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -31,7 +31,7 @@ class Fields(BaseModel):
 
 
 class SamplingFields(Fields):
-    """What OpenAI's APIs have in common, with llama-server's further fields."""
+    """The sampling fields that OpenAI's APIs have in common, with llama-server's further ones."""
 
     model: str | None = None
     stream: bool = False
@@ -53,14 +53,14 @@ class SamplingFields(Fields):
     user: Any = None
 
     def sampling(
-        self, served: ServedModel, defaults: SamplingSettings, prompt_tokens: int, *, most: int | None,
+        self, served: ServedModel, defaults: SamplingSettings, prompt_tokens: int, *, limit: int | None,
         logprobs: int | None = None, masks: Sequence[TokenMask | None] = (None,),
     ) -> list[SamplingParams]:  # fmt: skip
         """The parameters of each answer.
 
         Args:
-            most: the longest answer, tokens; None, or -1 as of llama-server, for as many as fit.
-            logprobs: how many alternatives of each token are asked for; None for no log-probabilities.
+            limit: the longest answer, tokens; None, or -1 as of llama-server, for as many as fit.
+            logprobs: the number of alternatives of each token; None for no log-probabilities.
             masks: a mask for each answer; the number of answers follows from it.
 
         Raises ApiError 400 for a value out of range, naming its field.
@@ -68,9 +68,9 @@ class SamplingFields(Fields):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS:
             raise ApiError(400, f"stop has {len(stops)} texts; give at most {MOST_STOPS}", param="stop")
-        most = None if most == -1 else most
-        if most is not None and most < 1:
-            raise ApiError(400, f"the longest answer is {most} tokens; give at least 1", param="max_tokens")
+        limit = None if limit == -1 else limit
+        if limit is not None and limit < 1:
+            raise ApiError(400, f"the longest answer is {limit} tokens; give at least 1", param="max_tokens")
         penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
         room = served.engine.max_seq_len + 1 - prompt_tokens
         chosen: dict[str, Any] = {
@@ -84,7 +84,7 @@ class SamplingFields(Fields):
             "frequency_penalty": _or(self.frequency_penalty, defaults.frequency_penalty),
             "logit_bias": self._biases(),
             "stop": tuple(stops),
-            "max_new_tokens": max(1, room) if most is None else most,
+            "max_new_tokens": max(1, room) if limit is None else limit,
             "logprobs": logprobs,
             "ignore_eos": self.ignore_eos,
         }
@@ -95,11 +95,11 @@ class SamplingFields(Fields):
                 for number, mask in enumerate(masks)
             ]
         except ConfigError as error:
-            # It begins with the setting's name.
+            # The message begins with the setting's name.
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
 
     def ignored(self, defaults: SamplingSettings) -> list[str]:
-        """Fields that have no effect: unknown ones, and those that draw tokens where the likeliest is taken."""
+        """Fields that have no effect: unknown ones, and sampling fields of greedy requests."""
         is_greedy = not _or(self.temperature, defaults.temperature)
         drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
         return self.unknown + [f"{name} (temperature is 0)" for name in drawing if is_greedy]

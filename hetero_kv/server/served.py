@@ -22,7 +22,7 @@ from hetero_kv.serving.stream import ResultStream, Stream
 
 
 class ServedEngine(Protocol):
-    """What computes the answers: `hetero_kv.serving.engine.Engine` in this process, or the replicas of a cluster.
+    """Computes the answers: `hetero_kv.serving.engine.Engine` in this process, or the replicas of a cluster.
 
     Members are those of `Engine`.
     """
@@ -56,7 +56,7 @@ class ServedModel:
 
     Attributes:
         model: the model's name in requests.
-        recipe: the recipe's, behind a colon.
+        recipe: the recipe's name in requests, after a colon.
         tokenizer: the model's.
         context_length: the length that the model was trained for, tokens.
         gate: admits requests to the engine.
@@ -82,7 +82,7 @@ class ServedModel:
 
     @cached_property
     def form(self) -> AnswerForm:
-        """The form in which the model writes thoughts and tool calls."""
+        """The format in which the model writes thoughts and tool calls."""
         return AnswerForm(self.tokenizer)
 
     @cached_property
@@ -104,7 +104,7 @@ class ServedModels:
 
     Args:
         served: at least one; the first is the default.
-        aliases: other name -> a name as above; "*" stands for all names that nothing else has.
+        aliases: other name -> a name as above; "*" stands for all unknown names.
     """
 
     def __init__(self, served: Sequence[ServedModel], aliases: Mapping[str, str] | None = None) -> None:
@@ -132,7 +132,7 @@ class ServedModels:
     def named(self, name: str | None) -> ServedModel:
         """The model that a request names.
 
-        Raises ApiError 404 with the names that there are.
+        Raises ApiError 404 that lists the known names.
         """
         name = name or ""
         name = self._aliases.get(name, name)

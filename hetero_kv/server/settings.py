@@ -12,7 +12,7 @@ from hetero_kv.settings.setting import Settings, setting
 
 @dataclass(frozen=True)
 class ServerSettings(Settings):
-    """The server: where it listens, and what it admits."""
+    """The server's address and limits."""
 
     host: str = setting("127.0.0.1", "address to listen at; one that other machines reach needs --api_key")
     port: int = setting(8080, "port to listen at; 0: any free one", minimum=0, maximum=65535)
@@ -47,9 +47,10 @@ class ServerSettings(Settings):
         "stored contexts of one API key and model; its least recently used ones are removed; all: no limit",
         minimum=1,
     )
-    share_beginnings: bool = setting(
+    share_prefixes: bool = setting(
         False,
-        "API keys share what is known of prompts' beginnings, in memory and on the disk; otherwise each has its own",
+        "API keys share known prefixes of prompts, in memory and on the disk; otherwise each has its own",
+        formerly=("share_beginnings",),
     )
     body_mb: float = setting(64.0, "the largest body of a request, MB", minimum=0.001)
     read_s: float = setting(60.0, "the longest time in which a client sends its request", unit="seconds", minimum=0.1)

@@ -1,4 +1,4 @@
-"""Responses that later requests continue (`previous_response_id`), in a folder, each for the key that asked."""
+"""Responses that later requests continue (`previous_response_id`), in a folder, each for its request's key."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StoredResponses:
     """Conversations and responses by id.
 
     Args:
-        folder: made with the first response.
-        most: how many are kept; the oldest go first.
+        folder: created with the first response.
+        max_kept: how many are kept; the oldest are removed first.
         limit: bytes of all of them.
     """
 
-    def __init__(self, folder: Path, most: int, limit: int) -> None:
-        self._folder, self._most, self._limit = folder, most, limit
+    def __init__(self, folder: Path, max_kept: int, limit: int) -> None:
+        self._folder, self._max_kept, self._limit = folder, max_kept, limit
         self._changing = threading.Lock()
 
     def put(self, response: dict[str, Any], items: list[Any], key: str) -> None:
@@ -38,14 +38,14 @@ class StoredResponses:
             paths = sorted(self._folder.glob("resp_*.json"), key=_age)
             sizes = [_size(path) for path in paths]
             # The newest that fit.
-            while paths and (len(paths) > self._most or sum(sizes) > self._limit):
+            while paths and (len(paths) > self._max_kept or sum(sizes) > self._limit):
                 paths.pop(0).unlink(missing_ok=True)
                 sizes.pop(0)
 
     def get(self, response_id: str, key: str) -> tuple[dict[str, Any], list[Any]]:
         """A response of this key, and the items of its conversation.
 
-        Raises ApiError 404 for others' and unknown ones alike.
+        Raises ApiError 404 for unknown ones and those of other keys alike.
         """
         try:
             found = (
@@ -55,8 +55,8 @@ class StoredResponses:
             found = {}
         if found.get("owner") != owner_of(key):
             raise ApiError(
-                404, f"there is no response {response_id!r}; the server keeps the last {self._most:,}, unless store is "
-                "false", param="previous_response_id", code="previous_response_not_found",
+                404, f"there is no response {response_id!r}; the server keeps the last {self._max_kept:,}, unless "
+                "store is false", param="previous_response_id", code="previous_response_not_found",
             )  # fmt: skip
         return found["response"], found["items"]
 

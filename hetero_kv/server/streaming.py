@@ -24,7 +24,7 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 async def ticking(source: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
-    """The items of `source`, and None whenever none came for so long."""
+    """The items of `source`, and None whenever none arrived for `seconds`."""
     pending: asyncio.Future[T] | None = None
     try:
         while True:
@@ -69,6 +69,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _disconnected(request: Request) -> None:
-    # The body is read, so that what comes is the end of the connection.
+    # The body is read, so the next message is the end of the connection.
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes of a token, control tokens' texts included; None where a part of a character is unknown."""
+    """The bytes of a token, control tokens' texts included; None if a part of a character is unknown."""
     text: str = tokenizer.decode([token], skip_special_tokens=False)
     if "\ufffd" not in text:
         return text.encode()
@@ -41,7 +41,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def chat_logprobs(tokenizer: Any, piece: Piece) -> dict[str, Any]:
-    """A token's log-probabilities in the form of chat completions."""
+    """A token's log-probabilities in chat completions' format."""
     assert piece.logprob is not None
     return {
         **_entry(tokenizer, piece.token, piece.logprob),
@@ -58,7 +58,7 @@ def _entry(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, pieces: list[Piece], offset: int) -> dict[str, Any]:
-    """Tokens' log-probabilities in the form of completions; `offset` is where the first one's text begins."""
+    """Tokens' log-probabilities in completions' format; `offset` is where the first one's text begins."""
     offsets = [offset]
     for piece in pieces:
         offsets.append(offsets[-1] + len(piece.text))

@@ -1,4 +1,4 @@
-"""Which tools an answer may call, must call, or may not."""
+"""The tools that an answer may or must call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero_kv.serving.grammar import GrammarMask
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The tools of a request, in OpenAI's form.
+class RequestTools:
+    """The tools of a request, in OpenAI's format.
 
     Attributes:
-        tools: those that the model sees.
+        tools: those in the prompt.
         chosen: "none", "auto", "required", or the function that must be called.
         is_parallel: whether an answer may have several calls.
     """
@@ -30,7 +30,7 @@ class Choice:
     is_parallel: bool = True
 
     def shown(self, dialogue: Dialogue) -> Dialogue:
-        """The conversation with the tools that the model sees."""
+        """The conversation with the tools of the prompt."""
         return replace(dialogue, tools=self.tools)
 
     def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
@@ -49,10 +49,10 @@ class Choice:
         return [served.form.parser(prompt.opening, tools) for _ in range(count)]
 
 
-def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Choice:
+def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> RequestTools:
     """The choice of a request's `tools` and `tool_choice`.
 
-    Raises ApiError 400 for a choice of another form, or a tool that is not there.
+    Raises ApiError 400 for an invalid choice, or an unknown tool.
     """
     given = tuple(tools or ())
     names = [str(function.get("name")) for each in given if isinstance(function := _function(each), dict)]
@@ -61,8 +61,8 @@ def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Ch
         chosen_tool(chosen, names)
     except HeteroKVError as error:
         raise ApiError(400, str(error), param="tool_choice") from error
-    # What the model must not call, it does not see. A function that is named is called once, as OpenAI's API does it.
-    return Choice(() if chosen == "none" else given, chosen, parallel and isinstance(chosen, str))
+    # Tools that must not be called are not in the prompt. A named function is called once, as in OpenAI's API.
+    return RequestTools(() if chosen == "none" else given, chosen, parallel and isinstance(chosen, str))
 
 
 def _function(tool: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Counts and times of answers, in the forms that clients read."""
+"""Counts and times of answers, in each API's format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero_kv.serving.stream import Completion, Progress
 
-#: Why an answer ended, in OpenAI's words.
+#: Why an answer ended, in OpenAI's terms.
 FINISH_REASONS = {
     "end": "stop",
     "stop_text": "stop",
@@ -31,10 +31,10 @@ def usage(completions: Sequence[Completion], choices: int = 1) -> dict[str, Any]
 
 
 def timings(completion: Completion) -> dict[str, Any]:
-    """llama-server's `timings`, ms; the prompt's time contains its wait for others in the engine."""
+    """llama-server's `timings`, ms; the prompt's time includes its wait for other requests."""
     prompt = completion.prompt_tokens - completion.cached_tokens
     first_ms = 1000 * (completion.first_token_s or 0.0)
-    # As llama-server, which leaves them out of answers without drafts.
+    # Like llama-server, which omits them from answers without drafts.
     drafts = {"draft_n": completion.drafted_tokens, "draft_n_accepted": completion.accepted_tokens}
     behind, behind_ms = max(0, len(completion.pieces) - 1), 1000 * completion.total_s - first_ms
     return {

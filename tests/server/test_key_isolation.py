@@ -26,7 +26,7 @@ def cached(client, document, name):
 
 @pytest.mark.parametrize(("keys", "settings", "shares"), [
     (KEYS, {}, False),
-    (KEYS, {"share_beginnings": True}, True),
+    (KEYS, {"share_prefixes": True}, True),
     # Two secrets of one name are one tenant.
     (("ann:secret-of-ann", "ann:secret-of-bob"), {}, True),
 ])  # fmt: skip
