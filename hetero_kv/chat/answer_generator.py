@@ -1,4 +1,4 @@
-"""Generates an answer behind the tokens of a conversation's cache."""
+"""Generates an answer after the tokens of a conversation's cache."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class AnswerGenerator:
         self, cache: Cache, prompt: Sequence[int], question_tokens: int | None, sampling: SamplingParams, limit: int,
         watch: GenerationMonitor, written: AnswerText,
     ) -> GeneratedAnswer:  # fmt: skip
-        """Generate the answer to a prompt, of which the cache has the beginning. Its last token is not stored.
+        """Generate the answer to a prompt whose prefix is in the cache. Its last token is not stored.
 
         Args:
             question_tokens: how many of the prompt's last tokens are its question; None if unknown.
             limit: the longest answer that fits, tokens.
-            watch: is told of every chunk and token, and may end the answer.
+            watch: is notified of every chunk and token, and may end the answer.
             written: takes the answer's text.
 
         Raises StoppedInPrefill if the user stops the prefill. After any exception the cache is as it was.
@@ -85,7 +85,7 @@ class AnswerGenerator:
     def _prefilled(
         self, cache: Cache, tokens: Sequence[int], question_tokens: int | None, watch: GenerationMonitor
     ) -> torch.Tensor:
-        """The logits [vocab] behind a turn's tokens."""
+        """The logits [vocab] after a turn's tokens."""
         if not isinstance(cache, HeteroCache):
             return self._forward.prompt(cache, tokens)
         cache.on_progress = watch.progress

@@ -42,7 +42,7 @@ class Conversation(SavedConversation):
         system: the system message; None for the chat template's own.
         thinks: whether a reasoning model thinks before it answers; None leaves it to its chat template.
         forks: the number of forks that each need room for `max_seq_len` tokens too; see HeteroCache.
-        prefix_cache: stores the contexts of answers, and may have the beginning of the first prompt.
+        prefix_cache: stores the contexts of answers, and may have a prefix of the first prompt.
         speculation: how the next tokens are guessed, as for `Engine`. Answers are the same.
 
     Raises HeteroKVError without a tokenizer, and as `Engine` for a `speculation` that there is not.
@@ -142,7 +142,7 @@ class Conversation(SavedConversation):
         return len(self._state.tokens)
 
     def text_tokens(self, text: str) -> int:
-        """The number of tokens of a text by itself."""
+        """The number of tokens of a text alone."""
         return len(self._turns.text(text))
 
     @property

@@ -1,4 +1,4 @@
-"""What the chat shows besides answers: banner, statistics, and the contents of the context."""
+"""The chat's displays other than answers: banner, statistics, and the contents of the context."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def statistics_table(session: ChatSession, answer: ChatAnswer | None) -> Rendera
 
 
 def context_table(session: ChatSession, questions: Sequence[ChatQuestion], waiting: ChatQuestion) -> RenderableType:
-    """What fills the context, turn by turn, the documents that wait, and the free tokens.
+    """The contents of the context, turn by turn, the waiting documents, and the free tokens.
 
     Args:
         questions: the conversation's questions, at least the latest ones.

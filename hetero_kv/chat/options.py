@@ -12,8 +12,7 @@ from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.rules.precedence import COMMAND_LINE
-from hetero_kv.rules.recipes import DEFAULT_RECIPE
-from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
+from hetero_kv.rules.setting_flags import add_rules_flag, add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.serving.speculation.ways import Way, require_way_or_model
@@ -110,15 +109,7 @@ def add_flags(parser: FlagParser) -> None:
     question.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
     add_loading_flags(parser, default="a small one, fetched on first use")
     method = parser.add_settings("method", "mode", ModeSettings)
-    method.add_argument(
-        "--config",
-        "--optimize_config_path",
-        dest="rules",
-        default=DEFAULT_RECIPE,
-        metavar="FILE",
-        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32 "
-        f"(default {DEFAULT_RECIPE})",
-    )
+    add_rules_flag(method)
     contexts = parser.add_settings("contexts", "contexts", ContextCacheSettings)
     contexts.add_argument("--context", metavar="NAME", help="continue this saved context")
     contexts.add_argument("--save_context", metavar="NAME", help="save the context under this name at the end")

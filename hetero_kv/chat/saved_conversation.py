@@ -1,4 +1,4 @@
-"""Saves and loads a conversation, and lets a new one begin from the stored beginning of its first prompt."""
+"""Saves and loads a conversation, and lets a new one begin from the stored prefix of its first prompt."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class SavedConversation:
         store.use(stored)
 
     def _begin_from_stored(self, prompt: list[int]) -> None:
-        """Let a new conversation start with the stored beginning of its first prompt in its cache."""
+        """Let a new conversation start with the stored prefix of its first prompt in its cache."""
         if self._prefix_cache is None or self._state.tokens or not isinstance(self.cache, HeteroCache):
             return
         begun = self._prefix_cache.with_stored_prefix(self.cache, prompt, tokenizer=self.tokenizer, **self._capacity)

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """Neighbouring layers in which a module gets the same operator and settings.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row:
     changed: frozenset[str]
     sources: dict[str, str] = field(default_factory=dict)
 
-    def continues(self, other: Row) -> bool:
+    def continues(self, other: LayerRow) -> bool:
         """Whether this row is the next layer's, and otherwise equal to `other`."""
         same = replace(self, first=other.first, last=other.last) == other
         return same and None not in (self.first, other.last) and self.first == (other.last or 0) + 1
@@ -66,7 +66,7 @@ def print_layers(subject: InjectedModel, *, as_json: bool, show_all: bool) -> No
         _print(console(), subject, rows, show_all=show_all)
 
 
-def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
+def grouped(injection: Injection, *, has_blocks: bool = True) -> list[LayerRow]:
     """The rows of replaced modules, and of attention modules that no rule replaces; equal neighbours are merged.
 
     The rows of a module are adjacent, in the model's order.
@@ -75,7 +75,7 @@ def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
         has_blocks: whether the weights to load are quantized blocks of a file; if not, operators that only keep such
             blocks are not injected when the model loads, and have no rows.
     """
-    by_module: dict[str, list[Row]] = {}
+    by_module: dict[str, list[LayerRow]] = {}
     for row in _rows(injection, has_blocks):
         rows = by_module.setdefault(row.module, [])
         if rows and row.continues(rows[-1]):
@@ -85,7 +85,7 @@ def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
     return [row for rows in by_module.values() for row in rows]
 
 
-def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
+def _rows(injection: Injection, has_blocks: bool) -> list[LayerRow]:
     rows = []
     for path, module in injection.model.named_modules():
         if not has_blocks and isinstance(module, QuantizedModule) and module.waits_for_blocks():
@@ -102,10 +102,10 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
             method = method_words(module.settings) if module.settings else ""
             number, place = _place(module.path)
             operator = type(module).__name__
-            rows.append(Row(number, number, place, operator, method, rule, settings, changed, sources))
+            rows.append(LayerRow(number, number, place, operator, method, rule, settings, changed, sources))
         elif attention_module.is_attention(module) and not _inside_attention_operator(injection, path):
             number, place = _place(_own_path(path))
-            rows.append(Row(number, number, place, UNTOUCHED, "", None, {}, frozenset()))
+            rows.append(LayerRow(number, number, place, UNTOUCHED, "", None, {}, frozenset()))
     return rows
 
 
@@ -136,7 +136,7 @@ def _own_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "wrapped")
 
 
-def _report(subject: InjectedModel, rows: list[Row]) -> dict[str, Any]:
+def _report(subject: InjectedModel, rows: list[LayerRow]) -> dict[str, Any]:
     return {
         "model": subject.name,
         "config": subject.rules,
@@ -146,7 +146,7 @@ def _report(subject: InjectedModel, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _print(terminal: Console, subject: InjectedModel, rows: list[Row], *, show_all: bool) -> None:
+def _print(terminal: Console, subject: InjectedModel, rows: list[LayerRow], *, show_all: bool) -> None:
     model_class = type(subject.injection.model).__name__
     terminal.print(f"[bold]{escape(subject.name)}[/bold] ({model_class}) with {escape(subject.rules)}", soft_wrap=True)
     engine = subject.injection.engine
@@ -167,12 +167,12 @@ def _print(terminal: Console, subject: InjectedModel, rows: list[Row], *, show_a
         terminal.print(HIDDEN, style="dim")
 
 
-def _alike(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+def _alike(rows: list[LayerRow]) -> Iterator[tuple[str, LayerRow]]:
     """The rows, each with the names of its modules; modules whose rows are equal are merged."""
-    by_module: dict[str, list[Row]] = {}
+    by_module: dict[str, list[LayerRow]] = {}
     for row in rows:
         by_module.setdefault(row.module, []).append(row)
-    alike: list[tuple[list[str], list[Row]]] = []
+    alike: list[tuple[list[str], list[LayerRow]]] = []
     for module, of_module in by_module.items():
         same = (known for known in alike if of_module[0].first is not None and _same(known[1], of_module))
         modules, _ = known = next(same, ([], of_module))
@@ -184,7 +184,7 @@ def _alike(rows: list[Row]) -> Iterator[tuple[str, Row]]:
             yield ("" if place else _joined(modules)), row
 
 
-def _same(rows: list[Row], others: list[Row]) -> bool:
+def _same(rows: list[LayerRow], others: list[LayerRow]) -> bool:
     return [replace(row, module="") for row in rows] == [replace(row, module="") for row in others]
 
 
@@ -199,7 +199,7 @@ def _joined(modules: list[str]) -> str:
     )
 
 
-def _layers(row: Row) -> str:
+def _layers(row: LayerRow) -> str:
     if row.first is None:
         return ""
     return str(row.first) if row.first == row.last else f"{row.first}-{row.last}"

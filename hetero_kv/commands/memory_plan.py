@@ -1,4 +1,4 @@
-"""Plans the memory of a context: what it takes, what is free, and the longest context that fits."""
+"""Plans the memory of a context: its size, the free memory, and the longest context that fits."""
 
 from __future__ import annotations
 

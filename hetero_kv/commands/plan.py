@@ -6,8 +6,7 @@ import argparse
 
 from hetero_kv.commands.injected import add_model_flags
 from hetero_kv.models import DEFAULT_MODEL
-from hetero_kv.rules.recipes import DEFAULT_RECIPE
-from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.rules.setting_flags import add_rules_flag, add_setting_flags
 from hetero_kv.settings.flags import FlagParser
 
 
@@ -23,15 +22,7 @@ def add_flags(parser: FlagParser) -> None:
     model.add_argument(
         "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
     )
-    parser.add_argument(
-        "--config",
-        "--optimize_config_path",
-        dest="rules",
-        default=DEFAULT_RECIPE,
-        metavar="FILE",
-        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32 "
-        f"(default {DEFAULT_RECIPE})",
-    )
+    add_rules_flag(parser)
     machine = parser.add_argument_group("machine (instead of this one's free memory)")
     machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")
     machine.add_argument("--gpu_memory", metavar="GB", help="plan for a GPU with this much free memory, GB")

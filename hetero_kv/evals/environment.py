@@ -1,4 +1,4 @@
-"""The environment of a run: what its speed and memory, but not its settings, depend on."""
+"""The environment of a run, apart from its settings: speed and memory depend on it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def greedy(
 
 
 class _WatchedSampler(Sampler):
-    """Takes the likeliest tokens, and passes on what it chooses them by."""
+    """Takes the likeliest tokens, and forwards their logits."""
 
     def __init__(
         self, vocab_size: int, suppressed: Sequence[int], on_logits: Callable[[torch.Tensor], None] | None

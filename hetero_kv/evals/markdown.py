@@ -1,4 +1,4 @@
-"""Embeds others' texts in a Markdown page: none can break a table, or become a link or HTML."""
+"""Embeds foreign texts in a Markdown page: none can break a table, or become a link or HTML."""
 
 from __future__ import annotations
 

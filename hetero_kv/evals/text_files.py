@@ -1,4 +1,4 @@
-"""Reads others' text files, plain or gzipped, up to the most text that a run can use."""
+"""Reads text files, plain or gzipped, up to the largest text that a run can use."""
 
 from __future__ import annotations
 

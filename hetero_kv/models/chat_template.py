@@ -64,7 +64,7 @@ def rendered(
 
     Templates differ in what they accept. The conversation is shown in further forms where one is refused or its texts
     are left out: `developer` as `system`; arguments as a mapping, then as text; functions without a description or
-    parameters, then with empty ones; a thought and a content beside tool calls, then both as the thought. Thoughts are
+    parameters, then with empty ones; a thought and a content with tool calls, then both as the thought. Thoughts are
     shown apart from answers, so that a template may leave earlier ones out.
 
     Args:

@@ -1,8 +1,8 @@
 """The cache of named models: fetches their files once, complete and checked.
 
 `<home>/models/<model>/<file>` exists only after its size and SHA-256 are verified: a file is assembled in a folder next
-to it, then renamed. `<file>.verified` beside it says which state of the file was verified last, so that a start reads
-an unchanged file once. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
+to it, then renamed. `<file>.verified` next to it records the state of the file that was verified last, so that a start
+reads an unchanged file once. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_kv.durable_file import write_atomically
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.named import ModelFile, NamedModel
 from hetero_kv.models.progress import ProgressReport
-from hetero_kv.models.sources import Source, SourceError, remove_stale
+from hetero_kv.models.sources import FileSource, SourceError, remove_stale
 
 READ_BYTES = 1 << 22
 LOCK = "lock"
@@ -164,7 +164,7 @@ def _write_through(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:
+def _check_space(file: ModelFile, source: FileSource, pieces: Path) -> None:
     present = sum(path.stat().st_size for path in pieces.rglob("*") if path.is_file())
     needed = int(file.size * source.disk_factor) - present
     free = shutil.disk_usage(pieces).free

@@ -28,7 +28,7 @@ def checked_json(value: Any, what: str) -> str:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value has more than so many lists and mappings in each other."""
+    """Whether lists and mappings are nested more than `levels` deep in a value."""
     if not isinstance(value, dict | list):
         return False
     parts = value.values() if isinstance(value, dict) else value

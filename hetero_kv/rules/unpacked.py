@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 _logger = logging.getLogger(__name__)
 
 
-def warn_of_unpacked(model: PreTrainedModel, left: Iterable[nn.Module]) -> None:
-    """Warn once per model that the weights of `left` were packed in their file and are unpacked in memory.
+def warn_of_unpacked(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    """Warn once per model that the weights of `modules` were packed in their file and are unpacked in memory.
 
     `load_model` stores the file of an unpacked model as `hetero_kv_unpacked`; without it there is no warning.
 
     Args:
-        left: modules that the rules would have kept packed if they had been injected before the weights loaded.
+        modules: modules that the rules would have kept packed if they had been injected before the weights loaded.
     """
     path: Path | None = getattr(model, "hetero_kv_unpacked", None)
     if path is None:
         return
-    matrices = {id(weight): weight for module in left for weight in module.parameters() if weight.dim() > 1}
+    matrices = {id(weight): weight for module in modules for weight in module.parameters() if weight.dim() > 1}
     unpacked = sum(weight.nbytes for weight in matrices.values())
     if not unpacked or not path.exists():
         return

@@ -14,7 +14,7 @@ _Extent = tuple[torch.Tensor | None, int, int]
 
 
 @dataclass(eq=False)
-class Checkpoint:
+class Extent:
     """Where entries are stored: a buffer (None if there are none yet) and [start, end) in it.
 
     The extent is one attribute, so that an interrupt never leaves it half changed.
@@ -41,7 +41,7 @@ class GrowingTensor:
         self._start = self._end = 0
         # A buffer that two tensors share is written to by neither.
         self._is_shared = False
-        self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+        self._checkpoints: weakref.WeakSet[Extent] = weakref.WeakSet()
         # The page-locked copy of parked entries, and the GPU that they came from.
         self._parked: tuple[PageLocked, torch.device] | None = None
 
@@ -104,13 +104,13 @@ class GrowingTensor:
         forked._checkpoints = weakref.WeakSet()
         return forked
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> Extent:
         """Returns the state that `restore` takes to return to the present entries."""
-        made = Checkpoint(self.extent)
+        made = Extent(self.extent)
         self._checkpoints.add(made)
         return made
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Extent) -> None:
         """Return to the entries at `checkpoint`."""
         # A fork may use a buffer that this tensor has moved out of.
         self._is_shared = self._is_shared or checkpoint.extent[0] is not self._buffer

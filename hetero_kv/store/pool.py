@@ -13,7 +13,7 @@ _BLOCKS_AT_ONCE = 64
 
 
 class BlockPool(PoolArrays):
-    """A fixed number of blocks of `block_size` tokens of one layer, by which tokens of sequences are written and read.
+    """A fixed number of blocks of `block_size` tokens of one layer; writes and reads the tokens of sequences.
 
     Block tables know which sequence a block belongs to.
     """

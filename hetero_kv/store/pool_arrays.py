@@ -1,4 +1,4 @@
-"""The arrays of a pool: keys and values of blocks in their storage types, and what is derived from them."""
+"""The arrays of a pool: keys and values of blocks in their storage types, and arrays derived from them."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class PoolArrays:
         return made
 
     def put(self, ids: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Set blocks `ids` [blocks] int64 to what `encoded` and `derived_of` made: [blocks, ...] each, on the CPU."""
+        """Set blocks `ids` [blocks] int64 to results of `encoded` and `derived_of`: [blocks, ...] each, on the CPU."""
         for name, contents in arrays.items():
             getattr(self, name)[ids] = contents
 

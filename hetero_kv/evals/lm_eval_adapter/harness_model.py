@@ -26,12 +26,12 @@ _logger = logging.getLogger(__name__)
 
 # Requests that the engine has at a time. It batches and shares among all that wait, and looks through them every step.
 _MOST_WAITING = 256
-# Nobody reads along, so that prompts pass in large parts.
+# No reader waits for tokens, so prompts are computed in large parts.
 _NO_HURRY_S = 3600.0
 
 
 class LogLikelihood(NamedTuple):
-    """What a model says of a continuation.
+    """A model's log-likelihood of a continuation.
 
     Attributes:
         logprob: the sum of its tokens' log-probabilities, nats.
@@ -106,7 +106,7 @@ class HarnessModel:
     # -- log-likelihoods
 
     def loglikelihoods(self, pairs: Iterable[tuple[str, str]]) -> Iterator[LogLikelihood]:
-        """The log-likelihood of each continuation behind its context, in their order.
+        """The log-likelihood of each continuation after its context, in their order.
 
         A context may be empty; then the prefix token is the context. Continuations that differ in their last token
         alone are computed together.
@@ -217,7 +217,7 @@ class HarnessModel:
         return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""
 
     def tokenizer_name(self) -> str:
-        """A name of the tokenizer and its chat template, by which lm_eval tells stored requests apart."""
+        """A name of the tokenizer and its chat template, with which lm_eval distinguishes stored requests."""
         template = f"{self.chat_template()}{self._template_variables}"
         return f"{self.loaded.name}-{hashlib.sha256(template.encode()).hexdigest()[:8]}".replace("/", "__")
 
@@ -267,7 +267,7 @@ class HarnessModel:
         return [_Scored(context, request.continuation) for context, request in zip(contexts, requests, strict=True)]
 
     def _contexts_that_fit(self, contexts: Sequence[list[int]], rooms: Sequence[int], what: str) -> list[list[int]]:
-        """The contexts, each short enough for `rooms` tokens behind it; `what` names these.
+        """The contexts, each short enough for `rooms` tokens after it; `what` names these.
 
         Raises HeteroKVError if a context is too long and `truncation` does not say "left", or if no context fits.
         """

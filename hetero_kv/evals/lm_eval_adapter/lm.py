@@ -43,7 +43,7 @@ def lm_class() -> type:
         raise ConfigError(f"lm_eval cannot be imported ({error}); install it: pip install lm-eval") from error
 
     class HeteroKVLM(LM):
-        """lm_eval's view of a model under rules. Arguments: `ModelArguments`, beside lm_eval's own three.
+        """lm_eval's view of a model under rules. Arguments: `ModelArguments`, in addition to lm_eval's own three.
 
         Args:
             batch_size, max_batch_size, device: lm_eval's flags of these names; None if they are not given.
@@ -124,7 +124,7 @@ def lm_class() -> type:
             return self.harness_model.tokenizer_name()
 
         def get_model_info(self) -> dict[str, Any]:
-            """What lm_eval writes beside the results, besides `model_args`."""
+            """The information that lm_eval writes with the results, in addition to `model_args`."""
             model = self.harness_model
             return {
                 "hetero_kv_version": metadata.version("hetero-kv"),

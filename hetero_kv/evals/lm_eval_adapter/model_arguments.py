@@ -15,7 +15,7 @@ from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.trusted_names import trusted_names
 
 WHERE = "model_args"
-#: What `truncation` may be.
+#: The values of `truncation`.
 REFUSE, LEFT = "refuse", "left"
 _DEFAULT_BATCH = 8
 # Of lm_eval's command.
@@ -91,7 +91,7 @@ class ModelArguments:
 
 
 def device_of(argument: str | None, flag: str | None) -> str | None:
-    """The device, from `device` in `model_args` and the flag `--device`, which lm_eval sets to "cuda:0" by itself.
+    """The device, from `device` in `model_args` and the flag `--device`, which lm_eval sets to "cuda:0" by default.
 
     As under lm_eval's own model `hf`, a machine without a GPU then computes on the CPU, and a warning says so.
 

@@ -17,7 +17,7 @@ from hetero_kv.models.gguf.vocabulary import token_id
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 VOCABULARY = "tokenizer.ggml.tokens"
-#: Setting -> key behind `tokenizer.ggml.`.
+#: Setting -> key after `tokenizer.ggml.`.
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 #: Model type -> its class of a causal language model, where transformers' table of these lacks it.
 UNREGISTERED = {"mistral4": "Mistral4ForCausalLM"}

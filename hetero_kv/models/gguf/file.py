@@ -58,7 +58,7 @@ class TensorInfo:
 
 
 class FileState(NamedTuple):
-    """What changes when a file does: its size in bytes, the times of changes to it, nanoseconds, and its inode."""
+    """A file's state: its size in bytes, the times of changes to it, nanoseconds, and its inode."""
 
     size: int
     modified: int
@@ -90,7 +90,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the header of `path`, and of the other parts beside it if the model is split.
+        """Read the header of `path`, and of the other parts in its folder if the model is split.
 
         Raises:
             ModelError: the file or a part of the model is missing, is no GGUF file, has an unsupported version or byte

@@ -1,4 +1,4 @@
-"""What the names of GGUF files say: which are models, and which are later parts of one."""
+"""The roles of GGUF files by their names: models, and later parts of split ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 #: The name of a part of a split model, by llama.cpp's convention; numbers begin with 1.
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
-#: Names of files beside a model: its image or audio encoder, what quantized it, models that draft its tokens.
+#: Names of files that accompany a model: image or audio encoders, importance matrices, models that draft its tokens.
 _BESIDE = re.compile(r"(.*[-._])?(mmproj|imatrix)\b.*|(mtp|eagle3|dflash|dspark)-.*", re.IGNORECASE)
 _ENCODER = re.compile(r"(.*[-._])?mmproj\b.*", re.IGNORECASE)
 

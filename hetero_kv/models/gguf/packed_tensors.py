@@ -50,7 +50,7 @@ class PackedTensor:
 
     @property
     def identity(self) -> str:
-        """What decides the packed bytes, besides the file and the code."""
+        """The settings that determine the packed bytes, in addition to the file and the code."""
         order = b"" if self.order is None else self.order.astype(np.int64).tobytes()
         kind = self.info.quantization.name
         return f"{self.info.name} {kind} {list(self.info.shape)} {hashlib.sha256(order).hexdigest()}"

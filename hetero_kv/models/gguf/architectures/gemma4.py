@@ -18,7 +18,7 @@ SHARED = "attention.shared_kv_layers"
 WIDTH = "feed_forward_length"
 FACTORS = "rope_freqs.weight"
 PER_LAYER_EMBEDDING = "per_layer_token_embd.weight"
-#: What the frequency of a pair is divided by that is not rotated, as float32.
+#: The divisor of the frequency of a pair that is not rotated, as float32.
 NOT_ROTATED = 1.0000000150474662e30
 
 
