@@ -73,8 +73,8 @@ class Kept:
         return cls(keys[:, :, :0], values[:, :, :0], torch.arange(0))
 
     def grown(self, keys: torch.Tensor, values: torch.Tensor) -> Kept:
-        """With new tokens behind: keys [batch, kv_heads, tokens, k_dim], values likewise."""
-        # The newest token always stays, so that what comes next is behind it.
+        """Append new tokens: keys [batch, kv_heads, tokens, k_dim], values likewise."""
+        # The newest token always stays, so the next tokens follow it.
         start = int(self.positions[-1]) + 1 if len(self.positions) else 0
         positions = torch.arange(start, start + keys.shape[2])
         parts = ((self.keys, keys, 2), (self.values, values, 2), (self.positions, positions, 0))
