@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import brief_error
-from hetero_kv.serving.speculation.burst import Burst
 from hetero_kv.serving.checkpoints import KeptCheckpoint
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.speculation.burst import Burst
 from hetero_kv.serving.stream import FinishReason
 
 _logger = logging.getLogger(__name__)

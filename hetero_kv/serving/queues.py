@@ -53,7 +53,7 @@ class Queues:
         self.running.append(request)
 
     def leave(self, request: Request) -> HeteroCache | None:
-        """Remove a request from the queues; free its sequence on the disk and its drafter's memory. Returns its cache."""
+        """Remove a request; free its sequence on the disk and its drafter's memory. Returns its cache."""
         self.departures += 1
         if self.prefilling is request:
             self.prefilling = None
