@@ -81,9 +81,9 @@ def _widened(builder: ir.IRBuilder, sums: ir.Value) -> ir.Value:
 
 
 def _computed_here(builder: ir.IRBuilder, values: list[ir.Value]) -> list[ir.Value]:
-    """Returns the values, which LLVM must compute before any that follow from them, by an empty assembler text.
+    """Returns the values; empty inline assembly makes LLVM compute them before any that follow from them.
 
-    Otherwise it unpacks all codes of a group first, and spills them: half as many products per second.
+    Otherwise LLVM unpacks all codes of a group first, and spills them: half as many products per second.
     """
     kinds = [each.type for each in values]
     function = ir.FunctionType(ir.LiteralStructType(kinds), kinds)

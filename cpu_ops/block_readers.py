@@ -1,7 +1,7 @@
 """Readers of the blocks of GGML's quantized formats, a device function per format.
 
 A reader takes the bytes of one block of a row. It writes the unsigned codes of the block's columns (Q8_0: the bytes of
-the signed codes), and the scales and minimums that are bytes. It returns the bits of the block's
+the signed codes), and the scales and minimums that are stored as bytes. It returns the bits of the block's
 float16 scale and minimum.
 """
 

@@ -1,4 +1,4 @@
-"""Packs blocks of formats with a codebook in tiles: bits of a file move, and one kernel moves them for every format."""
+"""Packs blocks of formats with a codebook into tiles; one kernel moves the bits of every format."""
 
 from functools import cache
 from typing import Any

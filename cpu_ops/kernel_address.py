@@ -1,7 +1,7 @@
 """Kernels that call other kernels by address.
 
-Numba compiles every kernel that a kernel names into it, once for each combination. A kernel that takes the address of
-another calls the compiled code, so that one caller serves every shape.
+Numba compiles every kernel that a kernel calls by name into the caller, once for each combination. A kernel that takes
+the address of another calls the compiled code, so that one caller serves every shape.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Loads kernels from Numba's on-disk cache without what only compiling other kernels needs.
+"""Loads kernels from Numba's on-disk cache without the data that is needed only to compile other kernels.
 
 Bitcode. With a kernel's machine code, Numba keeps its bitcode, from which other kernels inline it. Parsing that takes
 most of the time of loading a kernel. Here it is parsed when a kernel that inlines it is compiled; the names that it

@@ -127,7 +127,7 @@ def _region(
     isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, tiles: TileSizes, divisor: int,
     softcapped: bool, offset: bool, by_token: bool,
 ) -> Any:  # fmt: skip
-    """The same, for tiles; Numba's disk cache keys it by the constants below, all plain values.
+    """Compile `region` for these tile sizes; Numba's disk cache keys it by the constants below, all plain values.
 
     divisor: the block size, by which a token's number is divided; 0 where lists are of blocks.
     """

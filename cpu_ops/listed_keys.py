@@ -62,7 +62,7 @@ def mask_future(listed, filled, position, scores):
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def outgrown(most, at, fresh, factor):
-    """Whether a score of `fresh` exceeds that of `most`, from `at` on, by so much that sums must be rescaled to it.
+    """Whether a score of `fresh`, from `at` on, exceeds the maximum in `most` by so much that sums must be rescaled.
 
     Weights up to 2 ** `_ROOM` are allowed: most new maxima are smaller than that, and a float32 sum has the same
     relative precision at any scale.

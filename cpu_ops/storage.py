@@ -1,7 +1,7 @@
 """Storage types of cached keys and values, and their decoders for kernels.
 
 A storage type is registered with one function that emits LLVM IR to load elements as float32. Kernels are generated per
-storage type, so that a new type needs one function here and nothing elsewhere.
+storage type, so that reading a new type needs one function here. A kernel that stores it needs one in `token_store`.
 
 A pool's numpy dtype identifies its storage type. Formats without a numpy number are records: one record stores a group
 of values, so that a vector of `dim` values takes `dim // group` records.

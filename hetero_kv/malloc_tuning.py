@@ -30,7 +30,7 @@ def _library() -> Any:
 def give_back_freed_memory() -> None:
     """Return freed memory to the operating system.
 
-    glibc keeps it: after a conversion of weights more than the weights take.
+    glibc keeps it; after a conversion of weights that can be more than the weights' own size.
     """
     library = _library()
     if library is not None:

@@ -12,7 +12,7 @@ PIECE = 64
 
 
 def salted(identity: str, salt: str) -> str:
-    """The digest of an identity under a tenant's salt: without the salt no address can be found. "" is no salt."""
+    """The digest of an identity under a tenant's salt, without which no address can be computed. "" is no salt."""
     return hashlib.sha256(f"{identity} {salt}".encode()).hexdigest() if salt else identity
 
 

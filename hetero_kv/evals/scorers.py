@@ -122,7 +122,7 @@ def edit_similarity(prediction: str, expected: str) -> float:
 
 
 def classification(prediction: str, expected: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the answer names, if the right one is among them.
+    """1/n if the right class is among the n classes that the answer names; otherwise 0.
 
     A class whose name is part of the right one's does not count as named.
     """

@@ -17,8 +17,8 @@ from hetero_kv.serving.request import Request
 _logger = logging.getLogger(__name__)
 #: The largest distance between checkpoints of a prompt, tokens: a later prompt that diverges recomputes at most these.
 EVERY = 1024
-#: Tokens of a prompt after its last checkpoint but one: a later turn diverges at the chat template's beginning of an
-#: answer (`<think>`, an empty thought), which these cover.
+#: Tokens of a prompt after its second-to-last checkpoint. They cover the tokens of the chat template that begin an
+#: answer (`<think>`, an empty thought), where a later turn diverges.
 TAIL = 16
 # Shorter prompts get no part for their tail: it would take as long as computing the prompt again.
 _LEAST = 4 * TAIL

@@ -189,7 +189,7 @@ class ResidentPrefixes:
             return Prefix(None, Reuse(reason="not_exact" if listed else "nothing_kept"))
         new, now = np.array(prompt), candidates[0].cache.injection.state()
         commons = [min(_common(each.tokens, new), len(new) - 1) for each in candidates]
-        # Of equal ones the most recently used.
+        # Among equals, the most recently used.
         longest = max(range(len(candidates)), key=lambda number: (commons[number], number))
         common, alike = commons[longest], candidates[longest]
         best: tuple[int, Known] | None = None

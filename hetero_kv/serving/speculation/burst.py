@@ -63,7 +63,7 @@ class Burst:
     def end(self) -> None:
         """Drop the tokens that follow the chosen ones from the cache; the newest chosen token is not stored.
 
-        Repeatable after an interrupt.
+        After an interrupt it can be called again.
         """
         if self._stored is not None:
             self._stored.keep(max(1, self._chosen))

@@ -1,6 +1,6 @@
 """Storage types: the number formats of keys and values in DRAM.
 
-A new storage type is one file here, imported below, and the function of the same name in `cpu_ops.storage`, which
+A new storage type is one file here, imported below, and the function of its `kernel` name in `cpu_ops.storage`, which
 reads it in a kernel.
 """
 
