@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.server.cluster.messages import Alive, Burst, Message, RemoteRequest
+from hetero_kv.server.cluster.messages import Alive, Message, NextPieces, RemoteRequest
 from hetero_kv.serving.stream import Completion, Piece, ResultStream
 
 
@@ -27,7 +27,7 @@ class ArrivingResult:
     def take(self, message: Message) -> None:
         """The next message of a replica."""
         match message:
-            case Burst():
+            case NextPieces():
                 if self._first_token_s is None:
                     self._first_token_s = time.perf_counter() - self._began
                 self.pieces.extend(message.pieces)

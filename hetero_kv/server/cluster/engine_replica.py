@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError, is_out_of_memory
 from hetero_kv.server.cluster.autoscaling import LOAD, load
-from hetero_kv.server.cluster.messages import Alive, Burst, Message, ModelFacts, RemoteRequest, Taken
+from hetero_kv.server.cluster.messages import Alive, Message, ModelFacts, NextPieces, RemoteRequest, Taken
 from hetero_kv.server.launch import log_to_standard_error
 from hetero_kv.server.plan import ServerPlan
 from hetero_kv.server.served import ServedModel
@@ -95,7 +95,7 @@ class EngineReplica:
         try:
             stream = ask(self._served[request.model])
             async for pieces in ticking(stream.bursts(self._pause_s), ALIVE_S):
-                yield Alive(stream.progress) if pieces is None else Burst(pieces)
+                yield Alive(stream.progress) if pieces is None else NextPieces(pieces)
             yield await stream
         except Exception as error:
             if not isinstance(error, HeteroKVError) and not is_out_of_memory(error):

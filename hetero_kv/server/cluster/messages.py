@@ -57,7 +57,7 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Burst:
+class NextPieces:
     """The next tokens of an answer."""
 
     pieces: Sequence[Piece]
@@ -65,7 +65,7 @@ class Burst:
 
 #: What a replica sends: `Taken` at first, `Alive` while nothing else comes, the answer's tokens, and at the end the
 #: result, or an error that is the request's own.
-Message = Taken | Alive | Burst | Completion | Attended | Exception
+Message = Taken | Alive | NextPieces | Completion | Attended | Exception
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hetero_kv.server.checked_flags import checked
 from hetero_kv.server.cluster.arriving_result import ArrivingResult
 from hetero_kv.server.cluster.autoscaling import LOAD
 from hetero_kv.server.cluster.engine_replica import EngineReplica
-from hetero_kv.server.cluster.messages import Burst, RemoteRequest, Taken
+from hetero_kv.server.cluster.messages import NextPieces, RemoteRequest, Taken
 from hetero_kv.server.cluster.placement import Placement
 from hetero_kv.server.command import add_flags
 from hetero_kv.server.plan import ServerPlan
@@ -69,7 +69,7 @@ def messages(replica, request, most=1000):
 def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
     taken, *bursts, result = messages(replica, remote_request([5, 6, 7]))
     assert taken == Taken("first")
-    assert all(isinstance(each, Burst) for each in bursts)
+    assert all(isinstance(each, NextPieces) for each in bursts)
     assert isinstance(result, Completion)
     assert [piece for burst in bursts for piece in burst.pieces] == list(result.pieces)
     assert len(bursts[0].pieces) == 1
