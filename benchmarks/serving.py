@@ -149,7 +149,9 @@ def measured(model: str, recipe: str, arguments: argparse.Namespace) -> dict[str
     """All figures of a recipe."""
     room = max(arguments.prompt, arguments.context) + 1024
     loaded = load_model(model, config=recipe, max_seq_len=room)
-    with Engine(loaded, max_seq_len=room, max_batch=arguments.rows, starts_thread=False) as engine:
+    # Guesses would make several tokens of a step, which are not counted here.
+    settings = {"max_batch": arguments.rows, "speculation": "off", "starts_thread": False}
+    with Engine(loaded, max_seq_len=room, **settings) as engine:
         rows = by_rows(engine, arguments.context, arguments.rows, arguments.repeats)
         return {
             "recipe": recipe,
