@@ -135,7 +135,8 @@ def _identity(model: Any, operators: Mapping[str, Any], engine: Any, packed: str
 
 def _described(path: str, operator: Any) -> list[Any]:
     settings = operator.settings
-    return [path, type(operator).__qualname__, asdict(settings) if is_dataclass(settings) else settings]
+    fields = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else settings
+    return [path, type(operator).__qualname__, fields]
 
 
 def _digest(text: str) -> str:

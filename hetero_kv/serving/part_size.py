@@ -35,6 +35,11 @@ class PartSize:
         self._step_s = 0.0
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens computed per second; None before the first ones."""
+        return 1 / self._token_s if self._token_s else None
+
+    @property
     def decode_s(self) -> float:
         """Seconds of a step of decoding; 0 before the first one."""
         return self._step_s

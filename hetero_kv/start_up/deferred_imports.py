@@ -43,7 +43,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        loaders = {COMPILER: _Deferring, AVAILABILITY: _Changing}
+        loaders: dict[str, Any] = {COMPILER: _Deferring, AVAILABILITY: _Changing}
         if fullname not in loaders:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -120,12 +120,13 @@ class _Deferred:
                 self._execute()
             return getattr(self._module, name)(function, *args, **kwargs)
 
-        def mark() -> Any:
+        marked: Callable[..., Any] = function
+
+        def mark() -> None:
             nonlocal marked
             marked = getattr(self._module, name)(function, *args, **kwargs)
 
         self._marks.append(mark)
-        marked = function
         if name in _MARKS:
             return function
 
