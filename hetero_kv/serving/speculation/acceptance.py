@@ -8,10 +8,10 @@ from hetero_kv.serving.speculation.draft_length import MOST_GUESSES
 
 # What is assumed of every place at first, and for how many guesses it counts.
 _FIRST_ODDS, _FIRST_WEIGHT = 0.7, 3.0
-# How fast earlier guesses are forgotten, by each later one in the same place.
+# The weight that earlier guesses keep at each later one in the same place.
 _KEPT = 0.93
-# How far the odds return to the first ones with each token that nobody guessed: to try again costs little, because the
-# draft model then has some hundred tokens to pass.
+# How far the odds return to the first ones with each token that was not guessed. Trying again is cheap: the draft model
+# then has only some hundred tokens to compute.
 _RETURNED = 1 / 256
 
 
@@ -32,11 +32,11 @@ class Acceptance:
         return [right / seen for right, seen in zip(self._right[:most], self._seen, strict=False)]
 
     def guessed(self, guesses: Sequence[int]) -> None:
-        """These are the guesses at the tokens that come next."""
+        """Record the guesses at the next tokens."""
         self._guesses, self._place = guesses, 0
 
     def add(self, token: int) -> None:
-        """The sequence goes on with this token."""
+        """Record the sequence's next token."""
         place = self._place
         if place == len(self._guesses):
             self._return()
@@ -44,7 +44,7 @@ class Acceptance:
         is_right = self._guesses[place] == token
         self._right[place] = self._right[place] * _KEPT + is_right
         self._seen[place] = self._seen[place] * _KEPT + 1
-        # Behind a wrong guess nothing is known of the others, and the token behind the last right one is no guess.
+        # Nothing is known of the guesses after a wrong one, and the token after the last right one was not guessed.
         self._place = place + 1
         if not is_right:
             self.guessed(())

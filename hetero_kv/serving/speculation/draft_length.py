@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as bring the most tokens a second, by their odds and by what rows cost here."""
+"""How many tokens to draft: the number with the most expected tokens per second, by odds and by the cost of rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import median
 
 #: The most guesses of one sequence in a forward.
 MOST_GUESSES = 12
-#: Each further row's share of a step with fewer, until one with as many rows was measured.
+#: Cost of each further row, as a share of a step with fewer rows, until a step with as many rows was measured.
 _FIRST_SHARE = 0.12
-# The latest steps of a number of rows whose median counts, and how many there must be: the first one may be an outlier.
+# The median is of the latest steps with a number of rows, and needs a few of them: the first one may be an outlier.
 _LATEST, _LEAST = 7, 3
-# After so many steps without this number of rows its median is forgotten: the machine, or the contexts, may be others.
+# A median is dropped after so many steps without its number of rows: contexts, or the machine's load, have changed.
 _FORGOTTEN = 2000
-# A draft must promise this much more than none, because measurements and odds are not exact.
+# A draft must promise this many times the tokens per second without one: measurements and odds are not exact.
 _LEAST_GAIN = 1.03
 
 
@@ -35,7 +35,7 @@ class StepCosts:
         return bool(self._medians)
 
     def took(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took this long."""
+        """Record a step of `rows` rows."""
         latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
         latest.append(seconds)
         if len(latest) >= _LEAST:
@@ -47,18 +47,18 @@ class StepCosts:
             self._medians.pop(each, None)
 
     def line(self, most: int) -> tuple[float | None, float]:
-        """Seconds of a step of one row, None if unknown, and what each further one adds to it, up to `most` rows."""
+        """Seconds of a step of one row, None if unknown, and those that each further row adds, up to `most` rows."""
         if not self.is_known:
             return None, 0.0
         one = self.of(1)
         return one, max(0.0, self.of(most) - one) / max(1, most - 1)
 
     def of(self, rows: int) -> float:
-        """The seconds of a step of so many rows; between and behind measured numbers, by the nearest ones.
+        """The seconds of a step of `rows` rows, from the nearest measured numbers of rows.
 
         At least one number of rows must be measured (`is_known`).
         """
-        # Forks of a conversation measure in threads of their own.
+        # Forks of a conversation record steps in other threads.
         known = self._medians.copy()
         if rows in known:
             return known[rows]

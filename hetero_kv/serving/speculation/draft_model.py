@@ -1,4 +1,4 @@
-"""A draft model: a small model of the same vocabulary guesses what a larger one says next.
+"""A draft model: a small model of the same vocabulary guesses the next tokens of a larger one.
 
 Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318) with greedy guesses.
 """
@@ -24,48 +24,47 @@ from hetero_kv.serving.speculation.draft_length import MOST_GUESSES, StepCosts
 from hetero_kv.serving.speculation.model_drafter import ModelDrafter
 
 _logger = logging.getLogger(__name__)
-# The most tokens of a sequence that pass in one forward with the last tokens of others: those of a whole draft, and the
-# one behind.
+# A sequence with at most so many tokens to compute is in one forward with others: those of a whole draft and the next.
 _FEW = MOST_GUESSES + 1
-# The most tokens of a prompt that pass at once.
+# The largest part of a prompt that is computed at once, tokens.
 _PART = 2048
-# Sequences whose tokens stay, for those that begin alike: a conversation's next turn, a document's next question.
+# Ended sequences that are kept for later ones with the same prefix, such as a conversation's next turn.
 _KEPT = 16
 
 
 class DraftModel:
     """Guesses the next tokens of sequences, which have caches of their own in one store.
 
-    A sequence's tokens pass in parts, one part of one sequence a step, so that neither its own answer nor others stand
-    still: the answer goes on without guesses meanwhile. One that begins as an earlier one takes over its keys and
-    values. All sequences that have passed guess in joint forwards.
+    A sequence is prefilled in parts, one part of one sequence per step, so that no answer stalls; its answer continues
+    without guesses meanwhile. A sequence reuses the keys and values of an earlier one with the same prefix. All
+    prefilled sequences guess in joint forwards.
 
     Args:
         loaded: the model, with rules, whose layers can take tokens back (`ModelForward.why_no_drafts`).
-        store: has room for the sequences.
+        store: the store of its sequences' keys and values.
         vocab_size: number of the larger model's logits.
-        longest_gap_s: what a part of a prompt shall take at the most, seconds.
+        longest_gap_s: a target for the time of a part of a prompt, seconds.
 
     Attributes:
         name: the model's, by which requests name it.
-        costs: what its steps take.
+        costs: the seconds of its steps.
     """
 
     def __init__(self, loaded: LoadedModel, store: Store, vocab_size: int, longest_gap_s: float) -> None:
         self.name, self.costs = loaded.name, StepCosts()
         self._forward, self._store = ModelForward(loaded.model, loaded.tokenizer), store
         injection = loaded.model.hetero_kv_injection
-        # Forks of a conversation guess in threads of their own.
+        # Forks of a conversation guess in other threads.
         self._lock = injection.one_at_a_time
         self._vocab_size: int = loaded.model.config.get_text_config(decoder=True).vocab_size
-        # Padding of the one may go beyond that of the other.
+        # The models' vocabularies may be padded to different sizes.
         self._common_size = min(vocab_size, self._vocab_size)
         self._kept = ResidentPrefixes(injection.attention_operators(), _KEPT)
         self._live: weakref.WeakSet[ModelDrafter] = weakref.WeakSet()
         self._part_size = PartSize(longest_gap_s, _PART)
-        # Whether its weights have been read: the first part waits for the disk, and says nothing of its speed.
+        # Whether its weights have been read: the first part waits for the disk and is not timed.
         self._is_warm = False
-        # How many sequences guessed together last.
+        # Number of sequences in the last joint guess.
         self._together = 1
 
     @property
@@ -75,7 +74,7 @@ class DraftModel:
 
     @property
     def guess_s(self) -> float:
-        """Seconds that a guess of one of the sequences takes, which guess together; 0 before it was measured."""
+        """Seconds that a guess of one sequence takes, its share of a joint guess; 0 before the first measurement."""
         return self.costs.of(self._together) / self._together if self.costs.is_known else 0.0
 
     def drafter(self, tokens: Sequence[int], tenant: str = "") -> ModelDrafter:
@@ -90,10 +89,10 @@ class DraftModel:
     ) -> list[list[int]]:
         """The next guesses of several sequences, at most `counts` of each.
 
-        A sequence has none while its tokens pass, and none if the draft model fails for it, which ends its drafter.
+        A sequence has none during its prefill, and none if the draft model fails for it, which ends its drafter.
 
         Args:
-            worth_s: of each sequence, the seconds that its guesses may save; a prompt that takes longer does not pass.
+            worth_s: of each sequence, the seconds that its guesses may save; a prefill that takes longer is not begun.
         """
         with self._lock:
             ready = self._ready(drafters, counts, worth_s)
@@ -101,7 +100,7 @@ class DraftModel:
         return [found.get(index, []) for index in range(len(drafters))]
 
     def release(self, drafter: ModelDrafter) -> None:
-        """Take back the memory of a sequence, and keep it for sequences that begin alike while there is room."""
+        """Release a sequence; its blocks are kept for sequences with the same prefix while memory allows."""
         with self._lock:
             cache = drafter.cache
             if cache is None:
@@ -117,15 +116,15 @@ class DraftModel:
                 drafter.cache = None
 
     def close(self) -> None:
-        """Free what is kept of sequences that were given back."""
+        """Free the blocks of released sequences."""
         with self._lock:
             while self._kept.drop_oldest():
                 pass
 
-    # -- what has passed
+    # -- prefill
 
     def _ready(self, drafters: Sequence[ModelDrafter], counts: Sequence[int], worth_s: Sequence[float]) -> list[int]:
-        """Which of the sequences have only few tokens to pass; of one of the others a part passes now."""
+        """Which sequences have only few tokens left to compute; a part of one of the others is computed now."""
         ready, passes = [], False
         for index, (drafter, count, seconds) in enumerate(zip(drafters, counts, worth_s, strict=True)):
             try:
@@ -142,7 +141,7 @@ class DraftModel:
         return ready
 
     def _begin(self, drafter: ModelDrafter) -> None:
-        """Let a sequence's cache have a beginning of its tokens and nothing else."""
+        """Make a sequence's cache hold a prefix of its tokens and nothing else."""
         if drafter.cache is not None:
             drafter.go_back()
             return
@@ -155,8 +154,8 @@ class DraftModel:
         drafter.begin(self._forward.new_cache(self._store) if found is None else found)
 
     def _pass_part(self, drafter: ModelDrafter, worth_s: float) -> bool:
-        """Pass a part of a sequence; returns whether it was worth that."""
-        # The last one passes with those of others, because its logits are guesses.
+        """Compute a part of a sequence, unless that takes longer than its guesses may save; returns whether it did."""
+        # The last token is computed with those of other sequences, because its logits are guesses.
         missing, speed = drafter.missing[:-1], self._part_size.tokens_per_s
         if speed is not None and len(missing) / speed > worth_s:
             return False
@@ -173,7 +172,7 @@ class DraftModel:
         return True
 
     def _require_room(self, drafter: ModelDrafter, tokens: int) -> None:
-        """Drop kept sequences until there is room for more tokens of one. Raises CacheFullError if that is in vain."""
+        """Drop kept sequences until more tokens of one fit. Raises CacheFullError if they do not fit even then."""
         cache = drafter.cache
         assert cache is not None
         while True:
@@ -190,7 +189,7 @@ class DraftModel:
     # -- guessing
 
     def _guessed(self, rows: Sequence[tuple[ModelDrafter, int]]) -> list[list[int]]:
-        """The guesses of sequences of which few tokens are missing; those that fail together guess one by one."""
+        """The guesses of sequences with few missing tokens; after a joint failure each guesses alone."""
         if not rows:
             return []
         found: list[list[int]] = [[] for _ in rows]
@@ -226,7 +225,7 @@ class DraftModel:
             logits = self._passed([rows[index][0] for index in guessing], [[found[index][-1]] for index in guessing])
 
     def _passed(self, drafters: Sequence[ModelDrafter], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Pass these tokens of each sequence. Returns the logits [vocab] behind the last one of each."""
+        """Compute these tokens of each sequence. Returns the logits [vocab] after the last one of each."""
         began = time.perf_counter()
         for drafter, each in zip(drafters, tokens, strict=True):
             drafter.passing(each)

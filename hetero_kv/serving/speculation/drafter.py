@@ -1,4 +1,4 @@
-"""What guesses the next tokens of one sequence, and how many of its guesses were right."""
+"""The interface of drafters, which guess the next tokens of one sequence, and counts of their guesses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Drafter(Protocol):
         """Seconds that a guess takes."""
 
     def add(self, token: int) -> None:
-        """The sequence goes on with this token."""
+        """Record the sequence's next token."""
 
     def odds(self, most: int) -> list[float]:
         """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
@@ -23,7 +23,7 @@ class Drafter(Protocol):
         """The next guesses, at most `count`, for which there were odds."""
 
     def release(self) -> None:
-        """Give back its memory. Further guesses take it again. Repeatable."""
+        """Free its memory; the next guess allocates it again. It can be called again."""
 
 
 @dataclass
@@ -34,6 +34,6 @@ class DraftCounts:
     accepted: int = 0
 
     def add(self, drafted: int, accepted: int) -> None:
-        """So many more."""
+        """Add the counts of a forward."""
         self.drafted += drafted
         self.accepted += accepted

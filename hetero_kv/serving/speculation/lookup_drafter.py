@@ -1,8 +1,8 @@
-"""Drafts from what was said before: the longest end of a sequence that also occurs earlier in it goes on as there.
+"""Drafts by lookup: the longest suffix of a sequence that also occurs earlier in it is continued as there.
 
 Prompt lookup (Saxena 2023), with the choice among several places of REST (He et al. 2023, arXiv:2311.08252): the place
-with the longest common end counts, among equals the last one. Whether its next token was right is seen at every token,
-drafted or not, so that the odds of a guess cost nothing.
+with the longest common suffix counts, among equals the last one. Every token of the answer, drafted or not, shows
+whether the lookup was right, so that the odds of a guess cost nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 #: Tokens of the hashed n-grams, the longer tried first.
 GRAMS = (6, 2)
-# How many earlier places of an n-gram are compared.
+# The largest number of earlier places of an n-gram that are compared.
 _PLACES = 16
-#: The longest common end that is told from others, tokens.
+#: Common suffixes of more tokens count as this long.
 LONGEST = 32
-# By length of the common end (from 2, 3, 5, 9, 17 and 32 tokens on): how often its next token is right, at first.
+# The first odds that the next token is right, by length of the common suffix (2, 3, 5, 9, 17 and 32 tokens or more).
 _LEAST = (2, 3, 5, 9, 17, 32)
 _FIRST_ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9)
-# How many tokens these count for, and how fast earlier ones are forgotten.
+# How many tokens these count for, and the weight that earlier tokens keep at each later one.
 _FIRST_WEIGHT = 3.0
 _KEPT = 0.93
 # Of the hashes, which are polynomials of an n-gram's tokens in 64 bits.
@@ -28,13 +28,13 @@ _FACTOR, _ALL_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class LookupDrafter:
-    """Guesses the next tokens of one sequence. A token takes some microseconds, whatever the sequence's length.
+    """Guesses the next tokens of one sequence, in microseconds per token at any length.
 
     Args:
-        tokens: of the prompt, documents included.
+        tokens: the prompt's, including documents.
     """
 
-    #: Seconds that a guess takes; nothing that counts beside a forward.
+    #: Seconds that a guess takes: negligible compared with a forward.
     guess_s = 0.0
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -43,12 +43,12 @@ class LookupDrafter:
         self._tables = [_Places(self._tokens, numbers, size) for size in GRAMS]
         self._right = [odds * _FIRST_WEIGHT for odds in _FIRST_ODDS]
         self._seen = [_FIRST_WEIGHT] * len(_FIRST_ODDS)
-        # The place of the next token in the earlier text (0: none), and the length of the common end before it.
+        # The place of the next token in the earlier text (0: none), and the length of the common suffix before it.
         self._next, self._common = 0, 0
         self._look_up()
 
     def add(self, token: int) -> None:
-        """The sequence goes on with this token."""
+        """Record the sequence's next token."""
         tokens = self._tokens
         is_right = bool(self._next) and tokens[self._next] == token
         if self._next:
@@ -75,12 +75,12 @@ class LookupDrafter:
         tokens, place, end = self._tokens, self._next, len(self._tokens)
         found: list[int] = []
         for index in range(place, place + count):
-            # Text that repeats itself goes on with what was guessed.
+            # A guess beyond the known text repeats the guesses.
             found.append(tokens[index] if index < end else found[index - end])
         return found
 
     def release(self) -> None:
-        """See `Drafter`; it keeps nothing outside of itself."""
+        """See `Drafter`; nothing to free."""
 
     def _look_up(self) -> None:
         tokens = self._tokens

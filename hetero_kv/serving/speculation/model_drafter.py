@@ -1,4 +1,4 @@
-"""Guesses of a draft model for one sequence: what of it the draft model's cache has."""
+"""A draft model's guesses for one sequence, and which of its tokens the draft model's cache has."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _logger = logging.getLogger(__name__)
 class ModelDrafter:
     """Guesses the next tokens of one sequence by a draft model.
 
-    Its cache is made with the first guess. Guesses stay in it until the next ones, when the wrong ones are dropped.
+    Its cache is created with the first guess. Guesses stay in it until the next draft, which drops the wrong ones.
 
     Args:
-        model: computes; several drafters of it in one forward.
-        tokens: of the prompt.
-        tenant: whose the sequence is.
+        model: the draft model, which computes several drafters in one forward.
+        tokens: the prompt's.
+        tenant: the owner of the sequence.
 
     Attributes:
-        tokens: of the sequence, as far as they are known.
-        cache: the draft model's keys and values; None before the first guess and when they were given back.
-        is_over: whether it guesses no more, because the draft model failed for this sequence.
+        tokens: the sequence's known tokens.
+        cache: the draft model's keys and values; None before the first guess and after `release`.
+        is_over: whether it has stopped guessing because the draft model failed for this sequence.
     """
 
     def __init__(self, model: DraftModel, tokens: Sequence[int], tenant: str = "") -> None:
@@ -38,15 +38,15 @@ class ModelDrafter:
         self.cache: HeteroCache | None = None
         self.is_over = False
         self._acceptance = Acceptance()
-        # The cache has so many of `tokens`, and behind them the first of `_behind`, as many as its length says.
+        # The cache has the first `_verified` of `tokens`, followed by tokens of `_behind` up to its length.
         self._verified = 0
         self._behind: list[int] = []
-        # A copy of what layers do not keep of earlier tokens, from before the guesses.
+        # A checkpoint of layers that lose earlier tokens, from before the guesses.
         self._point: Checkpoint | None = None
 
     @property
     def guess_s(self) -> float:
-        """See `Drafter`; of a guess of several sequences, this one's share."""
+        """See `Drafter`; this sequence's share of a joint guess."""
         return self._model.guess_s
 
     def add(self, token: int) -> None:
@@ -59,7 +59,7 @@ class ModelDrafter:
         return [] if self.is_over else self._acceptance.odds(most)
 
     def guesses(self, count: int) -> list[int]:
-        """See `Drafter`; none while the sequence's tokens pass the draft model."""
+        """See `Drafter`; none while the draft model prefills the sequence."""
         return self._model.guesses([self], [count], [float("inf")])[0]
 
     def release(self) -> None:
@@ -70,7 +70,7 @@ class ModelDrafter:
 
     @property
     def stored(self) -> list[int]:
-        """The ids of the tokens that its cache has, guesses included."""
+        """The ids of the tokens in its cache, including guesses."""
         return [] if self.cache is None else [*self.tokens[: self._verified], *self._stored_behind]
 
     @property
@@ -80,30 +80,30 @@ class ModelDrafter:
 
     @property
     def missing(self) -> list[int]:
-        """The sequence's tokens that its cache does not have; behind `go_back`."""
+        """The sequence's tokens that are not in its cache; valid after `go_back`."""
         return self.tokens[0 if self.cache is None else self.cache.get_seq_length() :]
 
     def begin(self, cache: HeteroCache) -> None:
-        """It has this cache, which has a beginning of its tokens."""
+        """Use this cache, which has a prefix of the tokens."""
         self.cache, self._point = cache, None
         self._verified, self._behind = cache.get_seq_length(), []
 
     def passing(self, tokens: Sequence[int]) -> None:
-        """These tokens pass the draft model now, or fail to."""
+        """Record tokens that the draft model is about to compute; the computation may fail."""
         self._behind = [*self._stored_behind, *tokens]
 
     def has_caught_up(self) -> None:
-        """Its cache has all of the sequence, and guesses follow."""
+        """Record that its cache has the whole sequence, so that guesses can follow."""
         assert self.cache is not None
         self.begin(self.cache)
         self._point = self.cache.checkpoint()
 
     def guessed(self, guesses: Sequence[int]) -> None:
-        """These are the guesses at what comes next."""
+        """Record the guesses at the next tokens."""
         self._acceptance.guessed(guesses)
 
     def go_back(self) -> None:
-        """Drop from its cache what is not of the sequence, and its last token, behind which the next guess comes."""
+        """Drop wrong guesses and the sequence's last token from its cache; its forward gives the next guess."""
         cache = self.cache
         if cache is None:
             return
@@ -123,7 +123,7 @@ class ModelDrafter:
         self.begin(cache)
 
     def end(self, error: Exception) -> None:
-        """Guess no more: the draft model has failed for this sequence."""
+        """Stop guessing, because the draft model has failed for this sequence."""
         self.is_over = True
         _logger.warning("the draft model %s guesses no more of this answer (%s)", self._model.name, brief_error(error))
         self.release()

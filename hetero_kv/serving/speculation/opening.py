@@ -1,4 +1,4 @@
-"""Speculation for a model in one of the ways, whose draft model is loaded and gets memory beside the model's."""
+"""Opens a model's speculation; loads a draft model and plans memory for it next to the model's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_speculation(
 ) -> Speculation:  # fmt: skip
     """Speculation for a model, before its own keys and values are planned.
 
-    Where the model cannot verify guesses, or the draft model cannot take tokens back, it is off, and the log says why.
+    If the model cannot verify guesses, or the draft model cannot drop tokens, it is off, and the log says why.
 
     Args:
         forward: the model's.
@@ -115,7 +115,7 @@ def _store(draft: LoadedModel, main: Injection, max_seq_len: int | None, sequenc
             raise OutOfMemoryError(f"the keys and values of the draft model {draft.name}: {error}") from error
     if isinstance(requested, int) and capacity < requested:
         _logger.warning(
-            "the draft model %s takes %d tokens of a sequence; what follows behind is answered without guesses",
+            "the draft model %s takes %d tokens of a sequence; later tokens are answered without guesses",
             draft.name,
             capacity,
         )
