@@ -15,13 +15,13 @@ from rich.console import Console
 from hetero_kv.cli import main
 from hetero_kv.models import fetching, progress
 from hetero_kv.models.named import ModelFile, NamedModel
-from hetero_kv.models.sources import BytesReport, Source
+from hetero_kv.models.sources import BytesReport, FileSource
 
 CONTENT = b"weights" * 1000
 
 
 @dataclass(frozen=True)
-class Written(Source):
+class Written(FileSource):
     """A source that writes the file."""
 
     def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:

@@ -42,7 +42,7 @@ def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
     cluster = settings_from_mapping(ClusterSettings, flags.cluster_settings, where=COMMAND_LINE)
     if flags.cluster_settings and not flags.cluster:
         name = next(iter(flags.cluster_settings))
-        raise ConfigError(f"--{name}  is for a cluster; give --cluster too, or omit it")
+        raise ConfigError(f"--{name} is for a cluster; give --cluster too, or omit it")
     keys = Keys([*flags.api_key, *(keys_in(flags.api_key_file) if flags.api_key_file else [])])
     if not (keys or settings.insecure or (listens and _is_loopback(settings.host))):
         place = f"--host {settings.host} can" if listens else "the address of Ray Serve's proxies may"

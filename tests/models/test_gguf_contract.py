@@ -251,7 +251,7 @@ def test_whatever_a_library_raises_over_a_file_is_an_error_of_ours(tiny_gguf, mo
     def fail(file):
         return {}["tokens"]
 
-    monkeypatch.setattr("hetero_kv.models.loading.tokenizer_of", fail)
+    monkeypatch.setattr("hetero_kv.models.loading.tokenizer_parts", fail)
     with pytest.raises(ModelError, match=r"tiny cannot be loaded from '.*tiny\.gguf': \w+: "):
         load_model(tiny_gguf, device="cpu")
 

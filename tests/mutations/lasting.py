@@ -108,12 +108,12 @@ LASTING = (
     Mutation(
         "the cache's index names a kernel before it is written",
         "cpu_ops/kernel_cache.py",
-        "    self._save_data(name, data)\n"
+        "    self._save_data(name, with_names(data))\n"
         "    if key not in overloads:\n"
         "        self._save_index({**overloads, key: name})\n",
         "    if key not in overloads:\n"
         "        self._save_index({**overloads, key: name})\n"
-        "    self._save_data(name, data)\n",
+        "    self._save_data(name, with_names(data))\n",
         ("tests/cpu_ops/test_kernel_cache.py",),
     ),
     Mutation(

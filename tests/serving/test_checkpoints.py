@@ -53,7 +53,7 @@ def test_a_turn_whose_history_lost_its_thoughts_goes_on_from_before_the_answer(a
         found = engine.generate(following, GREEDY).result()
         assert found.cached_tokens == len(DOCUMENT) + len(start) - TAIL
         assert (found.reuse.reason, found.reuse.common) == ("cannot_go_back", len(DOCUMENT))
-        assert "cannot go back" in found.reuse.text
+        assert "cannot roll back" in found.reuse.text
         assert found.tokens == alone(engine, following)
 
 

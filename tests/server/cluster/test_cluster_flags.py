@@ -36,7 +36,7 @@ def test_flags_as_values_are_those_of_the_command_line():
 
 
 def test_a_flag_of_a_cluster_without_a_cluster_is_refused():
-    with pytest.raises(ConfigError, match="--replicas is of a cluster; give --cluster"):
+    with pytest.raises(ConfigError, match="--replicas is for a cluster; give --cluster too"):
         checked(parsed(replicas=2))
     assert checked(parsed()).cluster is None
     with pytest.raises(ConfigError, match="context_cache off"):
