@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CHATTING = """
 import sys
@@ -24,6 +26,7 @@ assert len(calls) == 1
 """
 
 
+@pytest.mark.slow
 def test_a_chat_imports_neither(tiny_model_folder: Path):
     words = ["--model", str(tiny_model_folder), "--dtype", "float32", "--prompt", "word1", "--max_new_tokens", "2"]
     done = subprocess.run([sys.executable, "-c", CHATTING, *words], capture_output=True, text=True, cwd=ROOT)
