@@ -109,7 +109,8 @@ class SevenBillionPrompt:
 def fill(cache: Any, injection: Any, tokens: int, dtype: torch.dtype) -> None:
     """Store random keys and values of `tokens` tokens in every layer."""
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
-    with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
+    with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as batch:
+        (step,) = batch.steps
         for index, operator in operators.items():
             operator.load_prefill(step.group.layers[index], step, SevenBillionPrompt(tokens, dtype, index))
     cache.columns = cache.columns.grown(tokens, [tokens])

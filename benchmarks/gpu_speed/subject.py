@@ -90,7 +90,8 @@ class SpeedSubject:
         """Measure decoding after `tokens` random keys and values; `note` follows the recipe's name in the row."""
         with self._under(recipe, tokens, settings) as cache:
             operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
-            with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as (step,):
+            with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as batch:
+                (step,) = batch.steps
                 for index, operator in operators.items():
                     shape = KVShape.of_attention(operator.wrapped, self.model.config)
                     operator.load_prefill(step.group.layers[index], step, self._random(shape, tokens, index))

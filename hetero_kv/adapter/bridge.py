@@ -22,7 +22,6 @@ from torch import nn
 
 from hetero_kv.adapter.attention_module import layer_window
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
-from hetero_kv.adapter.graph_recording import RECORDING
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
@@ -82,7 +81,8 @@ class ActiveHandler:
     calls: int = 0
 
 
-#: The handler of the present forward, which the attention function calls.
+#: The handler of the module in progress, which the attention function calls. It is not in the `ForwardBatch`, because
+#: transformers passes its attention function neither the cache nor the operator, and probes attend without a cache.
 ACTIVE_HANDLER: ContextVar[ActiveHandler] = ContextVar("hetero_kv_serving")
 
 
@@ -171,7 +171,8 @@ def _attention_function(
     )
     active = ACTIVE_HANDLER.get()
     active.calls += 1
-    recording = RECORDING.get()
+    # A probe or a trial has no cache.
+    recording = None if active.cache is None else active.cache.required_batch.recording
     if recording is None:
         attended = active.operator.attend(active.cache, call)
     else:

@@ -15,8 +15,7 @@ rehearsal token finds it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.captured_token import CapturedToken
 from hetero_kv.adapter.foreign import foreign_part, has_global_hooks
 from hetero_kv.adapter.graph_recording import (
-    RECORDING,
     GraphRecording,
     NotCapturableError,
     Rehearsal,
@@ -36,6 +34,7 @@ from hetero_kv.adapter.graph_recording import (
 )
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.forward_batch import ForwardKind
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.errors import is_out_of_memory
@@ -72,9 +71,7 @@ class CapturedSteps:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, by a capture where possible."""
         cache = passed_cache(kwargs)
-        # The whole model's recording or rehearsal includes the layers'.
-        is_part = RECORDING.get() is not None
-        if is_part or self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
+        if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
         if self._has_head and not self._is_without_host(cache):
             return self._signature.forward(*args, **kwargs)
@@ -113,10 +110,11 @@ class CapturedSteps:
 
     def _positions(self, cache: HeteroCache, device: torch.device) -> torch.Tensor:
         """The positions of the tokens, [rows, 1]."""
+        batch = cache.required_batch
         if self._has_head:
-            return torch.tensor([[step.past] for step in cache.steps for _ in step.group.sequences]).pin_memory()
+            return torch.tensor(batch.positions)[:, None].pin_memory()
         # Filled on the device from scalars, without a copy from the host.
-        past = [torch.full((len(step.group.sequences), 1), step.past, device=device) for step in cache.steps]
+        past = [torch.full((len(step.group.sequences), 1), step.past, device=device) for step in batch.steps]
         return past[0] if len(past) == 1 else torch.cat(past)
 
     def _rehearsed(
@@ -127,14 +125,10 @@ class CapturedSteps:
             self._require_capturable(inputs, fixed, cache)
         except NotCapturableError:
             return call.run()
-        with traffic_observed() as traffic:
-            token = RECORDING.set(Rehearsal(cache, traffic))
-            try:
-                with traffic.unobserved():
-                    inputs = _on_device(inputs)
-                output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
-            finally:
-                RECORDING.reset(token)
+        with traffic_observed() as traffic, cache.recorded_by(Rehearsal(cache, traffic)):
+            with traffic.unobserved():
+                inputs = _on_device(inputs)
+            output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
         if traffic.first is not None:
             self._uncapturable[key] = f"the forward {traffic.first}"
         return output
@@ -181,7 +175,7 @@ class CapturedSteps:
     def _memory(self, cache: HeteroCache) -> tuple[Any, ...]:
         """The memory that a capture with attention would belong to; empty if no layer's attention can be captured."""
         layers = [captured_memory(cache, index) for index in range(len(cache.layers))]
-        return (id(cache.steps[0].group), *layers) if any(layer is not None for layer in layers) else ()
+        return (id(cache.required_batch.steps[0].group), *layers) if any(layer is not None for layer in layers) else ()
 
     def _is_without_host(self, cache: HeteroCache) -> bool:
         """Whether the attention of all layers can be captured, and a capture of the whole model may be created."""
@@ -199,7 +193,7 @@ class CapturedSteps:
 
     def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:
         """Raise NotCapturableError for obstacles that are known before the capture."""
-        others = [layer for layer in cache.steps[0].group.layers if not isinstance(layer, FamilyLayer)]
+        others = [layer for layer in cache.required_batch.steps[0].group.layers if not isinstance(layer, FamilyLayer)]
         if others:
             raise NotCapturableError(
                 f"{len(others)} layers use a cache of transformers' own ({type(others[0]).__name__})"
@@ -226,25 +220,23 @@ class CapturedSteps:
         inputs_copied = {name: tensor.clone() for name, tensor in _on_device(inputs).items()}
         segments, likeliest = GraphSegments(_device_of(inputs)), None
         recording = GraphRecording(segments, cache if with_attention else None)
-        token = RECORDING.set(recording)
-        try:
-            with _length_hidden(cache), segments.captured():
-                output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
-                _require_plain(output, "logits" if self._has_head else "last_hidden_state")
-                if self._has_head:
-                    likeliest = Likeliest.of(output.logits[:, -1])
-        finally:
-            RECORDING.reset(token)
+        with cache.recorded_by(recording), segments.captured():
+            output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
+            _require_plain(output, "logits" if self._has_head else "last_hidden_state")
+            if self._has_head:
+                likeliest = Likeliest.of(output.logits[:, -1])
         calls = len(recording.attentions) + len(recording.prepared)
         if calls != len(cache.layers):
             raise NotCapturableError(f"{len(cache.layers)} layers made {calls} attention calls")
-        group = cache.steps[0].group if with_attention else None
+        group = cache.required_batch.steps[0].group if with_attention else None
         return CapturedToken(self._model, segments, recording, inputs_copied, output, group, likeliest)
 
 
 def _decodes(cache: HeteroCache) -> bool:
-    """Whether the step in progress stores one decoded token of every row of the cache."""
-    return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
+    """Whether the forward stores one decoded token of every sequence, and is not part of another one's recording."""
+    batch = cache.batch
+    is_decode = batch is not None and batch.kind is ForwardKind.DECODE and batch.request.stores
+    return is_decode and batch.recording is None
 
 
 def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
@@ -270,28 +262,3 @@ def _require_plain(output: Any, result: str) -> None:
     others = [name for name in output if name not in (result, *CACHE_NAMES)]
     if others:
         raise NotCapturableError(f"the model also returns {', '.join(others)}")
-
-
-@contextmanager
-def _length_hidden(cache: HeteroCache) -> Iterator[None]:
-    """Within this context, reading the cache's length is refused, except for a mask.
-
-    The length would be captured, and is wrong at the next token.
-    """
-    query_offset = cache.get_query_offset
-
-    def refuse(layer_idx: int = 0) -> int:
-        raise NotCapturableError("the model reads the number of stored tokens, which changes with every token")
-
-    def offset(layer_idx: int = 0) -> int:
-        del cache.__dict__["get_seq_length"]
-        try:
-            return query_offset(layer_idx)
-        finally:
-            cache.__dict__["get_seq_length"] = refuse
-
-    cache.__dict__["get_seq_length"], cache.__dict__["get_query_offset"] = refuse, offset
-    try:
-        yield
-    finally:
-        del cache.__dict__["get_seq_length"], cache.__dict__["get_query_offset"]

@@ -73,8 +73,9 @@ class CapturedToken:
             self._segments.launch(index)
             out.copy_(attention(cache))
         self._segments.launch(len(self._attentions))
-        if self._likeliest is not None and cache.likeliest is not None:
-            cache.steps[0].host_copies.append(HostCopy(self._likeliest, cache.likeliest.receive))
+        batch = cache.required_batch
+        if self._likeliest is not None and batch.request.likeliest is not None:
+            batch.steps[0].host_copies.append(HostCopy(self._likeliest, batch.request.likeliest.receive))
             result = None
         else:
             # A copy, because the next token overwrites the captured output.

@@ -19,6 +19,7 @@ from hetero_kv.adapter.llama_layer import FastPathOwner
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.forward_batch import ForwardBatch, ForwardKind
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -79,21 +80,22 @@ class ChunkedDecoderLayer(Operator):
         cache = passed_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
-        steps = cache.steps
+        batch = cache.required_batch
+        is_prefill = batch.kind is ForwardKind.PREFILL
         attention = self.attention
         replaced = self._is_replaced
-        if self.is_recurrent and steps[0].is_decode:
+        if self.is_recurrent and not is_prefill:
             step = self._fused_recurrent()
             if step is not None and not args and step.fits(hidden_states, cache, kwargs):
-                return self._kept(cache, step(hidden_states, cache))
+                return self._kept(cache, batch, step(hidden_states, cache))
             return self.wrapped(hidden_states, *args, **kwargs)
-        if replaced and steps[0].is_decode:
+        if replaced and not is_prefill:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
             native = self._fused_decode()
             if native is not None and not args and native.fits(hidden_states, kwargs):
-                return self._kept(cache, native(hidden_states, cache, kwargs))
-            return self._kept(cache, self.wrapped(hidden_states, *args, **kwargs))
+                return self._kept(cache, batch, native(hidden_states, cache, kwargs))
+            return self._kept(cache, batch, self.wrapped(hidden_states, *args, **kwargs))
 
         if hidden_states.dim() != 3:
             raise UnsupportedModelError(
@@ -112,12 +114,11 @@ class ChunkedDecoderLayer(Operator):
         short = self._fused_prefill() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
         is_last = self.layer_idx == len(cache.layers) - 1
-        # Strided policies may read the logits of any token.
-        kept = chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0
+        kept = batch.request.logits_to_keep if is_last else 0
         first_needed = total - max(kept, _MIN_OUTPUT_TOKENS) if kept else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
-        with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
+        with attention.prefill(batch.steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
             for chunk, part, chunk_kwargs in chunked_pass.chunks():
                 if not replaced and not self.is_recurrent:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
@@ -138,12 +139,11 @@ class ChunkedDecoderLayer(Operator):
         chunking.mark_reusable(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
-    def _kept(self, cache: HeteroCache, output: Any) -> Any:
-        """A layer's output; the last layer's without the rows of a `ForwardBatch` that need no logits."""
-        batch = cache.forward_batch
-        if batch is None or self.layer_idx != len(cache.layers) - 1:
+    def _kept(self, cache: HeteroCache, batch: ForwardBatch, output: Any) -> Any:
+        """A layer's output; the last layer's without the rows of a prompt's part that need no logits."""
+        if batch.kind is not ForwardKind.MIXED or self.layer_idx != len(cache.layers) - 1:
             return output
-        rows = list(batch.kept_rows)
+        rows = batch.kept_rows
         return (output[0][rows], *output[1:]) if isinstance(output, tuple) else output[rows]
 
     def _fused_decode(self) -> FusedDecodeLayer | None:

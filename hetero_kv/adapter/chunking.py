@@ -23,10 +23,6 @@ def sliced(name: str, value: Any, chunk: slice, total: int) -> Any:
     return value if value.shape[dim] != total else value[(slice(None),) * dim + (chunk,)]
 
 
-#: Number of last tokens that the model's head reads of the present forward; 0 for all.
-LOGITS_TO_KEEP: ContextVar[int] = ContextVar("LOGITS_TO_KEEP", default=0)
-
-
 def mark_reusable(hidden_states: torch.Tensor) -> None:
     """Mark this buffer as allocated by an operator, so that the next operator may overwrite it."""
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]
@@ -72,7 +68,8 @@ class HiddenStateOffload(Protocol):
         """The chunked forward of the next module."""
 
 
-#: The offload of the present forward, if any.
+#: The offload of the forward in progress, if any. It is not in the `ForwardBatch`, because transformers calls the final
+#: norm (`ChunkedModule`) without the cache.
 OFFLOAD: ContextVar[HiddenStateOffload | None] = ContextVar("OFFLOAD", default=None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 #: Attends with the captured queries, keys and values of a token, over a cache.
 Work = Callable[["HeteroCache"], torch.Tensor]
-
-#: The recording in progress, or its rehearsal.
-RECORDING: ContextVar[GraphRecording | Rehearsal | None] = ContextVar("hetero_kv_recording", default=None)
 
 
 class NotCapturableError(RuntimeError):
@@ -59,6 +55,10 @@ class GraphRecording:
         self.attentions: list[tuple[Work, torch.Tensor]] = []
         self.prepared: list[CapturableAttention] = []
         self._before: Callable[[HeteroCache], Any] | None = None
+
+    def read_length(self) -> None:
+        """Called when the model reads the number of stored tokens, other than for a mask. Raises NotCapturableError."""
+        raise NotCapturableError("the model reads the number of stored tokens, which changes with every token")
 
     def record_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -99,9 +99,10 @@ class GraphRecording:
 
 def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
     """See `FamilyLayer.captured_memory`; None if the forward has several groups."""
-    if len(cache.steps) != 1:
+    steps = cache.required_batch.steps
+    if len(steps) != 1:
         return None
-    memory: int | None = getattr(cache.steps[0].group.layers[layer_idx], "captured_memory", None)
+    memory: int | None = getattr(steps[0].group.layers[layer_idx], "captured_memory", None)
     return memory
 
 
@@ -116,6 +117,9 @@ class Rehearsal:
 
     def __init__(self, cache: HeteroCache, traffic: HostTraffic) -> None:
         self._cache, self._traffic = cache, traffic
+
+    def read_length(self) -> None:
+        """See GraphRecording; allowed."""
 
     def record_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]

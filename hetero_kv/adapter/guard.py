@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +21,12 @@ from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.cacheless import refuse_other_caches, without_cache
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.captured_steps import CapturedSteps
-from hetero_kv.adapter.hidden_state_offload import logits_to_keep_scope, offload_hidden_states
+from hetero_kv.adapter.hidden_state_offload import logits_to_keep, offload_hidden_states
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strided_prefill import run_strided
 from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.forward_batch import ForwardBatch
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
@@ -93,7 +92,7 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
         cache = _cache_among(args, kwargs)
         if cache is not None:
-            if cache.steps or cache.strided is not None:
+            if cache.batch is not None or cache.strided is not None:
                 with cache.in_use:
                     return nested(cache, args, kwargs)
             # The outermost context: the forward is over, or undone, when it ends.
@@ -107,7 +106,7 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
     def nested(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not has_head:
             _require_unchanged(model, cache)
-        if cache.steps or has_head:
+        if cache.batch is not None or has_head:
             return forward(*args, **kwargs)
         return _inner(signature.call(args, kwargs), cache)
 
@@ -129,8 +128,13 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            head = logits_to_keep_scope(model, call) if has_head else nullcontext()
-            with rollback_on_error(cache, go_back), _without_gradients(), attending_by(by.attention), head:
+            kept = logits_to_keep(model, call) if has_head else 0
+            with (
+                rollback_on_error(cache, go_back),
+                _without_gradients(),
+                attending_by(by.attention),
+                cache.requesting(logits_to_keep=kept),
+            ):
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -241,8 +245,9 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     Args:
         parts: the forward that runs the parts of a strided call.
     """
-    if cache.forward_batch is not None:
-        return _mixed(call, cache, cache.forward_batch)
+    if (rows := cache.request.rows) is not None:
+        cache.reserve(rows.slices)
+        return _token_by_row(call, cache, rows.slices)
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
     slices = cache.plan_batch(tokens, width)
@@ -250,9 +255,7 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     if len(slices) > 1 and _pass_together(cache, slices):
         for layer in strided_layers:
             layer.begin_turn(1)
-        lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
-        with cache.forward(slices):
-            output = call.with_positions(lengths).run()
+        output = _token_by_row(call, cache, slices)
     elif strided_layers:
         output = _slice_by_slice(call, parts, cache, slices, has_head)
     elif _is_whole(slices[0], call) and not cache.columns.is_ragged:
@@ -264,11 +267,10 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     return output
 
 
-def _mixed(call: ModelCall, cache: HeteroCache, batch: ForwardBatch) -> Any:
-    """Compute decoded tokens and a part of a prompt, one token per row."""
-    cache.reserve(batch.slices)
-    positions = torch.tensor(batch.positions, device=_device(call))[:, None]
-    with cache.forward(batch.slices):
+def _token_by_row(call: ModelCall, cache: HeteroCache, slices: Sequence[BatchSlice]) -> Any:
+    """Compute one token per row, each at its own position."""
+    with cache.forward(slices) as batch:
+        positions = torch.tensor(batch.positions, device=_device(call))[:, None]
         return call.with_positions(positions).run()
 
 

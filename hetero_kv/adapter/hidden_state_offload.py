@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,19 +62,14 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
     return any(isinstance(module, AttentionOperator) and module.changes_arguments for module in model.modules())
 
 
-@contextmanager
-def logits_to_keep_scope(model: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Within this context the model's head reads only the last `logits_to_keep` tokens of the call.
+def logits_to_keep(model: nn.Module, call: ModelCall) -> int:
+    """The number of last tokens of a call whose hidden states the model's head reads; 0 for all.
 
-    The last layer then skips the other tokens' hidden states, unless a foreign part after the layers might read them.
+    The last layer skips the other tokens' hidden states. It is 0 where a foreign part after the layers might read them.
     """
     count = call.arguments.get("logits_to_keep", 0)
     is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and has_hooks(model, ChunkedDecoderLayer))
-    token = chunking.LOGITS_TO_KEEP.set(count if is_number else 0)
-    try:
-        yield
-    finally:
-        chunking.LOGITS_TO_KEEP.reset(token)
+    return count if is_number else 0
 
 
 def offload_hidden_states(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
@@ -101,7 +95,7 @@ def offload_hidden_states(model: Any, forward: Callable[..., Any], engine: Engin
                     f"{reason}; set hidden_device to {GPU}"
                 )
             return forward(*args, **kwargs)
-        return _offloaded(model, call, engine.chunk_size)
+        return _offloaded(model, call, engine.chunk_size, cache.required_batch.request.logits_to_keep)
 
     return offloading_forward
 
@@ -116,8 +110,8 @@ def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings)
     )
 
 
-def _offloaded(model: Any, call: ModelCall, chunk_size: int) -> Any:
-    """The call's output, computed with hidden states in DRAM; the last hidden states are on the GPU."""
+def _offloaded(model: Any, call: ModelCall, chunk_size: int, kept: int) -> Any:
+    """The call's output, computed with hidden states in DRAM; the last `kept` hidden states, or all, are on the GPU."""
     ids = call.token_ids
     assert ids is not None
     rotary = _rotary_buffers(model)
@@ -135,9 +129,7 @@ def _offloaded(model: Any, call: ModelCall, chunk_size: int) -> Any:
         for (buffers, name, _), host in zip(rotary, on_host, strict=True):
             buffers[name] = host
         output = call.signature.forward(**arguments)
-        return _with_states(
-            output, lambda states: _returned_to_device(states[:, -chunking.LOGITS_TO_KEEP.get() :], ids.device)
-        )
+        return _with_states(output, lambda states: _returned_to_device(states[:, -kept:], ids.device))
     finally:
         chunking.OFFLOAD.reset(token)
         offload.stream.finish()

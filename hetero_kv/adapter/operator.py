@@ -14,7 +14,7 @@ from hetero_kv.adapter import attention_module, bridge
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.footprint import LayerFootprint
-from hetero_kv.adapter.graph_recording import RECORDING, NotCapturableError
+from hetero_kv.adapter.graph_recording import NotCapturableError
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
@@ -116,15 +116,15 @@ class AttentionOperator(Operator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
+        cache = passed_cache(kwargs)
+        if type(cache) is not HeteroCache:
+            cache = bridge.cache_in(args, kwargs, self.path)
         if self.changes_arguments:
-            recording = RECORDING.get()
+            recording = cache.required_batch.recording
             if recording is None:
                 kwargs = self.arguments_for(args, kwargs)
             else:
                 kwargs = recording.record_arguments(self, args, kwargs)
-        cache = passed_cache(kwargs)
-        if type(cache) is not HeteroCache:
-            cache = bridge.cache_in(args, kwargs, self.path)
         service = bridge.ActiveHandler(self, cache)
         token = bridge.ACTIVE_HANDLER.set(service)
         try:
@@ -140,7 +140,7 @@ class AttentionOperator(Operator):
 
     def attend(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor:
         """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths are several steps."""
-        steps = cache.steps
+        steps = cache.required_batch.steps
         if len(steps) > 1:
             return torch.cat([self._attend_rows(step, call.of_rows(step.rows)) for step in steps])
         step = steps[0]
@@ -172,7 +172,7 @@ class AttentionOperator(Operator):
             dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
         """
         prepared: list[Any] = []
-        for step in cache.steps:
+        for step in cache.required_batch.steps:
             if not step.is_decode:
                 prepared.append((step, None))
                 continue
@@ -186,7 +186,7 @@ class AttentionOperator(Operator):
         """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
         last = prepared[-1][0]
         if not last.is_decode:
-            # A part of a prompt, the last rows of a `ForwardBatch`.
+            # A part of a prompt, the last rows of a mixed forward.
             *prepared, _ = prepared
             part = arrays.of_rows(last.rows)
             part.put(self._attend_rows(last, bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)))

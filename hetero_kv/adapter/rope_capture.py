@@ -35,7 +35,7 @@ class RopeCapture(AttentionOperator):
         cos, sin = position_embeddings(self.path, self.wrapped, kwargs, self.rotation_use)
         if self.rotation is None:
             self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, self.rotation_use)
-        for step in bridge.cache_in(args, kwargs, self.path).steps:
+        for step in bridge.cache_in(args, kwargs, self.path).required_batch.steps:
             self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
         return kwargs
 

@@ -9,7 +9,7 @@ operators prefill each part, even a single token, after the earlier parts. Their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -117,20 +117,26 @@ def run_strided(call: ModelCall, cache: HeteroCache, group: EqualLengthGroup, *,
     strided = StridedForward(cache, group, has_head)
     cache.strided = strided
     try:
-        outputs = []
-        start = 0
-        while start < total:
-            stop = min(total, start + _stride(layers, total))
-            whole = stop - start == total
-            strided.call = call if whole else call.part(slice(start, stop))
-            with nullcontext() if whole else cache.prompt_part(start, stop, total):
-                outputs.append(strided.call.run())
-            strided.output = outputs[-1]
-            _after_all_layers(strided, layers)
-            start = stop
+        # Policies may read the logits of any token.
+        with cache.requesting(logits_to_keep=0):
+            outputs = list(_parts_run(strided, call, layers))
         return outputs[0] if len(outputs) == 1 else joined_tokens(outputs)
     finally:
         cache.strided = None
+
+
+def _parts_run(strided: StridedForward, call: ModelCall, layers: Sequence[FamilyLayer]) -> Iterator[Any]:
+    """Run the call in strides. Yields the output of each."""
+    start, total = 0, call.shape[1]
+    while start < total:
+        stop = min(total, start + _stride(layers, total))
+        is_whole = stop - start == total
+        strided.call = call if is_whole else call.part(slice(start, stop))
+        with nullcontext() if is_whole else strided.cache.prompt_part(start, stop, total):
+            strided.output = strided.call.run()
+        _after_all_layers(strided, layers)
+        yield strided.output
+        start = stop
 
 
 def _stride(layers: Sequence[FamilyLayer], total: int) -> int:

@@ -58,7 +58,7 @@ def write_context(
     Raises ContextError if the cache is empty or cannot be saved, if the file cannot be written, or if a file that is
     mapped into the cache was changed.
     """
-    if cache.steps:
+    if cache.batch is not None:
         raise ContextError("a prompt is being prefilled into this cache; save it before or after that")
     if not cache.columns.count:
         raise ContextError("the cache has no tokens; save it after a prompt")

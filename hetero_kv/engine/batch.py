@@ -54,10 +54,6 @@ class Batch:
 
     def _set_groups(self, groups: Rows[EqualLengthGroup]) -> None:
         self.groups = list(groups)
-        self._present(self.groups[0])
-
-    def _present(self, group: EqualLengthGroup) -> None:
-        """Called when this group becomes the first, or passes through the model."""
 
     # -- rows
 

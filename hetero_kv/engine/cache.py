@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,18 +17,17 @@ from hetero_kv.engine.batch_slice import BatchSlice, BatchSnapshot
 from hetero_kv.engine.cache_factory import ModelState, injected
 from hetero_kv.engine.cache_statistics import CacheStatistics
 from hetero_kv.engine.checkpoint import Checkpoint
-from hetero_kv.engine.deferred_readback import read_back
-from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.exclusive_use import ExclusiveUse
-from hetero_kv.engine.forward_batch import ForwardBatch, Passing
+from hetero_kv.engine.forward_batch import ForwardBatch, Recording
+from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.engine.hf_interface import HFInterface
-from hetero_kv.engine.likeliest import LikeliestRequest
 from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
-from hetero_kv.engine.step import PromptPart, Step
+from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
+from hetero_kv.engine.token_rows import Passing
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
@@ -49,7 +49,6 @@ class HeteroCache(PrefillProgress, HFInterface):
 
     Attributes:
         groups: in the order of the batch's rows.
-        layers: those of the group in the forward, else those of the first group.
         in_use: the context of the thread that uses this cache; any other thread that enters it is refused.
 
     One thread at a time may use a cache, for a whole `generate` or one forward; a second one gets a CacheInUseError.
@@ -79,14 +78,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.strided: Any = None
         #: Number of model layers that the tokens passed through; None before the first tokens.
         self.depth: int | None = None
-        #: The steps of the forward in progress, one per participating group.
-        self.steps: tuple[Step, ...] = ()
-        #: The steps of the last such forward as `forward_batch`.
-        self.passed: tuple[Step, ...] = ()
-        #: Where the forward in progress leaves the likeliest next tokens instead of logits, if it can; None: logits.
-        self.likeliest: LikeliestRequest | None = None
-        #: The rows of the forward in progress, if it has drafts, or a part of a prompt with decoded tokens.
-        self.forward_batch: ForwardBatch | None = None
+        #: The forward in progress; None between forwards.
+        self.batch: ForwardBatch | None = None
         #: States of the model (`CacheFactory.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
         #: The adapters that computed the newest tokens; None before any.
@@ -96,8 +89,16 @@ class HeteroCache(PrefillProgress, HFInterface):
         CacheStatistics.__init__(self, maker, max_seq_len, forks, resident, store)
         Cache.__init__(self, layers=self.layers)
 
-    def _present(self, group: EqualLengthGroup) -> None:
-        self.layers = group.layers
+    @property
+    def layers(self) -> list[Any]:
+        """The cache layers of the group in the forward, else those of the first group."""
+        return (self.groups[0] if self.batch is None else self.batch.slices[0].group).layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        # The constructor of transformers' Cache assigns them.
+        if layers is not self.layers:
+            raise HeteroKVError("the layers of a HeteroCache belong to its groups and cannot be replaced")
 
     # -- in a file
 
@@ -164,60 +165,51 @@ class HeteroCache(PrefillProgress, HFInterface):
     # -- a forward
 
     @contextmanager
-    def forward(self, slices: Rows[BatchSlice], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
+    def forward(self, slices: Rows[BatchSlice], *, is_decode: bool | None = None) -> Iterator[ForwardBatch]:
         """Within this context the tokens of `slices` pass through the model, in one forward.
 
         Every layer reserves room first; the tokens are stored when the context ends without an error. After an error
         the caller rolls back (`rollback_on_error`).
 
+        Args:
+            is_decode: whether they are generated tokens; None: one token of each sequence is.
+
         Raises CacheFullError when the tokens do not fit, DamagedContextError as `require_unchanged_files`,
         CacheInUseError when another thread uses the cache, and the errors of deferred readbacks.
         """
-        with self.in_use, self._passing(slices, is_decode) as steps:
-            yield steps
+        with self.in_use, self._passing(slices, is_decode) as batch:
+            yield batch
 
     @contextmanager
-    def _passing(self, slices: Rows[BatchSlice], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
-        part = self._part
+    def _passing(self, slices: Rows[BatchSlice], is_decode: bool | None) -> Iterator[ForwardBatch]:
+        request = self.request
         self.require_unchanged_files()
         if is_decode is None:
-            is_decode = self._stride is None and slices[0].is_decoded
+            is_decode = request.stride is None and slices[0].is_decoded
         if is_decode:
             self.record_adapters()
         else:
             self._record_state()
-        whole, row = len(slices) > 1, 0
-        steps: list[Step] = []
         try:
-            for batch_slice in slices:
-                if batch_slice.is_draft:
-                    steps += batch_slice.group.begin_draft(batch_slice.rows)
-                    continue
-                rows = batch_slice.rows if whole else slice(row, row + len(batch_slice.group.sequences))
-                decodes = is_decode and batch_slice.part is None
-                step = batch_slice.group.begin(
-                    batch_slice.tokens,
-                    rows,
-                    is_decode=decodes,
-                    part=batch_slice.part or part,
-                    keeps=not self._transient,
-                )
-                steps.append(step)
-            self.steps = tuple(steps)
-            self._present(slices[0].group)
-            yield self.steps
+            batch = ForwardBatch.begin(request, slices, is_decode=is_decode)
+            self.batch = batch
+            yield batch
             self.require_unchanged_files()
-            checked_numbers = [each for step in steps for each in step.checked_numbers]
-            read_back(checked_numbers, [each for step in steps for each in step.host_copies])
-            for step in steps:
-                step.group.end(step)
-            if self.forward_batch is not None:
-                self.passed = self.steps
+            batch.end()
         finally:
-            for step in steps:
-                step.group.step = None
-            self.steps = ()
-            self._present(self.groups[0])
+            for each in slices:
+                each.group.step = None
+            self.batch = None
+
+    @contextmanager
+    def recorded_by(self, recording: Recording) -> Iterator[None]:
+        """Within this context `recording` records the forward in progress (`ForwardBatch.recording`)."""
+        batch = self.required_batch
+        self.batch = replace(batch, recording=recording)
+        try:
+            yield
+        finally:
+            self.batch = batch
 
     def begin_beside(self, tokens: int, part: PromptPart) -> Passing:
         """Begin a forward of `tokens` tokens of this cache's prompt, one row, together with other groups."""
@@ -254,9 +246,10 @@ class HeteroCache(PrefillProgress, HFInterface):
 
     def rollback(self, snapshot: BatchSnapshot) -> None:
         """See Batch; ends the forward in progress."""
-        for step in self.steps:
-            step.group.step = None
-        self.steps, self.strided = (), None
+        if self.batch is not None:
+            for step in self.batch.steps:
+                step.group.step = None
+        self.batch = self.strided = None
         if not snapshot.columns.count:
             self.depth = None
         self._end_passing()
@@ -279,12 +272,12 @@ class HeteroCache(PrefillProgress, HFInterface):
             return self._fork()
 
     def _fork(self) -> HeteroCache:
-        if self.steps:
+        if self.batch is not None:
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after the prompt")
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         clone.in_use = ExclusiveUse()
-        clone.on_progress = clone._question = None
+        clone.on_progress, clone.request = None, ForwardRequest()
         memo: dict[int, Any] = {}
         clone._set_groups([group.fork(memo) for group in self.groups])
         clone._plan = self._plan.fork()

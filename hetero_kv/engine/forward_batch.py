@@ -1,57 +1,114 @@
-"""A batch of rows with one token each: tokens that follow in several sequences, and a part of a prompt."""
+"""A forward batch: what passes through the model in one forward, built once and read by every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
 
 from hetero_kv.engine.batch_slice import BatchSlice
-from hetero_kv.engine.equal_length_group import EqualLengthGroup
-from hetero_kv.engine.step import PromptPart
+from hetero_kv.engine.deferred_readback import read_back
+from hetero_kv.engine.forward_request import ForwardRequest
+from hetero_kv.engine.step import Step
 
 
-class Passing(NamedTuple):
-    """New tokens of one group in a mixed forward.
+class Recording(Protocol):
+    """The recording of a decoded token's forward, or its rehearsal (`adapter.graph_recording`)."""
 
-    Attributes:
-        tokens: how many of each sequence; several for a draft of one sequence, and for a prompt.
-        part: which part of a prompt they are; None for tokens that are decoded.
-    """
+    def read_length(self) -> None:
+        """Called when the model reads the number of stored tokens, other than for a mask.
 
-    group: EqualLengthGroup
-    tokens: int
-    part: PromptPart | None = None
+        Raises RuntimeError where the recorded forward would keep the number.
+        """
+
+    def record_arguments(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for the wrapped module of an operator that changes them."""
+
+    def attended(self, operator: Any, call: Any) -> torch.Tensor:
+        """The attention of an `AttentionCall`, [batch, heads, tokens, v_dim]."""
+
+
+class ForwardKind(Enum):
+    """The kind of a forward."""
+
+    PREFILL = "tokens of a prompt, or of a part of one"
+    DECODE = "one token of each sequence"
+    MIXED = "decoded tokens and a part of a prompt, one token per row"
+    VERIFY = "drafted tokens, one per row"
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The rows of a mixed forward: the tokens that follow in each sequence, then the tokens of a part of a prompt.
-
-    A sequence that decodes has one row, and one more for each drafted token. Everything but attention is computed for
-    all rows alike, so that all share one reading of the weights.
+    """One forward's tokens.
 
     Attributes:
-        slices: the rows of each group; a prompt's are the last ones.
-        positions: the position of each row's token in its sequence.
-        kept_rows: the rows whose logits are needed: all that decode, and the prompt's last one.
+        kind: PREFILL has one step per group; a draft in VERIFY or MIXED has one step per token.
+        request: what the caller requests.
+        slices: the rows and columns of the call that belong to each group.
+        steps: slots, lengths, block tables and finalized blocks, in the order of the rows; a prompt's part is last.
+        recording: of this forward as CUDA graphs, if any.
     """
 
+    kind: ForwardKind
+    request: ForwardRequest
     slices: tuple[BatchSlice, ...]
-    positions: tuple[int, ...]
-    kept_rows: tuple[int, ...]
+    steps: tuple[Step, ...]
+    recording: Recording | None = None
 
     @classmethod
-    def of(cls, passing: Rows[Passing]) -> ForwardBatch:
-        """A batch of these tokens, in their order. A group of which several tokens pass has one sequence."""
-        column, row = slice(0, 1), 0
-        slices: list[BatchSlice] = []
-        positions: list[int] = []
-        kept: list[int] = []
-        for group, tokens, part in passing:
-            rows = slice(row, row + len(group.sequences) * tokens)
-            slices.append(BatchSlice(group, rows, column, part, is_draft=part is None and tokens > 1))
-            positions += [each.length + index for each in group.sequences for index in range(tokens)]
-            kept += range(rows.start if part is None else rows.stop - 1, rows.stop)
-            row = rows.stop
-        return cls(tuple(slices), tuple(positions), tuple(kept))
+    def begin(cls, request: ForwardRequest, slices: Rows[BatchSlice], *, is_decode: bool) -> ForwardBatch:
+        """Begin the steps of these slices: every layer reserves room for their tokens.
+
+        Args:
+            is_decode: whether tokens without a part of a prompt are generated ones.
+
+        Raises MemoryError as `EqualLengthGroup.begin`; the caller rolls back.
+        """
+        part, stores = request.part, request.stores
+        is_several = len(slices) > 1
+        steps: list[Step] = []
+        for each in slices:
+            if each.is_draft:
+                steps += each.group.begin_draft(each.rows)
+                continue
+            # The only group of a call is called with its own rows.
+            rows = each.rows if is_several else slice(0, len(each.group.sequences))
+            step = each.group.begin(
+                each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, keeps=stores
+            )
+            steps.append(step)
+        if request.rows is None:
+            kind = ForwardKind.DECODE if is_decode else ForwardKind.PREFILL
+        else:
+            kind = ForwardKind.VERIFY if slices[-1].part is None else ForwardKind.MIXED
+        return cls(kind, request, tuple(slices), tuple(steps))
+
+    @property
+    def positions(self) -> list[int]:
+        """The position in its sequence of each row's first new token, in the order of the rows."""
+        found: list[int] = []
+        for step in self.steps:
+            is_by_row = step.part.is_beside
+            found += range(step.past, step.length) if is_by_row else [step.past] * len(step.group.sequences)
+        return found
+
+    @property
+    def kept_rows(self) -> list[int]:
+        """The rows whose logits are needed: all that decode, and the last one of a prompt's part."""
+        return [
+            row
+            for each in self.slices
+            for row in range(each.rows.start if each.part is None else each.rows.stop - 1, each.rows.stop)
+        ]
+
+    def end(self) -> None:
+        """Make the tokens part of their sequences; before that, raise the errors of deferred readbacks."""
+        checked_numbers = [each for step in self.steps for each in step.checked_numbers]
+        read_back(checked_numbers, [each for step in self.steps for each in step.host_copies])
+        for step in self.steps:
+            step.group.end(step)
+        if self.request.rows is not None:
+            self.request.rows.steps = self.steps

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache_statistics import CacheStatistics
 from hetero_kv.engine.exclusive_use import ExclusiveUse
-from hetero_kv.engine.step import Step
+from hetero_kv.engine.forward_batch import ForwardBatch
 from hetero_kv.errors import HeteroKVError
 
 
@@ -17,14 +17,21 @@ class HFInterface(CacheStatistics, Cache):
     """The methods of transformers' Cache that a batch implements differently, or refuses."""
 
     in_use: ExclusiveUse
-    steps: tuple[Step, ...]
+    batch: ForwardBatch | None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, padding included; with equal lengths, the tokens of each row.
 
         While a group passes through the model: the length in its layer.
         """
-        return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
+        if self.batch is not None and self.batch.recording is not None:
+            self.batch.recording.read_length()
+        return self.get_query_offset(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The number of `get_seq_length`, for a mask: that of a decoded token hides nothing, so it may be recorded."""
+        batch = self.batch
+        return self.columns.count if batch is None or len(batch.steps) != 1 else Cache.get_seq_length(self, layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """`max_seq_len`, or -1 where no layer keeps every token."""
@@ -40,23 +47,30 @@ class HFInterface(CacheStatistics, Cache):
         """Whether `crop` can drop the newest tokens; transformers 5.24 reads it before assisted decoding."""
         return all(group.is_croppable for group in self.groups)
 
-    def _require_step(self) -> None:
-        if not self.steps or not self.in_use.is_within:
+    @property
+    def required_batch(self) -> ForwardBatch:
+        """The forward in progress. Raises HeteroKVError outside of a forward of the injected model."""
+        if self.batch is None:
+            raise self._maker.stray()
+        return self.batch
+
+    def _require_forward(self) -> None:
+        if self.batch is None or not self.in_use.is_within:
             raise self._maker.stray()
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See transformers' Cache. Raises HeteroKVError outside of a forward of the injected model."""
-        self._require_step()
+        self._require_forward()
         return super().update(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See `update`."""
-        self._require_step()
+        self._require_forward()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See `update`."""
-        self._require_step()
+        self._require_forward()
         return super().update_recurrent_state(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

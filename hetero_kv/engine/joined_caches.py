@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.exclusive_use import ExclusiveUse
-from hetero_kv.engine.forward_batch import ForwardBatch, Passing
+from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.engine.step import PromptPart
+from hetero_kv.engine.token_rows import Passing, TokenRows
 from hetero_kv.errors import HeteroKVError
 
 
@@ -37,7 +38,7 @@ def joined(
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
     With a prompt, or several tokens of a cache, which are further rows of the call, it can be used for one forward
-    (`ForwardBatch`).
+    (`TokenRows`).
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
 
@@ -69,8 +70,8 @@ def joined(
             used.enter_context(prompt.cache.in_use)
             passing.append(prompt.cache.begin_beside(prompt.tokens, prompt.part))
             joint._set_groups([*joint.groups, *prompt.cache.groups])
-        if prompt is not None or max(counts) > 1:
-            joint.forward_batch = ForwardBatch.of(passing)
+        is_by_row = prompt is not None or max(counts) > 1
+        joint.batch, joint.request = None, ForwardRequest(rows=TokenRows(passing) if is_by_row else None)
         with rollback_on_error(joint):
             yield joint
         for cache, count in zip(caches, counts, strict=True):

@@ -26,7 +26,7 @@ class Likeliest(NamedTuple):
 
 
 class LikeliestRequest:
-    """Requests the likeliest next tokens of a forward (`HeteroCache.likeliest`).
+    """Requests the likeliest next tokens of a forward (`ForwardRequest.likeliest`).
 
     Attributes:
         rows: the token of each row, after the forward; None if the forward returned logits instead.

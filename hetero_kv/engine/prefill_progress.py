@@ -1,12 +1,13 @@
-"""Prefill progress: the part of a prompt in progress, the tokens that are the question, and how many are done."""
+"""Prefill progress: what the next forwards compute of a prompt, and how many of its tokens are done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
-from hetero_kv.engine.step import PromptPart
+from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.errors import HeteroKVError
 
 #: Called during prefill: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
@@ -14,34 +15,33 @@ Progress = Callable[[int, int, int, int], None]
 
 
 class PrefillProgress:
-    """The part of a cache that tracks the prompt in progress; it is empty between prompts.
+    """The part of a cache that has what a caller requests of its next forwards, and reports a prompt's progress.
 
     Attributes:
         on_progress: called after every prefilled chunk; may be None.
+        request: of the next forwards.
     """
 
     layers: list[Any]
 
     def __init__(self, on_progress: Progress | None) -> None:
         self.on_progress = on_progress
-        self._end_passing()
-        self._question: int | None = None
+        self.request = ForwardRequest()
 
     def _end_passing(self) -> None:
-        # The stride of a prompt in progress: (start, stop, tokens of the prompt).
-        self._stride: tuple[int, int, int] | None = None
-        self._transient = False
-
-    @property
-    def _part(self) -> PromptPart:
-        """The part of a prompt that the next forward computes."""
-        first, last = (
-            (True, True) if self._stride is None else (self._stride[0] == 0, self._stride[1] == self._stride[2])
-        )
-        return PromptPart(first, last, self._question)
+        self.request = replace(self.request, stride=None, stores=True)
 
     @contextmanager
-    def asking(self, question: int | None) -> Iterator[None]:
+    def requesting(self, **changes: Any) -> Iterator[None]:
+        """Within this context the request has these fields (`ForwardRequest`)."""
+        before = self.request
+        self.request = replace(before, **changes)
+        try:
+            yield
+        finally:
+            self.request = before
+
+    def asking(self, question: int | None) -> AbstractContextManager[None]:
         """Within this context the last `question` tokens of a prompt, in every row, are its question about the rest.
 
         Operators whose `observation` is `question` observe the attention of these tokens. None when the question is
@@ -51,39 +51,30 @@ class PrefillProgress:
         """
         if question is not None and question < 1:
             raise HeteroKVError(f"question is {question}; pass its number of tokens, at least 1, or None")
-        try:
-            self._question = question
-            yield
-        finally:
-            self._question = None
+        return self.requesting(question=question)
 
-    @contextmanager
-    def prompt_part(self, start: int, stop: int, total: int) -> Iterator[None]:
+    def prompt_part(self, start: int, stop: int, total: int) -> AbstractContextManager[None]:
         """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
-        try:
-            self._stride = (start, stop, total)
-            yield
-        finally:
-            self._stride = None
+        return self.requesting(stride=(start, stop, total))
 
     @contextmanager
     def transient(self) -> Iterator[None]:
         """Within this context tokens attend, but no block stores them and no progress is reported."""
         on_progress, self.on_progress = self.on_progress, None
-        self._transient = True
         try:
-            yield
+            with self.requesting(stores=False):
+                yield
         finally:
-            self.on_progress, self._transient = on_progress, False
+            self.on_progress = on_progress
 
     def report_progress(self, layer_idx: int, done: int, total: int) -> None:
         """Report to `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
         if self.on_progress is None:
             return
-        if self._stride is None:
+        if self.request.stride is None:
             self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
             return
         # A stride passes all layers, so progress is a share of the tokens, as with a single layer.
-        start, stop, whole = self._stride
+        start, stop, whole = self.request.stride
         passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
         self.on_progress(int(passed == whole), 1, passed, whole)

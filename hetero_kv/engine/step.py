@@ -23,7 +23,7 @@ class PromptPart:
 
     Attributes:
         question: number of last tokens of the whole prompt that are the question; None when unknown.
-        is_beside: whether it is in one forward with decoded tokens (`ForwardBatch`).
+        is_beside: whether it is in one forward with decoded tokens, one token per row (`TokenRows`).
     """
 
     is_first: bool = True

@@ -93,8 +93,9 @@ class RecordedPrefill:
         rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         with (
             cache.asking(self.question),
-            cache.forward(cache.plan_batch([self.tokens], self.tokens), is_decode=False) as (step,),
+            cache.forward(cache.plan_batch([self.tokens], self.tokens), is_decode=False) as batch,
         ):
+            (step,) = batch.steps
             for index, recorded in enumerate(self.layers):
                 layer = step.group.layers[index]
                 if index not in operators:

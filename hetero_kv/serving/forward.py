@@ -185,11 +185,9 @@ class ModelForward:
         """As `decode` for one cache, for a sampler that `takes_likeliest`: the likeliest token if the GPU chose it."""
         if not isinstance(cache, HeteroCache):
             return list(self.decode([cache], [token]))
-        request = cache.likeliest = LikeliestRequest()
-        try:
+        request = LikeliestRequest()
+        with cache.requesting(likeliest=request):
             output = self._called(cache, torch.tensor([[token]]), **self._last_logits)
-        finally:
-            cache.likeliest = None
         return list(output.logits[:, -1]) if request.rows is None else request.rows
 
     def verify(
@@ -208,9 +206,8 @@ class ModelForward:
         counts = [len(each) for each in tokens]
         with joined(caches, tokens=counts) as cache:
             logits = self._logits(cache, torch.tensor([token for each in tokens for token in each])[:, None])
-        stored = [
-            DraftedTokens(each, [step for step in cache.passed if step.group is each.groups[0]]) for each in caches
-        ]
+        steps = () if cache.request.rows is None else cache.request.rows.steps
+        stored = [DraftedTokens(each, [step for step in steps if step.group is each.groups[0]]) for each in caches]
         return list(logits.split(counts)), stored
 
     def every(self, cache: Cache, tokens: Sequence[int]) -> torch.Tensor:

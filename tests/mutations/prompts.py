@@ -33,9 +33,9 @@ PROMPTS = (
     ),
     Mutation(
         "policies that score a prompt's tokens by their logits get those of the last ones alone",
-        "hetero_kv/adapter/chunked_decoder_layer.py",
-        "chunking.LOGITS_TO_KEEP.get() if is_last and cache.strided is None else 0",
-        "chunking.LOGITS_TO_KEEP.get() if is_last else 0",
+        "hetero_kv/adapter/strided_prefill.py",
+        "cache.requesting(logits_to_keep=0)",
+        "cache.requesting()",
         ("tests/operators/test_last_layer.py::test_the_head_gets_its_rows_of_the_last_layer",),
     ),
     Mutation(

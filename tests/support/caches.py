@@ -50,7 +50,8 @@ def new_cache(*layers, capacity=CAPACITY, **settings):
 @contextmanager
 def forward(cache, batch, tokens, is_decode=None):
     """A step of `tokens` tokens of every row."""
-    with cache.forward(cache.plan_batch([tokens] * batch, tokens), is_decode=is_decode) as (step,):
+    with cache.forward(cache.plan_batch([tokens] * batch, tokens), is_decode=is_decode) as passing:
+        (step,) = passing.steps
         yield step
     cache.columns = cache.columns.grown(tokens, [tokens] * batch)
 

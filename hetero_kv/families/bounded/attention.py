@@ -95,7 +95,7 @@ class BoundedAttention(AttentionOperator):
             if self.rotation is None:
                 self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, use)
             cache = bridge.cache_in(args, kwargs, self.path)
-            for step in cache.steps:
+            for step in cache.required_batch.steps:
                 self._record(cache, step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
             kwargs["position_embeddings"] = _identity(cos.shape, cos.dtype, cos.device)
         return kwargs

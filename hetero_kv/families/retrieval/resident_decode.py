@@ -127,10 +127,10 @@ class ResidentDecode(WindowedDecode):
 
     def prepare_captured(self, cache: HeteroCache) -> None:
         """See CapturableAttention."""
-        (step,) = cache.steps
+        (step,) = cache.required_batch.steps
         self._prepare_token(step.group.layers[self.layer_idx], step)
 
     def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
         """See CapturableAttention."""
-        (step,) = cache.steps
+        (step,) = cache.required_batch.steps
         return self._attended_on_gpu(step.group.layers[self.layer_idx], step, call)

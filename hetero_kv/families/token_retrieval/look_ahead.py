@@ -41,7 +41,8 @@ class LookAhead:
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose from the arguments of the previous attention module, for steps that have a choice."""
         operator = self._operator
-        steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
+        batch = bridge.cache_in(args, kwargs, operator.path).required_batch
+        steps = [step for step in batch.steps if operator.chooses_in(step)]
         if not steps or not self._computes_where(args, kwargs) or self._has_hooks():
             return
         call = traced_call(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
