@@ -138,7 +138,7 @@ def _adopted(
         stored, blocks = each.stored[number], -(-each.stored[number] // block_size)
         if each.finalized[number] > blocks:
             raise DamagedContextError(f"{file.where}: more blocks are finalized than exist")
-        group.finalized[layout] = each.finalized[number]
+        group.set_finalized(layout, each.finalized[number])
         for row, sequence in enumerate(group.sequences):
             name = f"{path}/tables/{index}/{row}"
             part = SavedPart({name: file.tensor(name)} if name in file.entries else {}, where=file.where)
@@ -157,9 +157,9 @@ def _adopted(
 def _restore_group(
     group: EqualLengthGroup, saved: SavedGroup, parts: list[SavedPart], shapes: Shapes, where: str
 ) -> None:
-    group.length, group.prompt_length, group.shared = saved.length, saved.prompt_length, saved.shared
+    group.shared = saved.shared
     for sequence in group.sequences:
-        sequence.length = saved.length
+        sequence.length, sequence.prompt_length = saved.length, saved.prompt_length
     made: dict[int, object] = {}
     for index, (layer, part) in enumerate(zip(group.layers, saved.layers, strict=True)):
         if type(layer).__name__ != saved.classes[index]:

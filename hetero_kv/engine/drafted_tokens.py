@@ -33,4 +33,4 @@ class DraftedTokens:
         group = last.group
         for layout in group.layouts:
             # What was derived from blocks for dropped tokens is derived again when tokens get there.
-            group.finalized[layout] = min(group.finalized[layout], last.blocks(layout).newly_finalized[1])
+            group.set_finalized(layout, min(group.finalized[layout], last.blocks(layout).newly_finalized[1]))

@@ -43,10 +43,6 @@ class EqualLengthGroup:
         layers: one cache layer per layer of the model: a family's layer, or transformers' own.
         sequences: one per row; empty before the first tokens.
         store: owns their blocks.
-        length: tokens of each sequence.
-        prompt_length: `length` at the end of the last prompt.
-        finalized: by layout, the number of finalized blocks from the beginning: their contents are final, and have
-            derived data.
         shared: arrays that layers pass to each other. An array is replaced and never changed.
         step: the step in progress.
         device_tables: by layout, the copies of the block tables on devices.
@@ -57,8 +53,6 @@ class EqualLengthGroup:
         self.layers = list(layers)
         self.store = store
         self.sequences: list[Sequence] = []
-        self.length = self.prompt_length = 0
-        self.finalized: dict[Layout, int] = {}
         self.shared: Shared = {}
         self.step: Step | None = None
         self.device_tables: dict[Layout, DeviceTable] = {}
@@ -78,7 +72,21 @@ class EqualLengthGroup:
     def open(self, rows: int) -> None:
         """Create `rows` empty sequences; the store already has blocks for them."""
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
-        self.finalized = dict.fromkeys(self.layouts, 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence."""
+        return self.sequences[0].length if self.sequences else 0
+
+    @property
+    def prompt_length(self) -> int:
+        """See Sequence."""
+        return self.sequences[0].prompt_length if self.sequences else 0
+
+    @property
+    def finalized(self) -> Mapping[Layout, int]:
+        """See Sequence; set by `set_finalized`."""
+        return self.sequences[0].finalized if self.sequences else {}
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
@@ -98,7 +106,13 @@ class EqualLengthGroup:
 
     def unfinalize(self, layouts: Iterable[Layout]) -> None:
         """Make the next step finalize all blocks of these layouts again."""
-        self.finalized |= dict.fromkeys(layouts, 0)
+        for layout in layouts:
+            self.set_finalized(layout, 0)
+
+    def set_finalized(self, layout: Layout, blocks: int) -> None:
+        """Make the next step finalize the blocks of a layout from the one with this number on."""
+        for sequence in self.sequences:
+            sequence.finalized[layout] = blocks
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
         """Reserve the blocks of a step, in every layer. The caller ends the step, or rolls back.
@@ -136,13 +150,7 @@ class EqualLengthGroup:
         if not step.keeps:
             return
         for sequence in self.sequences:
-            sequence.length = step.length
-        self.length = step.length
-        if step.part.is_last:
-            for layout in self.layouts:
-                self.finalized[layout] = max(self.finalized[layout], layout.finalized(step.length))
-            if not step.is_decode:
-                self.prompt_length = step.length
+            sequence.grow(step.length, is_prompt=not step.is_decode, is_last=step.part.is_last)
 
     def _reserve(self, step: Step) -> None:
         """Reserve blocks for the tokens of a step; copy the shared blocks that it derives private data from."""
@@ -185,14 +193,11 @@ class EqualLengthGroup:
 
     def cut(self, length: int) -> None:
         """Free the blocks of the tokens from position `length` on. Repeatable after an interrupt."""
-        for sequence in self.sequences:
-            sequence.crop(length)
-        for layout in self.layouts:
-            self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)
         if length < self.length:
             # It may refer to dropped tokens.
             self.shared = {}
-        self.length, self.prompt_length = length, min(self.prompt_length, length)
+        for sequence in self.sequences:
+            sequence.crop(length)
 
     def stuck(self, length: int | None = None, copies: Mapping[int, LayerCheckpoint] = NO_COPIES) -> set[str]:
         """The kinds of layers that cannot drop their tokens from position `length` on (None: from any on)."""
@@ -254,11 +259,10 @@ class EqualLengthGroup:
         for sequence in self.sequences:
             for layout, table in sequence.tables.items():
                 table.truncate(snapshot.stored.get(layout, 0))
-            sequence.length = snapshot.length
-        self.length, self.prompt_length = snapshot.length, snapshot.prompt_length
-        self.finalized = {
-            layout: min(finalized, snapshot.finalized.get(layout, 0)) for layout, finalized in self.finalized.items()
-        }
+            sequence.length, sequence.prompt_length = snapshot.length, snapshot.prompt_length
+        for layout in self.layouts if self.sequences else ():
+            least = min(sequence.finalized[layout] for sequence in self.sequences)
+            self.set_finalized(layout, min(least, snapshot.finalized.get(layout, 0)))
         self.shared = _copy(snapshot.shared)
         self.step = None
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
@@ -291,8 +295,7 @@ class EqualLengthGroup:
             for layer in self.layers
         ]
         clone = EqualLengthGroup(layers, self.store)
-        clone.sequences, clone.finalized = sequences, dict(self.finalized)
-        clone.length, clone.prompt_length = self.length, self.prompt_length
+        clone.sequences = sequences
         clone.shared = _copy(self.shared)
         return clone
 

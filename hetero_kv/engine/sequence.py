@@ -55,25 +55,45 @@ class Sequence:
 
     Attributes:
         length: number of stored tokens.
+        prompt_length: `length` at the end of the last prompt.
         tables: its block tables, by layout.
+        finalized: by layout, the number of finalized blocks from the beginning: their contents are final, and have
+            derived data.
     """
 
-    def __init__(self, tables: dict[Layout, BlockTable] | None = None, length: int = 0) -> None:
-        self.length = length
-        self.tables = tables or {}
+    def __init__(
+        self, tables: dict[Layout, BlockTable], length: int = 0, prompt_length: int = 0,
+        finalized: dict[Layout, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.tables = tables
+        self.length, self.prompt_length = length, prompt_length
+        self.finalized = dict.fromkeys(tables, 0) if finalized is None else finalized
 
     def fork(self) -> Sequence:
         """A second sequence with the same tokens, in the same blocks."""
-        return Sequence({layout: table.fork() for layout, table in self.tables.items()}, self.length)
+        tables = {layout: table.fork() for layout, table in self.tables.items()}
+        return Sequence(tables, self.length, self.prompt_length, dict(self.finalized))
+
+    def grow(self, length: int, *, is_prompt: bool, is_last: bool) -> None:
+        """Take the new tokens in, `length` with the earlier ones. Arguments as for `Layout.stored`."""
+        self.length = length
+        if not is_last:
+            return
+        for layout, finalized in self.finalized.items():
+            self.finalized[layout] = max(finalized, layout.finalized(length))
+        if is_prompt:
+            self.prompt_length = length
 
     def crop(self, length: int) -> None:
         """Drop the tokens from position `length` on."""
         for layout, table in self.tables.items():
             table.truncate(layout.cropped(table.length, length))
-        self.length = length
+            self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)
+        self.length, self.prompt_length = length, min(self.prompt_length, length)
 
     def free(self) -> None:
         """Drop every token and free the blocks."""
         for table in self.tables.values():
             table.free()
-        self.length = 0
+        self.length = self.prompt_length = 0
+        self.finalized = dict.fromkeys(self.tables, 0)

@@ -88,14 +88,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a new prompt does not begin the count of token_step anew",
-        "hetero_kv/engine/equal_length_group.py",
-        "                self.prompt_length = step.length",
-        "                self.prompt_length = self.prompt_length or step.length",
+        "hetero_kv/engine/sequence.py",
+        "            self.prompt_length = length",
+        "            self.prompt_length = self.prompt_length or length",
         (f"{_SCHEDULE}a_new_prompt_resets_the_count_of_token_step",),
     ),
     Mutation(
         "a crop leaves blocks finalized that are written anew",
-        "hetero_kv/engine/equal_length_group.py",
+        "hetero_kv/engine/sequence.py",
         "self.finalized[layout] = min(self.finalized[layout], length // layout.block_size)",
         "self.finalized[layout] = self.finalized[layout]",
         (f"{_RETRIEVAL}after_a_crop_rewritten_blocks_have_new_representatives[22-MEAN]",),

@@ -244,7 +244,7 @@ class RetrievalLayer(AccumulatingLayer):
 
     def reopen(self) -> None:
         if self.layout.finalizes_per_sequence:
-            self.group.finalized[self.layout] = 0
+            self.group.set_finalized(self.layout, 0)
             blank = self._blank_state()
             self.state = replace(self.state, open_start=blank.open_start, accumulated=None)
             self.pending = NO_PENDING_QUERIES
