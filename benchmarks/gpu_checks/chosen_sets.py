@@ -58,7 +58,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(dim // 2)))
         angles = torch.arange(tokens)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
         layer.factors.rotary.record(*(part[None].to(setting.device, dtype) for part in (angles.cos(), angles.sin())), 0)
-        step = sequences.begin(tokens, slice(0, 1), is_decode=False, part=PromptPart(), keeps=True)
+        step = sequences.begin(tokens, slice(0, 1), is_decode=False, part=PromptPart(), stores=True)
         layer.begin_prefill(step)
         for chunk in keys.split(tokens // 3, dim=2):
             layer.extend(chunk, chunk)

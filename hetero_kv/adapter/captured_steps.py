@@ -235,8 +235,9 @@ class CapturedSteps:
 def _decodes(cache: HeteroCache) -> bool:
     """Whether the forward stores one decoded token of every sequence, and is not part of another one's recording."""
     batch = cache.batch
-    is_decode = batch is not None and batch.kind is ForwardKind.DECODE and batch.request.stores
-    return is_decode and batch.recording is None
+    if batch is None or batch.recording is not None:
+        return False
+    return batch.kind is ForwardKind.DECODE and batch.request.stores
 
 
 def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:

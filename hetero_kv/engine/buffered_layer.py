@@ -113,7 +113,7 @@ class BufferedLayer(FamilyLayer):
     def end_prefill(self, step: Step) -> PrefillBuffer | None:
         """Store the prefilled tokens. Returns the buffer of the whole sequence; None when nothing is stored."""
         buffer, self.prefill_buffer = self.prefill_buffer, None
-        if buffer is None or not step.keeps:
+        if buffer is None or not step.stores:
             return None
         new = slice(buffer.past - buffer.first, buffer.length - buffer.first)
         self.store(step, buffer.keys[:, :, new], buffer.values[:, :, new], buffer)

@@ -27,7 +27,7 @@ from hetero_kv.engine.prefill_progress import PrefillProgress, Progress
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
-from hetero_kv.engine.token_rows import Passing
+from hetero_kv.engine.token_rows import NewTokens
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
@@ -211,7 +211,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         finally:
             self.batch = batch
 
-    def begin_beside(self, tokens: int, part: PromptPart) -> Passing:
+    def begin_mixed(self, tokens: int, part: PromptPart) -> NewTokens:
         """Begin a forward of `tokens` tokens of this cache's prompt, one row, together with other groups."""
         self._open(1, tokens)
         if part.is_first or part.is_last:
@@ -220,7 +220,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         else:
             self.record_adapters()
         (group,) = self.groups
-        return Passing(group, tokens, part)
+        return NewTokens(group, tokens, part)
 
     def _record_state(self) -> None:
         """Record the state of the model that computes the tokens of a prompt."""

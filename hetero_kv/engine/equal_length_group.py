@@ -114,7 +114,7 @@ class EqualLengthGroup:
         for sequence in self.sequences:
             sequence.finalized[layout] = blocks
 
-    def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
+    def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, stores: bool) -> Step:
         """Reserve the blocks of a step, in every layer. The caller ends the step, or rolls back.
 
         Args:
@@ -122,8 +122,8 @@ class EqualLengthGroup:
 
         Raises MemoryError when too few blocks are free, and changes nothing; `capacity.require_room` checks that.
         """
-        self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
-        if keeps:
+        self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, stores=stores)
+        if stores:
             self._reserve(step)
         return step
 
@@ -136,7 +136,7 @@ class EqualLengthGroup:
         for row in range(rows.start, rows.stop):
             after = steps[-1] if steps else None
             self.step = step = Step(
-                self, slice(row, row + 1), 1, is_decode=True, part=PromptPart(), keeps=True, is_draft=True, after=after
+                self, slice(row, row + 1), 1, is_decode=True, part=PromptPart(), stores=True, is_draft=True, after=after
             )
             self._reserve(step)
             for layout in self.layouts:
@@ -147,7 +147,7 @@ class EqualLengthGroup:
 
     def end(self, step: Step) -> None:
         """Make the tokens of a step part of the sequences."""
-        if not step.keeps:
+        if not step.stores:
             return
         for sequence in self.sequences:
             sequence.grow(step.length, is_prompt=not step.is_decode, is_last=step.part.is_last)

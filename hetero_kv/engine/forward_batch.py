@@ -77,7 +77,7 @@ class ForwardBatch:
             # The only group of a call is called with its own rows.
             rows = each.rows if is_several else slice(0, len(each.group.sequences))
             step = each.group.begin(
-                each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, keeps=stores
+                each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, stores=stores
             )
             steps.append(step)
         if request.rows is None:
@@ -91,7 +91,7 @@ class ForwardBatch:
         """The position in its sequence of each row's first new token, in the order of the rows."""
         found: list[int] = []
         for step in self.steps:
-            is_by_row = step.part.is_beside
+            is_by_row = step.part.is_mixed
             found += range(step.past, step.length) if is_by_row else [step.past] * len(step.group.sequences)
         return found
 

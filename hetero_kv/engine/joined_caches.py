@@ -13,11 +13,11 @@ from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.engine.padding_mask import PaddingMask
 from hetero_kv.engine.rollback import rollback_on_error
 from hetero_kv.engine.step import PromptPart
-from hetero_kv.engine.token_rows import Passing, TokenRows
+from hetero_kv.engine.token_rows import NewTokens, TokenRows
 from hetero_kv.errors import HeteroKVError
 
 
-class PassingPrompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """A part of a prompt in one forward with decoded tokens.
 
     Attributes:
@@ -33,7 +33,7 @@ class PassingPrompt(NamedTuple):
 
 @contextmanager
 def joined(
-    caches: Rows[HeteroCache], prompt: PassingPrompt | None = None, tokens: Rows[int] | None = None
+    caches: Rows[HeteroCache], prompt: PromptTokens | None = None, tokens: Rows[int] | None = None
 ) -> Iterator[HeteroCache]:
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
@@ -65,13 +65,15 @@ def joined(
     with ExitStack() as used:
         for cache in caches:
             used.enter_context(cache.in_use)
-        passing = [Passing(group, count) for cache, count in zip(caches, counts, strict=True) for group in cache.groups]
+        new_tokens = [
+            NewTokens(group, count) for cache, count in zip(caches, counts, strict=True) for group in cache.groups
+        ]
         if prompt is not None:
             used.enter_context(prompt.cache.in_use)
-            passing.append(prompt.cache.begin_beside(prompt.tokens, prompt.part))
+            new_tokens.append(prompt.cache.begin_mixed(prompt.tokens, prompt.part))
             joint._set_groups([*joint.groups, *prompt.cache.groups])
         is_by_row = prompt is not None or max(counts) > 1
-        joint.batch, joint.request = None, ForwardRequest(rows=TokenRows(passing) if is_by_row else None)
+        joint.batch, joint.request = None, ForwardRequest(rows=TokenRows(new_tokens) if is_by_row else None)
         with rollback_on_error(joint):
             yield joint
         for cache, count in zip(caches, counts, strict=True):

@@ -23,13 +23,13 @@ class PromptPart:
 
     Attributes:
         question: number of last tokens of the whole prompt that are the question; None when unknown.
-        is_beside: whether it is in one forward with decoded tokens, one token per row (`TokenRows`).
+        is_mixed: whether it is in one forward with decoded tokens, one token per row (`TokenRows`).
     """
 
     is_first: bool = True
     is_last: bool = True
     question: int | None = None
-    is_beside: bool = False
+    is_mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Step:
         length: tokens of each row at the end of the step.
         is_decode: whether the new token is a generated one; else a prompt or a part of one.
         part: which part of a prompt.
-        keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
+        stores: whether the tokens are stored; else they attend and are dropped (a catalyst).
         is_draft: whether the forward decodes several tokens of the sequence, a step each.
         after: of a draft, the step of the previous token.
         states: of a draft, layer -> its state after this step, for layers that have one.
@@ -71,7 +71,7 @@ class Step:
     """
 
     def __init__(
-        self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool,
+        self, group: EqualLengthGroup, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, stores: bool,
         is_draft: bool = False, after: Step | None = None,
     ) -> None:  # fmt: skip
         self.group = group
@@ -81,7 +81,7 @@ class Step:
         self.length: int = self.past + tokens
         self.is_decode = is_decode
         self.part = part
-        self.keeps = keeps
+        self.stores = stores
         self.is_draft, self.after = is_draft, after
         self.states: dict[int, LayerCheckpoint] = {}
         self.checked_numbers: list[CheckedNumber] = []
@@ -102,7 +102,7 @@ class Step:
         ids = tables[0].ids[None] if len(tables) == 1 else np.stack([table.ids for table in tables])
         before = group.finalized[layout] if self.after is None else self.after.blocks(layout).newly_finalized[1]
         finalized = layout.finalized(self.length)
-        end = max(before, finalized) if self.part.is_last and self.keeps else before
+        end = max(before, finalized) if self.part.is_last and self.stores else before
         blocks = StepBlocks(ids, tables[0].length, finalized, (before, end), tables[0].allocator.lengths)
         self.made[id(layout)] = blocks
         return blocks

@@ -10,7 +10,7 @@ from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.step import PromptPart, Step
 
 
-class Passing(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens of one group in a forward with one token per row.
 
     Attributes:
@@ -30,17 +30,17 @@ class TokenRows:
     all rows alike, so that all share one reading of the weights.
 
     Args:
-        passing: the tokens, in the order of the rows. A group of which several tokens pass has one sequence.
+        new_tokens: in the order of the rows. A group of which several tokens pass has one sequence.
 
     Attributes:
         slices: the rows of each group; a prompt's are the last ones.
         steps: of the tokens, once the forward has stored them; drafted tokens can be dropped by them.
     """
 
-    def __init__(self, passing: Rows[Passing]) -> None:
+    def __init__(self, new_tokens: Rows[NewTokens]) -> None:
         column, row = slice(0, 1), 0
         slices: list[BatchSlice] = []
-        for group, tokens, part in passing:
+        for group, tokens, part in new_tokens:
             rows = slice(row, row + len(group.sequences) * tokens)
             slices.append(BatchSlice(group, rows, column, part, is_draft=part is None and tokens > 1))
             row = rows.stop

@@ -19,7 +19,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.drafted_tokens import DraftedTokens
-from hetero_kv.engine.joined_caches import PassingPrompt, joined
+from hetero_kv.engine.joined_caches import PromptTokens, joined
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.likeliest import Likeliest, LikeliestRequest
 from hetero_kv.engine.step import PromptPart
@@ -161,10 +161,8 @@ class ModelForward:
         After an exception, no cache has changed.
         """
         own = part.tokens
-        passing = PassingPrompt(
-            prompt, len(own), PromptPart(part.is_first, part.is_last, part.question, is_beside=True)
-        )
-        with joined(caches, passing) as cache:
+        new = PromptTokens(prompt, len(own), PromptPart(part.is_first, part.is_last, part.question, is_mixed=True))
+        with joined(caches, new) as cache:
             return self._logits(cache, torch.tensor([*tokens, *own])[:, None])
 
     def decode(self, caches: Sequence[Cache], tokens: Sequence[int]) -> torch.Tensor:

@@ -153,7 +153,7 @@ class BoundedAttention(AttentionOperator):
             out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
-        if layer.record is not None and step.is_decode and step.keeps:
+        if layer.record is not None and step.is_decode and step.stores:
             assert layer.entries is not None
             layer.record.add_keys(q, keys[0], layer.entries.positions[0], call.scale, call.softcap)
             layer.record.complete(lse, sink=call.sink)

@@ -47,7 +47,7 @@ class GpuPrefillCache(BufferedLayer):
         before, step = super().extend(keys, values), self._prefilling
         assert step is not None
         assert self.prefill_buffer is not None
-        if keys.is_cuda and step.keeps:
+        if keys.is_cuda and step.stores:
             if self.writing is None:
                 self.writing = self._begun_writing(step, self.prefill_buffer)
             self.writing.advance()

@@ -56,7 +56,7 @@ class ExactPrefill(AttentionOperator):
         observation = layer.state.observation
         if observation is not None:
             layer.state = replace(layer.state, observation=observation.grown(q, lse, call.scale, call.softcap))
-        if layer.record is not None and step.keeps:
+        if layer.record is not None and step.stores:
             self._record_prompt(layer, step, call, lse)
         return out.to(call.q.dtype)
 
@@ -120,7 +120,7 @@ class ExactPrefill(AttentionOperator):
 
     def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
         buffer = layer.end_prefill(step)
-        if step.keeps:
+        if step.stores:
             self.end_of_prompt(layer, step, buffer)
 
     def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:

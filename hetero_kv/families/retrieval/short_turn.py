@@ -26,8 +26,8 @@ def is_short(step: Step, call: AttentionCall) -> bool:
     Parts that pass beside decoded tokens are many, and would copy their past again and again, however short it is.
     """
     tokens = call.q.shape[2]
-    few = tokens == step.tokens <= MOST_TOKENS and (step.past >= LEAST_PAST or step.part.is_beside)
-    return few and step.keeps and call.q.device.type == "cpu"
+    few = tokens == step.tokens <= MOST_TOKENS and (step.past >= LEAST_PAST or step.part.is_mixed)
+    return few and step.stores and call.q.device.type == "cpu"
 
 
 def store_and_attend(

@@ -133,7 +133,7 @@ class ShadowKVAttention(RopeCapture):
             out, total = attention_after_pieces(layer.pieces(0, call.k), call, past_k, past_v)
         else:
             out, total = self.prompt_attention(step, call, past_k, past_v)
-        if layer.record is not None and step.keeps:
+        if layer.record is not None and step.stores:
             buffer = layer.prefill_buffer
             for first, keys, _ in layer.pieces(0, call.k) if buffer.first else ():
                 layer.record.add_keys(call.q, keys[0], first + torch.arange(keys.shape[2]), call.scale, call.softcap)

@@ -123,7 +123,7 @@ class TokenRetrievalAttention(ExactPrefill):
     def chooses_in(self, step: Step) -> bool:
         """Whether a step of one token per row must choose Context tokens, as known before the token is stored."""
         layer = step.group.layers[self.layer_idx]
-        if not step.is_decode or not step.keeps or layer.pool is None or self.chooser is None:
+        if not step.is_decode or not step.stores or layer.pool is None or self.chooser is None:
             return False
         blocks = step.blocks(layer.layout)
         tokens = (blocks.finalized - min(layer.layout.sink_blocks, blocks.finalized)) * layer.layout.block_size
