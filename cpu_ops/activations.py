@@ -16,7 +16,7 @@ _I8, _I32, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 @intrinsic
-def _quantize_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums, sums_at):
+def quantize_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums, sums_at):
     """Quantize 32 numbers of x to int8 codes; write their scale and the sums of the first and of the last 16 codes."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -67,4 +67,4 @@ def quantize_rows(x, codes, scales, sums):
     for row in range(x.shape[0]):
         for group in range(groups):
             at = row * groups + group
-            _quantize_group(x, at * GROUP, codes, at * GROUP, scales, at, sums, at * 2)
+            quantize_group(x, at * GROUP, codes, at * GROUP, scales, at, sums, at * 2)

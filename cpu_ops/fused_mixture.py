@@ -13,7 +13,8 @@ from numba import njit, types
 from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.expert_products import INTEGER2, REAL1, REAL2, add_experts, biases_type
+from hetero_kv.cpu_ops.expert_products import add_experts
+from hetero_kv.cpu_ops.expert_regions import INTEGER1, INTEGER2, REAL1, REAL2, biases_type
 from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, normed, widened
 from hetero_kv.cpu_ops.gates import sigmoid
 from hetero_kv.cpu_ops.parallel_region import run_region
@@ -28,14 +29,14 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
     dtype: of the hidden states, router_dtype: of the router's weights, biases_dtype: of the experts' biases, keys of
     `bfloat16_bits.NUMBERS`. All arrays but the experts' biases are C-contiguous.
 
-    (run, multiply, route, region, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm, epsilon,
+    (run, multiply, route, regions, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm, epsilon,
     factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias, down_bias, shared,
     shared_gate, sharpness, limit, out, per_pass, threads)
 
     hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, matrix, bias, after_norm, factor: as for
     `fused_layer_parts.add_mixed`; norm, after_mixture_norm, epsilon: as for `fused_decode_layer.attention_output`.
     route: from `routing.router_region`. router: [experts, width], and router_bias: [experts] float32, of length 0 for
-    none. correction, form, scale: as for `routing.choose_experts`. k: experts of a row. region, matrices, biases,
+    none. correction, form, scale: as for `routing.choose_experts`. k: experts of a row. regions, matrices, biases,
     shared, sharpness, limit: as for `expert_products.add_experts`. shared_gate: [width] float32: the shared expert's
     output is multiplied with the sigmoid of its product with the row; length 0 for none.
     """
@@ -43,14 +44,14 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
     real, integer, numbers_type = types.float32, types.int64, types.Array(NUMBERS[dtype], 2, "C")
     router_type, biases = types.Array(NUMBERS[router_dtype], 2, "C"), biases_type(biases_dtype)
     signature = types.void(
-        integer, integer, integer, integer, numbers_type, numbers_type, REAL2, INTEGER2, REAL1, REAL1, REAL1, REAL1,
-        real, real, router_type, REAL1, REAL1, types.Array(integer, 1, "C"), real, integer, INTEGER2, biases, biases,
+        integer, integer, integer, INTEGER1, numbers_type, numbers_type, REAL2, INTEGER2, REAL1, REAL1, REAL1, REAL1,
+        real, real, router_type, REAL1, REAL1, INTEGER1, real, integer, INTEGER2, biases, biases,
         biases, INTEGER2, REAL1, real, real, numbers_type, integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
     def output(
-        run, multiply, route, region, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm,
+        run, multiply, route, regions, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm,
         epsilon, factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias, down_bias,
         shared, shared_gate, sharpness, limit, out, per_pass, threads,
     ):  # fmt: skip
@@ -81,7 +82,7 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
         quantize_rows(normed_x, codes, scales, sums)
         mixture = np.zeros((rows, width), np.float32)
         add_experts(
-            biases_dtype, run, region, codes, scales, sums, chosen, shares, experts, matrices, gate_bias, up_bias,
+            biases_dtype, run, regions, codes, scales, sums, chosen, shares, experts, matrices, gate_bias, up_bias,
             down_bias, shared, shared_shares, sharpness, limit, mixture, per_pass, threads,
         )  # fmt: skip
         add_normed(mixture, after_mixture_norm, epsilon, factor, x)

@@ -13,7 +13,7 @@ from torch import nn
 from hetero_kv.adapter.decoder_form import has_own_numbers
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.adapter.llama_layer import GATES
-from hetero_kv.cpu_ops.expert_products import expert_region, experts_output
+from hetero_kv.cpu_ops.expert_products import expert_regions, experts_output
 from hetero_kv.cpu_ops.gates import CLAMPED_SWIGLU, SILU
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
@@ -36,7 +36,7 @@ class ExpertProducts:
         matrices: [3, 5] int64, of the gate, up and down projections.
         biases: of the three projections, [experts, outputs], views of the module's memory; empty for none.
         dtype: numpy's name of the dtype of the biases.
-        region: address of the region for the experts' activation.
+        regions: from `cpu_ops.expert_products.expert_regions`, for the experts' activation.
         sharpness, limit: of `gates.CLAMPED_SWIGLU`.
     """
 
@@ -44,7 +44,7 @@ class ExpertProducts:
     matrices: np.ndarray
     biases: tuple[np.ndarray, np.ndarray, np.ndarray]
     dtype: str
-    region: int
+    regions: np.ndarray
     sharpness: np.float32
     limit: np.float32
 
@@ -75,7 +75,7 @@ class ExpertProducts:
         sharpness, limit = (np.float32(getattr(module, name, 0.0)) for name in _CLAMPED)
         dtype = NAMES[biases[0].dtype]
         return cls(
-            module.num_experts, np.array(matrices, np.int64), biases, dtype, expert_region(kind, dtype), sharpness,
+            module.num_experts, np.array(matrices, np.int64), biases, dtype, expert_regions(kind, dtype), sharpness,
             limit,
         )  # fmt: skip
 
@@ -88,7 +88,7 @@ class ExpertProducts:
         out = torch.empty(x.shape, dtype=torch.float32)
         with one_kernel_at_a_time:
             experts_output(self.dtype)(
-                all_threads(), self.region, numbers, chosen.detach().long().contiguous().numpy(),
+                all_threads(), self.regions, numbers, chosen.detach().long().contiguous().numpy(),
                 shares.detach().float().contiguous().numpy(), self.experts, self.matrices, *self.biases,
                 self.sharpness, self.limit, out.numpy(), rows_per_pass(), kernel_threads_of_torch(),
             )  # fmt: skip

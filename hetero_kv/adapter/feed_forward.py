@@ -108,7 +108,7 @@ class _Mixture(FeedForward):
         kernel = mixture_output(NAMES[hidden.dtype], NAMES[own.router.dtype], products.dtype)
         with one_kernel_at_a_time:
             kernel(
-                *self._addresses, self._router, products.region, hidden, mixed, gates, self._matrix, *self._before,
+                *self._addresses, self._router, products.regions, hidden, mixed, gates, self._matrix, *self._before,
                 self._norm, self._after, self._epsilon, self._factor, own.router, own.router_bias, own.correction,
                 own.choice, own.scale, own.k, products.matrices, *products.biases, own.shared, own.shared_gate,
                 products.sharpness, products.limit, out, rows_per_pass(), at_most(torch.get_num_threads()),
