@@ -1,11 +1,13 @@
 """A discrete-event simulation of 100 replicas behind four kinds of routers, one of them ours.
 
     python -m benchmarks.cluster_simulation [--router NAME …] [--per_s 8] [--conversations 1000000] [--shared_store]
+    python -m benchmarks.cluster_simulation --trace [--router NAME …] [--keeps_turns]
     python -m benchmarks.cluster_simulation --recorded docs/cluster_simulation.png
 
 A run of a million conversations takes one core some minutes. Every line that is printed is a row of the record
 `cluster_simulation`; `--recorded` measures nothing and plots that record. What is assumed stands in `Scenario` and
-`Costs` (`benchmarks/simulated_cluster/`) and in docs/cluster_simulation.md. Needs simpy.
+`Costs` (`benchmarks/simulated_cluster/`) and in docs/cluster_simulation.md. Needs simpy; `--trace` does not: that
+replays what `benchmarks.cluster` sends to two real replicas, and takes a second.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.figures import Label, label_decades, label_lines, new_figure, save
+from benchmarks.measured_cluster.trace import RECORDED, read
 from benchmarks.report import load
 from benchmarks.simulated_cluster.routers import ROUTERS
 from benchmarks.simulated_cluster.simulation import Outcome, Scenario, Simulation
+from benchmarks.simulated_cluster.traced import TraceSimulation
 
 COLUMNS = (
     "conversations per second", "router", "tokens from memory", "first token, median", "99th percentile",
@@ -79,10 +83,17 @@ def main() -> None:
     parser.add_argument("--per_s", nargs="+", type=float, default=[8.0], help="conversations that begin in a second")
     parser.add_argument("--conversations", type=int, default=1_000_000)
     parser.add_argument("--shared_store", action="store_true", help="documents are fetched that were computed once")
+    parser.add_argument("--trace", action="store_true", help="two replicas, and the trace of benchmarks.cluster")
+    parser.add_argument("--keeps_turns", action="store_true", help="for --trace: each turn of a conversation is kept")
     parser.add_argument("--recorded", type=Path, metavar="PNG", help="plot the record, and simulate nothing")
     flags = parser.parse_args()
     if flags.recorded is not None:
         plot(flags.recorded)
+        return
+    if flags.trace:
+        for router in flags.router:
+            simulated = TraceSimulation(read(RECORDED), router, keeps_turns=flags.keeps_turns).run()
+            print(json.dumps(simulated.row(router), ensure_ascii=False), flush=True)
         return
     for router in flags.router:
         for per_s in flags.per_s:

@@ -46,7 +46,8 @@ class RouterSettings:
         fresh_periods: a report is believed for so many periods after it came.
         known_periods: after so many, nothing is known of its replica; between both, it is believed in part.
         fetch_bytes_per_s: how fast a replica reads the shared store.
-        others_wait: for how many seconds others wait, for each second in which a replica computes or fetches a prompt.
+        others_wait: how many requests wait for a prompt that an idle replica computes or fetches; one more for each
+            request that the replica has.
     """
 
     block_size: int = BLOCK
@@ -97,12 +98,12 @@ class Router:
 
     The cost of a request at a replica is the sum of seconds for: the tokens of prompts that are queued there; the
     tokens of its own prompt that the replica has not, each computed, or fetched from the shared store where that is
-    faster; the steps of its answer, which take the longer the more rows there are; and a row, where all are taken. The
-    seconds of its own prompt count more than once (`others_wait`): without that, every request that comes while the
-    first one about a document is computed would go to an idle replica, which has it as soon.
-
-    So a document whose replica has a long queue is computed or fetched by a second one once that costs less, and has
-    two from then on.
+    faster; the steps of its answer, which take the longer the more rows there are; and a row, where all are taken.
+    The seconds of its own prompt count once more for each request that will wait meanwhile: under a steady load, as
+    many come while a queue passes as it has now. An idle replica counts some too (`others_wait`); otherwise, while the
+    first request about a document is computed, each further one would go to an idle replica, which has it as soon. So
+    a document whose replica has a long queue gets a second one, which has little to do. Where all are busy, it does
+    not: what is computed twice makes queues longer, by which more would be.
 
     What this router has sent to a replica counts beside its report until two further reports have come: the first of
     them may have been made before the request came there. So requests of a burst that share a beginning go where the
@@ -126,8 +127,8 @@ class Router:
         self._vacant: list[int] = []
         # A column per slot, with rows: seconds per token of a prompt; tokens in the queue; seconds of a step with one
         # more row; how many times as long an answer takes for want of a row; seconds to fetch a token; free blocks;
-        # when the report came.
-        self._table = np.zeros((7, 0))
+        # when the report came; requests.
+        self._table = np.zeros((8, 0))
         self._live = np.zeros(0, np.int64)
         self._usual_token_s = 1 / _TOKENS_PER_S
 
@@ -144,21 +145,22 @@ class Router:
         if not replicas:
             return []
         settings = self.settings
-        token_s, queued, step_s, answer_times, fetch_s, free, came = self._table[:, self._live]
+        token_s, queued, step_s, answer_times, fetch_s, free, came, requests = self._table[:, self._live]
         resident = self._resident_tokens(request)[self._live]
         stored = self._stored_tokens(request)
         fetched = np.maximum(stored - resident, 0.0)
         computed = request.tokens - resident - fetched
         waited = queued * token_s + request.answer_tokens * step_s * answer_times
         work = computed * token_s + fetched * np.minimum(fetch_s, token_s)
-        cost = waited + work * (1 + settings.others_wait)
-        fresh_s, known_s = settings.fresh_periods * settings.period_s, settings.known_periods * settings.period_s
+        times = 1 + settings.others_wait + requests
+        cost = waited + work * times
+        fresh_s, known_s = (settings.period_s * each for each in (settings.fresh_periods, settings.known_periods))
         doubt = np.clip((now - came - fresh_s) / (known_s - fresh_s), 0.0, 1.0)
         is_known = doubt < 1
         order = np.where(is_known, -free, 2.0)
         unknown_cost = 0.0
         if doubt.any() and is_known.any():
-            unknown_cost = self._unknown_cost(request, stored, waited[is_known], fetch_s[is_known])
+            unknown_cost = self._unknown_cost(request, stored, np.array([waited, fetch_s, times])[:, is_known])
         cost = np.where(is_known, cost + doubt * np.maximum(unknown_cost - cost, 0.0), unknown_cost)
         self._order_unknown(order, np.flatnonzero(~is_known))
         ranked = np.lexsort((self._random.random(len(cost)), order, cost))
@@ -169,9 +171,8 @@ class Router:
         known = self._replicas.get(replica)
         if known is None:
             return
-        resident = self._resident_tokens(request)[known.slot]
-        missing = request.tokens - max(int(resident), self._stored_tokens(request))
-        known.sent.append(_Sent(request, missing))
+        resident = int(self._resident_tokens(request)[known.slot])
+        known.sent.append(_Sent(request, request.tokens - max(resident, self._stored_tokens(request))))
         known.in_flight += 1
         self._resident.add(known.slot, request.hashes)
         known.has_added = True
@@ -204,11 +205,12 @@ class Router:
         depth = max(self._stored.depths(request.hashes).values(), default=0)
         return min(max(depth * self.settings.block_size, request.stored_tokens), request.tokens - 1)
 
-    def _unknown_cost(self, request: RoutedRequest, stored: int, waited: np.ndarray, fetch_s: np.ndarray) -> float:
+    def _unknown_cost(self, request: RoutedRequest, stored: int, known: np.ndarray) -> float:
         """The cost at a replica of which nothing is known, by what others wait and take."""
-        fetch = min(float(np.median(fetch_s)), self._usual_token_s)
-        work = (request.tokens - stored) * self._usual_token_s + stored * fetch
-        return float(waited.max()) + work * (1 + self.settings.others_wait)
+        waited, fetch_s, times = known
+        fetch_token_s = min(float(np.median(fetch_s)), self._usual_token_s)
+        work = (request.tokens - stored) * self._usual_token_s + stored * fetch_token_s
+        return float(waited.max()) + work * float(times.max())
 
     def _order_unknown(self, order: np.ndarray, unknown: np.ndarray) -> None:
         """Put one of two random unknown replicas first, and the other one second."""
@@ -295,4 +297,5 @@ class Router:
             report.bytes_per_token / self.settings.fetch_bytes_per_s,
             report.free_blocks,
             known.came,
+            rows,
         )

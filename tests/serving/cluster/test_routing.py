@@ -63,8 +63,20 @@ def test_a_document_gets_a_second_replica_when_the_queue_of_the_first_costs_more
     assert first(request(), both, 0.0) == "b"
 
 
+def test_a_document_gets_no_second_replica_where_that_one_has_much_to_do_too():
+    """Each of the requests there would wait for 4 seconds more."""
+    one = holding(1, rows=8, waiting=4, queued_tokens=1500)
+    assert first(request(1), {"a": one, "b": IDLE}, 0.0) == "b"
+    for waiting, name in ((0, "b"), (4, "a")):
+        assert first(request(1), {"a": one, "b": replace(IDLE, rows=1, waiting=waiting)}, 0.0) == name
+
+
 def test_a_miss_goes_to_the_least_loaded_replica():
-    loads = {"a": replace(IDLE, queued_tokens=50), "b": replace(IDLE, rows=3), "c": replace(IDLE, rows=8, waiting=9)}
+    loads = {
+        "a": replace(IDLE, rows=1, queued_tokens=900),
+        "b": replace(IDLE, rows=1),
+        "c": replace(IDLE, rows=8, waiting=9),
+    }
     assert router().rank(request(), loads, 0.0) == ["b", "a", "c"]
 
 
