@@ -1,7 +1,7 @@
 """A discrete-event simulation of 100 replicas behind four kinds of routers, one of them ours.
 
     python -m benchmarks.cluster_simulation [--router NAME …] [--per_s 8] [--conversations 1000000] [--shared_store]
-    python -m benchmarks.cluster_simulation --trace [--router NAME …] [--keeps_turns]
+    python -m benchmarks.cluster_simulation --trace [--router NAME …] [--keeps_turns] [--shared 1.25]
     python -m benchmarks.cluster_simulation --recorded docs/cluster_simulation.png
 
 A run of a million conversations takes one core some minutes. Every line that is printed is a row of the record
@@ -23,6 +23,7 @@ from benchmarks.measured_cluster.trace import RECORDED, read
 from benchmarks.report import load
 from benchmarks.simulated_cluster.routers import ROUTERS
 from benchmarks.simulated_cluster.simulation import Outcome, Scenario, Simulation
+from benchmarks.simulated_cluster.stepping_replica import StepCosts
 from benchmarks.simulated_cluster.traced import TraceSimulation
 
 COLUMNS = (
@@ -85,6 +86,10 @@ def main() -> None:
     parser.add_argument("--shared_store", action="store_true", help="documents are fetched that were computed once")
     parser.add_argument("--trace", action="store_true", help="two replicas, and the trace of benchmarks.cluster")
     parser.add_argument("--keeps_turns", action="store_true", help="for --trace: each turn of a conversation is kept")
+    parser.add_argument(
+        "--shared", type=float, default=StepCosts().shared,
+        help="for --trace: how many times as long all takes as on cores that nothing else uses",
+    )  # fmt: skip
     parser.add_argument("--recorded", type=Path, metavar="PNG", help="plot the record, and simulate nothing")
     flags = parser.parse_args()
     if flags.recorded is not None:
@@ -92,7 +97,8 @@ def main() -> None:
         return
     if flags.trace:
         for router in flags.router:
-            simulated = TraceSimulation(read(RECORDED), router, keeps_turns=flags.keeps_turns).run()
+            costs = StepCosts(shared=flags.shared)
+            simulated = TraceSimulation(read(RECORDED), router, costs=costs, keeps_turns=flags.keeps_turns).run()
             print(json.dumps(simulated.row(router), ensure_ascii=False), flush=True)
         return
     for router in flags.router:

@@ -61,7 +61,7 @@ class SteppingReplica:
     tokens.
 
     Args:
-        keeps_turns: whether a sequence stays beside a longer one that begins with it.
+        keeps_turns: whether a sequence is kept beside a longer one that begins with it.
 
     Attributes:
         queue_length: questions that have not ended.
@@ -136,7 +136,9 @@ class SteppingReplica:
 
     def _keep(self, new: _Kept) -> None:
         if not self._keeps_turns:
-            self._kept = [each for each in self._kept if each.document != new.document or each.tokens > new.tokens]
+            alike = [each for each in self._kept if each.document == new.document]
+            new = max([*alike, new], key=lambda each: each.tokens)
+            self._kept = [each for each in self._kept if each not in alike]
         self._kept = [*self._kept, new][-self._costs.kept :]
 
     # -- what it tells

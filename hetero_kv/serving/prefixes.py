@@ -48,6 +48,10 @@ class Known(NamedTuple):
     checkpoints: tuple[KeptCheckpoint, ...] = ()
     tenant: str = ""
 
+    def begins(self, other: Known) -> bool:
+        """Whether another sequence of its tenant has all of its tokens at its beginning."""
+        return self.tenant == other.tenant and _common(self.tokens, other.tokens) == len(self.tokens)
+
     def usable(self, common: int) -> int:
         """How many of the `common` first tokens a fork can keep."""
         if common == len(self.tokens) or all(group.can_crop_to(common) for group in self.cache.groups):
@@ -69,7 +73,8 @@ class ResidentPrefixes:
     """The sequences of ended requests, kept until their memory is needed; the least recently used is dropped first.
 
     A prompt that shares a prefix with one of them, or with a running request, forks that cache, shares its blocks, and
-    computes only the rest.
+    computes only the rest. Of two sequences of which one begins with the other, the longer one is kept, where layers
+    can roll back to any token: otherwise, each turn of a conversation would push another document out.
 
     Args:
         operators: the model's attention operators. Sequences are shared only if all of them compute a continued prompt
@@ -118,12 +123,21 @@ class ResidentPrefixes:
         self, cache: HeteroCache, tokens: Sequence[int], checkpoints: Sequence[KeptCheckpoint] = (), tenant: str = ""
     ) -> None:
         """Keep the cache of a tenant's ended request, which stores `tokens` and has these checkpoints."""
-        is_kept = tokens and self.can_share(cache)
-        if not is_kept or not _is_current(cache, cache.injection.state()):
+        is_kept, now = tokens and self.can_share(cache), cache.injection.state()
+        if not is_kept or not _is_current(cache, now):
             cache.reset()
             return
         within = tuple(each for each in checkpoints if each.length < len(tokens))
-        self._kept.append(Known(cache, np.array(tokens), within, tenant))
+        new = Known(cache, np.array(tokens), within, tenant)
+        if cache.is_croppable:
+            for each in [each for each in self._kept if each.begins(new)]:
+                self._drop(each)
+            longer = [each for each in self._kept if new.begins(each) and _is_current(each.cache, now)]
+            if longer:
+                self._use(longer[-1])
+                cache.reset()
+                return
+        self._kept.append(new)
         if len(self._kept) > self._max_kept:
             self.drop_oldest()
 
@@ -133,10 +147,17 @@ class ResidentPrefixes:
             return False
         oldest = self._kept[0]
         self._write(oldest)
-        del self._kept[0]
-        self._written.pop(id(oldest.cache), None)
-        oldest.cache.reset()
+        self._drop(oldest)
         return True
+
+    def _use(self, known: Known) -> None:
+        # It is the most recently used one now.
+        self._kept.sort(key=lambda kept: kept.cache is known.cache)
+
+    def _drop(self, known: Known) -> None:
+        self._kept = [each for each in self._kept if each.cache is not known.cache]
+        self._written.pop(id(known.cache), None)
+        known.cache.reset()
 
     @property
     def kept(self) -> int:
@@ -212,7 +233,7 @@ class ResidentPrefixes:
             reuse = replace(reuse, reason="extends")
         if known is None:
             return Prefix(None, reuse)
-        self._kept.sort(key=lambda kept: kept.cache is known.cache)
+        self._use(known)
         return Prefix(known.cut(tokens), reuse, tuple(each for each in known.checkpoints if each.length <= tokens))
 
 

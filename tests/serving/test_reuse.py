@@ -115,3 +115,43 @@ def test_a_stored_context_that_cannot_be_loaded_is_named(tmp_path):
         found = reuse_of(engine, [*FIRST, *OTHER])
         assert found == Reuse(0, "not_loaded", 130)
         assert "130 tokens, and was not loaded" in found.text
+
+
+def test_turns_of_a_conversation_take_one_place_among_the_kept_sequences():
+    with engine_of("dense", kept_prefixes=2) as engine:
+        reuse_of(engine, OTHER)
+        for turn in range(3):
+            reuse_of(engine, FIRST[: 60 + 20 * turn])
+        assert engine.status().kept_prefixes == 2
+        assert reuse_of(engine, [*OTHER, 5]).tokens == len(OTHER)
+        assert reuse_of(engine, FIRST[:70]) == Reuse(69, "all", 69, "memory")
+
+
+def test_a_sequence_that_a_longer_one_begins_with_takes_no_place():
+    with engine_of("dense", kept_prefixes=2) as engine:
+        for tokens in (OTHER, FIRST, FIRST[:60], FIRST[:80], FIRST[:100]):
+            reuse_of(engine, tokens)
+        assert engine.status().kept_prefixes == 2
+        assert reuse_of(engine, [*OTHER, 5]).tokens == len(OTHER)
+        assert reuse_of(engine, [*FIRST, 5]).tokens == len(FIRST)
+
+
+def test_a_shorter_sequence_makes_a_longer_one_the_most_recently_used():
+    with engine_of("dense", kept_prefixes=2) as engine:
+        for tokens in (FIRST, OTHER, FIRST[:60], [*OTHER[::-1]]):
+            reuse_of(engine, tokens)
+        assert reuse_of(engine, [*FIRST, 5]).tokens == len(FIRST)
+
+
+def test_a_sequence_stays_beside_a_longer_one_that_cannot_roll_back_to_it():
+    with engine_of("dense", "lfm2", checkpoint_gb=0) as engine:
+        reuse_of(engine, FIRST[:60])
+        reuse_of(engine, FIRST)
+        assert reuse_of(engine, [*FIRST[:60], *OTHER]).tokens == 60
+
+
+def test_a_sequence_stays_beside_a_longer_one_of_another_tenant():
+    with engine_of("dense") as engine:
+        for tokens, tenant in ((FIRST[:60], "a"), (FIRST, "b")):
+            engine.generate(tokens, ONE, tenant=tenant).result()
+        assert engine.generate(FIRST[:70], ONE, tenant="a").result().cached_tokens == 60
