@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -169,7 +169,7 @@ class ResultStream(Generic[Result]):
         """As `async for`, in lists: the first piece at once, and then what has come since the last list.
 
         Args:
-            pause_s: how long nothing is given behind a list, seconds.
+            pause_s: how long nothing is given behind a list, seconds; the end of the answer ends the pause.
         """
         known = 0
         with self._woken() as waker:
@@ -179,7 +179,7 @@ class ResultStream(Generic[Result]):
                     known += len(burst)
                     yield burst
                     if not self.is_done:
-                        await asyncio.sleep(pause_s())
+                        await waker.ended(pause_s())
                 elif self.is_done:
                     break
                 else:
@@ -253,25 +253,27 @@ class ResultStream(Generic[Result]):
         """End the stream with the complete answer."""
         with self._changed:
             self._completion = completion
-            self._wake()
+            self._wake(is_last=True)
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error."""
         with self._changed:
             self._error = error
-            self._wake()
+            self._wake(is_last=True)
 
-    def _wake(self) -> None:
+    def _wake(self, is_last: bool = False) -> None:
         self._changed.notify_all()
         for waker in self._wakers:
             waker.wake()
+            if is_last:
+                waker.end()
 
 
 class _Waker:
     """Wakes the task that created it, from any thread; once for all changes that the task has not seen yet."""
 
     def __init__(self) -> None:
-        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._event, self._ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._is_due = False
 
     def wake(self) -> None:
@@ -279,6 +281,16 @@ class _Waker:
         if not self._is_due and not self._loop.is_closed():
             self._is_due = True
             self._loop.call_soon_threadsafe(self._event.set)
+
+    def end(self) -> None:
+        """Let `ended` return: there will be no further change."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def ended(self, seconds: float) -> None:
+        """Wait for so many seconds, but no longer than until the `end`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
 
     async def wait(self) -> None:
         """Wait for a `wake` since the last return."""

@@ -41,6 +41,26 @@ def test_what_comes_while_the_reader_pauses_comes_together():
     assert len(pauses) == 2
 
 
+def test_the_end_of_an_answer_ends_the_pause():
+    completion = Completion("", tuple(PIECES[:2]), "end", None, 1, 0, None, 0.0)
+
+    async def read():
+        stream = ResultStream(lambda _: None)
+        source = stream.bursts(lambda: 3600.0)
+        stream.put(PIECES[0])
+        assert await anext(source) == PIECES[:1]
+        waiting = asyncio.create_task(anext(source))
+        await asyncio.sleep(0.01)
+        stream.put(PIECES[1])
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        stream.complete(completion)
+        assert await waiting == PIECES[1:2]
+        return await stream
+
+    assert asyncio.run(asyncio.wait_for(read(), 60)) is completion
+
+
 def test_a_stream_that_fails_gives_what_came_before_it():
     given = []
 
