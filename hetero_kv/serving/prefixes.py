@@ -17,6 +17,8 @@ from hetero_kv.serving.stored_prefixes import StoredPrefixes
 #: How many of a sequence's newest checkpoints are saved with it: the end of its prompt, the position before the answer,
 #: and the end of its document.
 _STORED = 3
+#: Tokens that are soon computed again: about one small part of a prompt.
+_FEW = 64
 
 
 class Prefix(NamedTuple):
@@ -52,6 +54,15 @@ class Known(NamedTuple):
         """Whether another sequence of its tenant has all of its tokens at its beginning."""
         return self.tenant == other.tenant and _common(self.tokens, other.tokens) == len(self.tokens)
 
+    def is_nearly_in(self, other: Known) -> bool:
+        """Whether a prompt that goes on from this sequence finds all but its last `_FEW` tokens in another one."""
+        length = len(self.tokens) - _FEW
+        if self is other or self.tenant != other.tenant or not 0 < length <= len(other.tokens):
+            return False
+        # Most of them differ there.
+        is_alike = self.tokens[length - 1] == other.tokens[length - 1]
+        return bool(is_alike and _common(self.tokens, other.tokens) >= length and other.usable(length) == length)
+
     def usable(self, common: int) -> int:
         """How many of the `common` first tokens a fork can keep."""
         if common == len(self.tokens) or all(group.can_crop_to(common) for group in self.cache.groups):
@@ -70,11 +81,12 @@ class Known(NamedTuple):
 
 
 class ResidentPrefixes:
-    """The sequences of ended requests, kept until their memory is needed; the least recently used is dropped first.
+    """The sequences of ended requests, kept until their memory is needed: then the least recently used is dropped.
 
     A prompt that shares a prefix with one of them, or with a running request, forks that cache, shares its blocks, and
     computes only the rest. Of two sequences of which one begins with the other, the longer one is kept, where layers
-    can roll back to any token: otherwise, each turn of a conversation would push another document out.
+    can roll back to any token: otherwise, each turn of a conversation would push another document out. Where there are
+    too many, those that differ from another one in their last tokens are dropped first: questions about one document.
 
     Args:
         operators: the model's attention operators. Sequences are shared only if all of them compute a continued prompt
@@ -139,16 +151,22 @@ class ResidentPrefixes:
                 return
         self._kept.append(new)
         if len(self._kept) > self._max_kept:
-            self.drop_oldest()
+            self._write_and_drop(self._least_missed())
 
     def drop_oldest(self) -> bool:
         """Free the least recently used sequence. Returns whether there was one."""
         if not self._kept:
             return False
-        oldest = self._kept[0]
-        self._write(oldest)
-        self._drop(oldest)
+        self._write_and_drop(self._kept[0])
         return True
+
+    def _least_missed(self) -> Known:
+        """The least recently used sequence of those that others have but for a few tokens, or of all."""
+        return next((each for each in self._kept if any(map(each.is_nearly_in, self._kept))), self._kept[0])
+
+    def _write_and_drop(self, known: Known) -> None:
+        self._write(known)
+        self._drop(known)
 
     def _use(self, known: Known) -> None:
         # It is the most recently used one now.

@@ -143,6 +143,15 @@ def test_a_shorter_sequence_makes_a_longer_one_the_most_recently_used():
         assert reuse_of(engine, [*FIRST, 5]).tokens == len(FIRST)
 
 
+def test_questions_about_one_document_push_no_other_document_out():
+    with engine_of("dense", kept_prefixes=3) as engine:
+        for tokens in (OTHER, *([*FIRST[:100], *OTHER[number : number + 9]] for number in range(5))):
+            reuse_of(engine, tokens)
+        assert engine.status().kept_prefixes == 3
+        assert reuse_of(engine, [*OTHER, 5]).tokens == len(OTHER)
+        assert reuse_of(engine, [*FIRST[:100], *OTHER[4:13], 5]).tokens == 109
+
+
 def test_a_sequence_stays_beside_a_longer_one_that_cannot_roll_back_to_it():
     with engine_of("dense", "lfm2", checkpoint_gb=0) as engine:
         reuse_of(engine, FIRST[:60])
