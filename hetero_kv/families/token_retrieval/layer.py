@@ -121,7 +121,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         if kept == 0 or length < state.query_length:
             self._forget()
         elif kept < full:
-            self.group.finalized[layout] = min(kept, self.group.finalized[layout])
+            self.group.set_finalized(layout, min(kept, self.group.finalized[layout]))
             self.state = replace(state, learned=min(kept, state.learned))
 
     def expect(self, tokens: int) -> bool:
@@ -140,7 +140,7 @@ class TokenRetrievalLayer(RetrievalLayer):
     def _forget(self) -> None:
         """Discard the learned state, and with it the derived arrays of all blocks."""
         if self.state.known:
-            self.group.finalized[self.layout] = 0
+            self.group.set_finalized(self.layout, 0)
             self.state = replace(self.state, known=NOTHING_LEARNED, learned=0, query_length=0)
 
     def saved(self) -> SavedPart:
