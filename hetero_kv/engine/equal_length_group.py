@@ -86,7 +86,7 @@ class EqualLengthGroup:
     @property
     def finalized(self) -> Mapping[Layout, int]:
         """See Sequence; set by `set_finalized`."""
-        return self.sequences[0].finalized if self.sequences else {}
+        return MappingProxyType(self.sequences[0].finalized if self.sequences else {})
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
