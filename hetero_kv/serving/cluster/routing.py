@@ -55,7 +55,7 @@ class RouterSettings:
     fresh_periods: float = 4
     known_periods: float = 20
     fetch_bytes_per_s: float = 100e6
-    others_wait: float = 1.0
+    others_wait: float = 2.0
 
 
 @dataclass
@@ -105,9 +105,9 @@ class Router:
     a document whose replica has a long queue gets a second one, which has little to do. Where all are busy, it does
     not: what is computed twice makes queues longer, by which more would be.
 
-    What this router has sent to a replica counts beside its report until two further reports have come: the first of
-    them may have been made before the request came there. So requests of a burst that share a beginning go where the
-    first one went, and others do not.
+    What this router has sent to a replica counts beside its report until one has the prompt's new blocks, or two have
+    come: the first of them may have been made before the request came there. So requests of a burst that share a
+    beginning go where the first one went, and others do not.
 
     Of a replica that has never reported, or not for long, nothing is known. It counts as having no beginning, the
     longest known queue, and the median of known speeds. Where costs are equal, the replica with more free blocks comes
@@ -258,7 +258,7 @@ class Router:
         known.came = now
         for each in known.sent:
             each.reports += 1
-        known.sent = [each for each in known.sent if each.reports < 2]
+        known.sent = [each for each in known.sent if each.reports < 2 and not self._is_in(report, each)]
         # Tuples are compared by their items, even a tuple with itself.
         is_same = before is not None and (before.resident is report.resident or before.resident == report.resident)
         if known.has_added or not is_same:
@@ -270,6 +270,10 @@ class Router:
         if before is None or before.prefill_tokens_per_s != report.prefill_tokens_per_s:
             self._measure()
         self._write(known)
+
+    def _is_in(self, report: ReplicaReport, sent: _Sent) -> bool:
+        """Whether a report surely counts a request: it has the prompt's last block, which was new."""
+        return sent.to_compute >= self.settings.block_size and sent.request.hashes[-1] in report.resident
 
     def _measure(self) -> None:
         """Take the median of measured speeds for replicas that have not measured theirs."""

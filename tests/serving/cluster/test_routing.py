@@ -56,8 +56,8 @@ def test_of_two_replicas_the_one_with_more_of_the_beginning_is_first():
 
 
 def test_a_document_gets_a_second_replica_when_the_queue_of_the_first_costs_more():
-    """400 tokens take 4 seconds, for which others wait too."""
-    for queued, name in ((700, "a"), (900, "b")):
+    """400 tokens take 4 seconds, for which two others wait too."""
+    for queued, name in ((1100, "a"), (1300, "b")):
         assert first(request(), {"a": holding(1, queued_tokens=queued), "b": IDLE}, 0.0) == name
     both = {"a": holding(1, queued_tokens=1), "b": holding(1)}
     assert first(request(), both, 0.0) == "b"
@@ -134,6 +134,16 @@ def test_what_was_sent_counts_until_the_second_report_behind_it():
     for counter, place in ((1, "b"), (2, "b"), (3, "a")):
         reports = {"a": replace(IDLE, counter=counter), "b": replace(IDLE, counter=counter, free_blocks=0)}
         assert one.rank(request(2), reports, counter / 2)[0] == place
+
+
+def test_a_report_that_has_the_new_blocks_of_a_request_counts_it_once():
+    one, routed = router(), request(1)
+    one.rank(routed, {"a": replace(IDLE, counter=1), "b": IDLE}, 0.0)
+    one.sent(routed, "a")
+    told = holding(1, counter=2, rows=1, queued_tokens=440)
+    # Counted twice, these 440 tokens would be more than 600.
+    busy = replace(IDLE, counter=2, rows=1, queued_tokens=600)
+    assert one.rank(request(2), {"a": told, "b": busy}, 0.5)[0] == "a"
 
 
 def test_a_request_that_ended_counts_no_more():
