@@ -42,7 +42,7 @@ def drawn(
     random = np.random.default_rng(seed)
     lengths = random.integers(tokens // 2, 3 * tokens // 2, documents)
     weights = 1 / np.arange(1, documents + 1)
-    asked = random.choice(documents, conversations, p=weights / weights.sum())
+    chosen = random.choice(documents, conversations, p=weights / weights.sum())
     times = np.sort(random.uniform(0, seconds, conversations))
     questions = random.integers(1, 4, conversations)
     return [
@@ -50,7 +50,7 @@ def drawn(
             round(float(at), 2), int(document), int(lengths[document]),
             [round(float(each), 2) for each in random.exponential(2.0, count - 1)],
         )
-        for at, document, count in zip(times, asked, questions, strict=True)
+        for at, document, count in zip(times, chosen, questions, strict=True)
     ]  # fmt: skip
 
 

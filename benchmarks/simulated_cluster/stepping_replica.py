@@ -48,7 +48,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A sequence in memory: the first tokens of all that is asked and answered about a document."""
+    """A sequence in memory: the first tokens of questions and answers about a document."""
 
     document: int
     tokens: int
@@ -57,7 +57,7 @@ class _Kept:
 class SteppingReplica:
     """A replica; its state changes at the end of a step, and when a question comes.
 
-    All that is asked about a document in one turn is the same, so two sequences about it share the shorter one's
+    The questions about a document in one turn are the same, so two sequences about it share the shorter one's
     tokens.
 
     Args:
@@ -173,5 +173,5 @@ class SteppingReplica:
 
 
 def hashes(document: int, tokens: int) -> Sequence[int]:
-    """Stand-ins for the block hashes of the first tokens of what is asked about a document."""
+    """Stand-ins for the block hashes of the first tokens of questions about a document."""
     return tuple(range(document << 20, (document << 20) + tokens // BLOCK))

@@ -54,7 +54,7 @@ class PackedReader:
         for name in self.file.places:
             if self._is_over:
                 return
-            # Whoever takes the tensor gets the error.
+            # The caller that takes the tensor gets the error.
             with suppress(OSError, DamagedPackedFileError):
                 self.copied(name)
 

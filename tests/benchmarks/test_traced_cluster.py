@@ -21,9 +21,9 @@ def question(document, tokens):
     return Question(0, document, 400, 3, 0.0, RoutedRequest(tokens, hashes(document, tokens)))
 
 
-def answered(one, asked):
+def answered(one, requested):
     """The seconds until an answer ends."""
-    one.add(asked)
+    one.add(requested)
     now, ended = 0.0, []
     while not ended:
         now, ended = one.step(now)
@@ -31,10 +31,10 @@ def answered(one, asked):
 
 
 def test_a_prompt_passes_in_parts_and_an_answer_in_steps():
-    one, asked = SteppingReplica("one", COSTS), question(0, 410)
-    assert answered(one, asked) == pytest.approx(410 * 0.004 + 2 * 0.04)
-    assert asked.first_token_at == pytest.approx(410 * 0.004)
-    assert (asked.hits, one.queue_length, one.busy_s) == (0, 0, pytest.approx(410 * 0.004 + 2 * 0.04))
+    one, requested = SteppingReplica("one", COSTS), question(0, 410)
+    assert answered(one, requested) == pytest.approx(410 * 0.004 + 2 * 0.04)
+    assert requested.first_token_at == pytest.approx(410 * 0.004)
+    assert (requested.hits, one.queue_length, one.busy_s) == (0, 0, pytest.approx(410 * 0.004 + 2 * 0.04))
 
 
 def test_a_later_turn_computes_what_is_new():

@@ -50,6 +50,19 @@ def wait_until(holds, seconds=20):
         time.sleep(0.01)
 
 
+def decoding_paused(served):
+    """An event; until it is set, the model's engine decodes no token."""
+    forward = served.engine._scheduler.forward
+    decode, release = forward.decode, threading.Event()
+
+    def paused(caches, tokens):
+        release.wait(20)
+        return decode(caches, tokens)
+
+    forward.decode = paused
+    return release
+
+
 def test_a_stream_gives_signs_of_life_before_the_first_token(slow_address):
     with httpx.stream("POST", f"{slow_address}/v1/completions", json={**LONG, "stream": True}, timeout=30) as stream:
         lines = [line for line in stream.iter_lines() if line]
@@ -118,14 +131,7 @@ def test_a_prompt_does_not_hold_up_an_answer(slow, slow_address):
 
 def test_a_full_queue_refuses_with_a_time_to_come_again(tmp_path):
     found = replace(tiny_served(), gate=Gate(1, 1, 0.3))
-    forward = found.engine._scheduler.forward
-    decode, release = forward.decode, threading.Event()
-
-    def held_up(caches, tokens):
-        release.wait(20)
-        return decode(caches, tokens)
-
-    forward.decode = held_up
+    release = decoding_paused(found)
     payload = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
     with found.engine, running(host_of(found, folder=tmp_path)) as address:
         threads = [threading.Thread(target=httpx.post, args=(f"{address}/v1/completions",), kwargs={"json": payload})]
@@ -235,14 +241,7 @@ def test_more_answers_than_a_request_may_have_are_refused(http):
 def test_a_server_that_stops_ends_its_answers_with_an_error(tmp_path):
     found = tiny_served(max_batch=1)
     host = host_of(found, folder=tmp_path)
-    forward = found.engine._scheduler.forward
-    decode, release = forward.decode, threading.Event()
-
-    def held_up(caches, tokens):
-        release.wait(20)
-        return decode(caches, tokens)
-
-    forward.decode = held_up
+    release = decoding_paused(found)
     payload = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "stream": True, "logprobs": 0}
     with found.engine, running_on_loop(host) as (address, loop):
         ends = []

@@ -57,7 +57,7 @@ class EngineReplica:
         ]  # fmt: skip
 
     async def generate(self, request: RemoteRequest) -> AsyncIterator[Message]:
-        """The messages of an answer. Whoever closes the iterator early cancels the answer."""
+        """The messages of an answer. Closing the iterator early cancels the answer."""
 
         def ask(served: ServedModel) -> ResultStream[Any]:
             assert request.sampling is not None
