@@ -12,7 +12,7 @@ from hetero_kv.adapter.expert_products import ExpertProducts
 from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.weights.expert_weights import chooses_on_device, multiply_experts, multiply_experts_of_rows
 from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantized_weight import most_rows_of_codes
+from hetero_kv.weights.quantized_weight import codes_are_always_faster, most_rows_of_codes
 
 if TYPE_CHECKING:
     from hetero_kv.adapter.quantized_experts import QuantizedExperts
@@ -29,7 +29,7 @@ class RoutedExperts:
 
     Few rows of an expert are multiplied with its codes, all experts in one call (`ExpertProducts`), if that gives what
     the wrapped module gives. If an expert gets more rows of a prompt, its weights are unpacked, one expert at a time,
-    and the wrapped module computes the step between the two projections.
+    and the wrapped module computes the step between the two projections; not where codes are faster for any rows.
 
     Args:
         experts: owns the weights.
@@ -52,6 +52,8 @@ class RoutedExperts:
         products = self.products() if x.device.type == "cpu" else None
         if products is None:
             return self._run_by_run(x, chosen, shares)
+        if codes_are_always_faster(x.dtype):
+            return self._by_codes(products, x, chosen, shares)
         most = self.most_rows_of_codes(x.dtype)
         if len(x) <= most:
             return products.output(x, chosen, shares).to(x.dtype)
@@ -109,6 +111,15 @@ class RoutedExperts:
     def most_rows_of_codes(self, dtype: torch.dtype) -> int:
         """The most rows of an expert that are multiplied with codes."""
         return min(most_rows_of_codes(weights.name, dtype) for weights in self._experts.packed_weights())
+
+    def _by_codes(
+        self, products: ExpertProducts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """As `__call__`, by codes alone, some rows at a time: a row's result does not depend on the others."""
+        step = max(_PAIRS_AT_ONCE // chosen.shape[1], 1)
+        parts = zip(x.split(step), chosen.split(step), shares.split(step), strict=True)
+        outputs = [products.output(*part) for part in parts]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(x.dtype)
 
     def _in_parts(
         self, products: ExpertProducts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor,

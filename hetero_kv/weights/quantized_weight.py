@@ -13,6 +13,7 @@ from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
 from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.cpu_ops.weight_dots import dot_instruction
 from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
@@ -44,6 +45,15 @@ def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
     if FORMATS[name].number or isa() not in ("avx2", "avx512"):
         return FEW_ROWS
     return _ROWS_BESIDE_TILES if dtype is torch.bfloat16 and multiplies_by_tiles() else _ROWS_BY_CODES
+
+
+def codes_are_always_faster(dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies any number of rows of `dtype` faster with codes than with numbers.
+
+    So it is for float32 where the CPU has int8 dot products: these take a quarter of the instructions, and nothing is
+    unpacked (`benchmarks.few_rows --dtype float32`).
+    """
+    return dtype is torch.float32 and dot_instruction() in ("vnni512", "vnni256")
 
 
 class _Scratch(threading.local):

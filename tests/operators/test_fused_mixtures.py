@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.adapter import mixture_form
+from hetero_kv.adapter import mixture_form, routed_experts
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.decoder_form import has_own_numbers
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
@@ -19,6 +19,7 @@ from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.adapter.routed_experts import RoutedExperts
 from hetero_kv.cpu_ops.routing import SIGMOID, SOFTMAX
+from hetero_kv.weights import quantized_weight
 from tests.support.gguf_models.variants import tiny_model
 from tests.support.slow_variants import with_slow
 from tests.support.unpacked_layers import unpack
@@ -147,18 +148,44 @@ def test_a_router_that_changes_is_tried_again():
     assert relative(after, decoded(model)) < ROUNDING
 
 
-def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkeypatch):
+def many_rows():
+    """Experts, 240 rows, their experts and shares: expert 0 has 200 rows, the others have few of the rest."""
     experts = next(each for each in injected("qwen3moe").modules() if isinstance(each, QuantizedExperts))
     generator = torch.Generator().manual_seed(0)
     x, shares = torch.randn(240, 64, generator=generator), torch.rand(240, 2, generator=generator)
-    # Expert 0 has 200 rows, the others have few of the rest.
     chosen = torch.stack([torch.where(torch.arange(240) < 200, 0, 3), 1 + torch.arange(240) % 2], dim=1)
     chosen[torch.arange(240) % 5 > 0, 1] = 4
-    mine = experts(x, chosen, shares)
-    monkeypatch.setattr("hetero_kv.adapter.routed_experts._PAIRS_AT_ONCE", 30)
-    assert torch.equal(mine, experts(x, chosen, shares))
+    return experts, x, chosen, shares
+
+
+def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkeypatch):
+    experts, *rows = many_rows()
+    monkeypatch.setattr(routed_experts, "codes_are_always_faster", lambda dtype: False)
+    mine = experts(*rows)
+    monkeypatch.setattr(routed_experts, "_PAIRS_AT_ONCE", 30)
+    assert torch.equal(mine, experts(*rows))
     monkeypatch.setattr(RoutedExperts, "products", lambda self: None)
-    assert relative(mine, experts(x, chosen, shares)) < ROUNDING
+    assert relative(mine, experts(*rows)) < ROUNDING
+
+
+def test_where_codes_are_always_faster_rows_of_a_prompt_equal_each_row_alone(monkeypatch):
+    experts, *rows = many_rows()
+    monkeypatch.setattr(routed_experts, "codes_are_always_faster", lambda dtype: True)
+    alone = torch.cat([experts(*(each[row : row + 1] for each in rows)) for row in range(240)])
+    assert torch.equal(experts(*rows), alone)
+    monkeypatch.setattr(routed_experts, "_PAIRS_AT_ONCE", 30)
+    assert torch.equal(experts(*rows), alone)
+    monkeypatch.setattr(RoutedExperts, "products", lambda self: None)
+    assert 0 < relative(alone, experts(*rows)) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("instruction", "dtype", "faster"),
+    [("vnni512", torch.float32, True), ("vnni512", torch.bfloat16, False), ("avx2", torch.float32, False)],
+)
+def test_codes_are_always_faster_than_float32_with_dot_products_of_bytes(instruction, dtype, faster, monkeypatch):
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: instruction)
+    assert quantized_weight.codes_are_always_faster(dtype) is faster
 
 
 @pytest.mark.parametrize(
