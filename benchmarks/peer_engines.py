@@ -35,7 +35,7 @@ LLAMA, TRANSFORMERS = "llama.cpp", "transformers"
 
 @dataclass
 class EngineSpeed:
-    """An engine's speed at one length: seconds per decoded token, and prefill tokens per second."""
+    """An engine's speed at one length: seconds per decoded token of every row, and prefill tokens per second."""
 
     engine: str
     length: int
@@ -44,9 +44,13 @@ class EngineSpeed:
 
 
 class HeteroKVEngine:
-    """This project's engine under one recipe, whose weights stay packed; all recipes share those of the first."""
+    """This project's engine under one recipe, whose weights stay packed; all recipes share those of the first.
 
-    def __init__(self, model: str, name: str, longest: int, first: HeteroKVEngine | None) -> None:
+    Every one of `rows` conversations has the same prompt.
+    """
+
+    def __init__(self, model: str, name: str, longest: int, first: HeteroKVEngine | None, rows: int = 1) -> None:
+        self.rows = rows
         config, settings = OURS[name]
         settings = {**_COMMON, **settings, "max_seq_len": longest}
         if first is None:
@@ -64,12 +68,13 @@ class HeteroKVEngine:
         """Seconds of a prefill from nothing."""
         self.cache = None
         self.cache = HeteroCache(self.model)
-        return seconds(lambda: self.model(torch.tensor([ids]), past_key_values=self.cache, logits_to_keep=1))
+        prompts = torch.tensor([ids] * self.rows)
+        return seconds(lambda: self.model(prompts, past_key_values=self.cache, logits_to_keep=1))
 
     @torch.no_grad()
     def decode(self, ids: list[int]) -> float:
-        """Seconds per token."""
-        tokens = [torch.tensor([[token]]) for token in ids]
+        """Seconds per token of every row; rows get different tokens, as conversations do."""
+        tokens = [torch.tensor([[token + row] for row in range(self.rows)]) for token in ids]
         return seconds(lambda: [self.model(token, past_key_values=self.cache) for token in tokens]) / len(ids)
 
 
@@ -131,16 +136,17 @@ class LlamaCpp:
 class LlamaBench:
     """llama.cpp's program `llama-batched-bench`."""
 
-    def __init__(self, program: Path, model: str, threads: int) -> None:
+    def __init__(self, program: Path, model: str, threads: int, rows: int = 1) -> None:
         path = locate(model, None, None).gguf
         assert path is not None
-        self.program, self.path, self.threads = program, path, threads
+        self.program, self.path, self.threads, self.rows = program, path, threads, rows
 
     def speed(self, length: int) -> EngineSpeed:
         """The speed at one length. Raises RuntimeError where the program gives no result."""
         command = [
-            self.program, "-m", self.path, "-c", length + 256, "-b", _COMMON["chunk_size"], "-npp", length, "-ntg",
-            _BENCH_TOKENS, "-npl", 1, "-t", self.threads, "-fa", "on", "--output-format", "jsonl",
+            self.program, "-m", self.path, "-c", self.rows * (length + 256), "-b", _COMMON["chunk_size"], "-npp",
+            length, "-ntg", _BENCH_TOKENS, "-npl", self.rows, "-t", self.threads, "-fa", "on", "--output-format",
+            "jsonl",
         ]  # fmt: skip
         environment = GIVEN_ENVIRONMENT | {"LD_LIBRARY_PATH": str(self.program.parent)}
         ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
@@ -148,4 +154,4 @@ class LlamaBench:
         if ended.returncode or not lines:
             raise RuntimeError(f"{self.program} ended with status {ended.returncode}: {ended.stderr[-500:]}")
         result = json.loads(lines[-1])
-        return EngineSpeed(LLAMA, length, 1 / result["speed_tg"], result["speed_pp"])
+        return EngineSpeed(LLAMA, length, self.rows / result["speed_tg"], result["speed_pp"])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
-    python -m benchmarks.peers --shape NAME --layers N [--llama_bench PROGRAM] [...]
+    python -m benchmarks.peers --shape NAME --layers N [--llama_bench PROGRAM] [--rows N] [...]
     python -m benchmarks.peers --recorded --plot docs/peers.png
 
 `--shape` measures a model of random weights (`benchmarks.shapes`), whose file is in a temporary folder meanwhile.
@@ -11,7 +11,8 @@ llama.cpp runs the same GGUF file with flash attention, in a separate process of
 `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once.
 Then all decode in turn, a few tokens at a time, for several rounds; figures are medians. All engines have the same
 number of threads. With `--llama_bench`, llama.cpp is its own program `llama-batched-bench`, which computes tokens of
-its choice: it runs before and after the rounds of the other engines at each length, and the faster run counts.
+its choice: it runs before and after the rounds of the other engines at each length, and the faster run counts. With
+`--rows`, so many conversations of this length decode together; a decode time is that of a token of every row.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text:
     measured = []
     for length in lengths:
         ids = text[:length]
-        prefill = {name: engine.prefill(ids) for name, engine in engines.items()}
+        prefill = {name: engine.prefill(ids) / getattr(engine, "rows", 1) for name, engine in engines.items()}
         following = text[7 : 7 + DECODED]
         for engine in engines.values():
             engine.decode(following)
@@ -188,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--shape", choices=SHAPES, help="a model of random weights, instead of --model")
     parser.add_argument("--layers", type=int, default=8, help="of --shape")
+    parser.add_argument("--rows", type=int, default=1, help="conversations that decode together")
     parser.add_argument("--llama_bench", type=Path, help="llama-batched-bench, instead of --llama_python")
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--repeats", type=int, default=5)
@@ -202,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.recorded:
         finish(recorded(), flags)
         return
+    if flags.rows > 1 and (flags.transformers or (flags.llama_python and not flags.llama_bench)):
+        parser.error("--rows compares with llama-batched-bench alone; give --llama_bench, and no --transformers")
     set_threads(flags.threads)
     with TemporaryDirectory() as folder:
         model = flags.model
@@ -218,11 +222,12 @@ def compared(model: str, flags: argparse.Namespace) -> list[EngineSpeed]:
     text = source_tokens(model, max(lengths))
     engines: dict[str, Any] = {}
     for name in OURS:
-        engines[name] = HeteroKVEngine(model, name, max(lengths) + 512, engines.get(next(iter(OURS))))
+        longest = flags.rows * (max(lengths) + 512)
+        engines[name] = HeteroKVEngine(model, name, longest, engines.get(next(iter(OURS))), flags.rows)
     if flags.transformers:
         engines[TRANSFORMERS] = Untouched(model)
     if flags.llama_bench:
-        bench = LlamaBench(flags.llama_bench, model, flags.threads)
+        bench = LlamaBench(flags.llama_bench, model, flags.threads, flags.rows)
         return measure_around(bench, engines, lengths, flags.repeats, text)
     if flags.llama_python:
         engines[LLAMA] = LlamaCpp(flags.llama_python, model, flags.threads)
