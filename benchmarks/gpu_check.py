@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = sum(result["passed"] is False for result in found)
     took = time.perf_counter() - start
     passed, left_out = sum(r["passed"] is True for r in found), sum(r["passed"] is None for r in found)
-    print(f"{passed} passed, {failed} failed, {left_out} need a GPU; {took:.0f} s")
+    print(f"{passed} passed, {failed} failed, {left_out} left out; {took:.0f} s")
     if flags.json:
         report = {"machine": described, "seconds": took, "failed": failed, "checks": found}
         Path(flags.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.entry_kernels import entry_cases
-from benchmarks.gpu_checks.packed_kernels import packed_cases
+from benchmarks.gpu_checks.packed_kernels import formats_without_grids, packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
 from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, relative_error, synchronise
 from hetero_kv.gpu_ops.gather import gathered_rows, gathered_rows_by_copy
@@ -126,6 +126,8 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         # Free the cases: a page that the next ones' DRAM shares with these would be locked already.
         yield from (_compared(setting, dtype, case) for case in _cases(setting, dtype))
     yield from (_compared(setting, torch.bfloat16, case) for case in packed_cases(setting))
+    for name in formats_without_grids():
+        yield CheckResult(f"packed weights, {name}", None, "the package gguf, which has its grid, is not installed")
 
 
 def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_checks.setting import Setting
+from hetero_kv.cpu_ops.codebooks import CODEBOOKS
 from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
 from hetero_kv.gpu_ops import packed_weights
 
@@ -33,11 +35,19 @@ def random_packed(name: str, rows: int, columns: int, device: torch.device) -> t
     return records.flatten()
 
 
+def formats_without_grids() -> tuple[str, ...]:
+    """The formats with a codebook, if the package gguf, which has their grids, is not installed."""
+    return () if find_spec("gguf") else tuple(CODEBOOKS)
+
+
 def packed_cases(setting: Setting) -> list[Case]:
-    """Cases of every format: a product with one row, with several, the unpacked matrix, and looked-up rows."""
+    """Cases of every format: a product with one row, with several, the unpacked matrix, and looked-up rows.
+
+    Without those of `formats_without_grids`.
+    """
     rows, columns = (40, 512) if setting.tiny else (4096, 4096)
     cases: list[Case] = []
-    for name in FORMATS:
+    for name in (each for each in FORMATS if each not in formats_without_grids()):
         data = random_packed(name, rows, columns, setting.device)
         x = torch.randn(9, columns, device=setting.device).to(_DTYPE)
         ids = torch.arange(0, rows, 3, device=setting.device)

@@ -40,7 +40,7 @@ class CheckResult:
 
     Attributes:
         name: the checked part.
-        passed: None if the check needs a GPU and there is none.
+        passed: None if the check needs a GPU or a package that this machine lacks.
         detail: figures in words.
         figures: figures for programs.
     """
