@@ -36,16 +36,17 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run side by side, files that begin with the same kernels do not begin together.
 
-    One worker would compile the kernels for half a minute while another waits for them. In tests/calls one file does;
-    its others, and the campaigns, come in the middle: at the end one worker would run them alone.
+    One worker would compile the kernels for half a minute while another waits for them. A file of tests/calls does so
+    before all others, while the other worker runs files that need none; the rest of tests/calls, and the campaigns,
+    come in the middle: at the end one worker would run them alone.
     """
     first, folders = "test_caches_in_threads.py", ("calls", "campaigns")
-    others, later = (
-        [item for item in items if (item.path.parent.name in folders and item.path.name != first) is is_later]
-        for is_later in (False, True)
-    )
+    compiling = [item for item in items if item.path.name == first]
+    later = [item for item in items if item.path.parent.name in folders and item.path.name != first]
+    chosen = {*compiling, *later}
+    others = [item for item in items if item not in chosen]
     middle = len(others) // 2
-    items[:] = [*others[:middle], *later, *others[middle:]]
+    items[:] = [*compiling, *others[:middle], *later, *others[middle:]]
 
 
 def pytest_collection_finish() -> None:

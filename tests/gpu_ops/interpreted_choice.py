@@ -52,25 +52,25 @@ def scored(dtype: torch.dtype, stored: torch.dtype, case: Scored) -> float:
 
 
 class Chosen(NamedTuple):
-    """The best of the first `count` blocks."""
+    """The best of the first `count` blocks; a program takes 64 at a time."""
 
     count: int
     n: int
     group: int = 1
-    capacity: int = 700
+    capacity: int = 230
     largest: bool = False
     softmax: bool = False
     is_shared: bool = False
 
 
 CHOSEN = (
-    Chosen(700, 20, group=3),
-    Chosen(650, 64, largest=True, group=2),
+    Chosen(230, 20, group=3),
+    Chosen(210, 64, largest=True, group=2),
     Chosen(30, 40, softmax=True, largest=True, group=3, capacity=35),
     Chosen(5, 5, is_shared=True, group=2),
     Chosen(0, 7),
-    Chosen(600, 600, largest=True, is_shared=True, group=2),
-    Chosen(690, 1, softmax=True, largest=True, group=4),
+    Chosen(200, 200, largest=True, is_shared=True, group=2),
+    Chosen(225, 1, softmax=True, largest=True, group=4),
 )
 #: Numbers that sums and logarithms keep exact, with many equal ones; and any.
 KINDS = "equal", "any", "extreme"
