@@ -88,10 +88,10 @@ def number_dots(number: str, rows: int, chains: int, together: int) -> Any:
     code_version = CODE_VERSION
 
     @cfunc(DOTS_SIGNATURE, cache=True, nopython=True)
-    def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile):
+    def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken):
         tile_bytes = columns * (2 * TILE) + 0 * code_version
         for tile in range(first_tile, end_tile):
-            for row in range(0, rows, together):
+            for row in range(0, taken, together):
                 at, to = x + row * columns * 4, out + row * out_stride + tile * 64
                 _number_tile(number, together, chains, weights + tile * tile_bytes, at, to, out_stride, columns)
 

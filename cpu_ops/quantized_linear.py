@@ -118,16 +118,16 @@ def multiply_runs(
 
 
 @intrinsic
-def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile):
+def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken):
     """Call the function at `address` (`cpu_ops.weight_dots.dots_address`)."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         # The signature of Numba's C callbacks.
-        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 9)
+        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 10)
         builder.call(builder.inttoptr(arguments[0], function.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 10), codegen
+    return types.none(*[types.int64] * 11), codegen
 
 
 @device_function
@@ -152,7 +152,7 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
     results = np.empty((per_pass, width), np.float32)
     call_dots(
         several, weights, filled.ctypes.data, filled_scales.ctypes.data, filled_sums.ctypes.data,
-        results.ctypes.data - first * (TILE * 4), width * 4, columns, first, end,
+        results.ctypes.data - first * (TILE * 4), width * 4, columns, first, end, per_pass,
     )  # fmt: skip
     for row in range(rows):
         for i in range(width):
@@ -173,19 +173,21 @@ def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, ou
         _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
         return
     # If rows take several passes, process as many tiles at a time as stay in a core's cache between passes.
-    passes_once = rows == 1 or rows == per_pass
+    wide = 2 * per_pass
+    passes_once = rows in (1, per_pass, wide)
     together = end - first if passes_once else max(1, _CACHED // (TILE * columns))
     chunk = first
     while chunk < end:
         chunk_end, row = min(chunk + together, end), 0
         while row < rows:
-            count = per_pass if 2 * (rows - row) > per_pass else 1
+            left = rows - row
+            count = wide if left >= wide else per_pass if 2 * left > per_pass else 1
             # The last pass overlaps the one before, and computes the shared rows again with equal bits.
             row = min(row, rows - count)
             call_dots(
                 several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
                 scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
-                out.ctypes.data + row * stride + out_column * 4, stride, columns, chunk, chunk_end,
+                out.ctypes.data + row * stride + out_column * 4, stride, columns, chunk, chunk_end, count,
             )  # fmt: skip
             row += count
         chunk = chunk_end

@@ -10,7 +10,7 @@ from hetero_kv.cpu_ops.weight_formats import TILE, VECTORS, WeightFormat
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(_I32, TILE)
 _CODES = ir.VectorType(_I8, 4 * TILE)
-DOTS_SIGNATURE = types.void(*[types.int64] * 9)
+DOTS_SIGNATURE = types.void(*[types.int64] * 10)
 """The signature of kernels that multiply tiles of codes or numbers; see `cpu_ops.weight_dots.dots_address`."""
 #: Bytes ahead at which weights are prefetched. A core's instruction window does not reach that far by itself: with 4 KB
 #: a matrix in Q5_0 is read 1.7 times as fast as without prefetching, one in Q8_0 1.25 times.

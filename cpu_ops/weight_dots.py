@@ -91,19 +91,32 @@ def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four:
 
 
 @intrinsic(prefer_literal=True)
-def _tile_dots(typingctx, name, rows, how, weights, x, x_scales, x_sums, out, out_stride, columns):
-    """Multiply one tile with `rows` rows of activations; write 16 float32 at address out + row * out_stride.
+def _tile_dots(typingctx, name, rows, wide, how, weights, x, x_scales, x_sums, out, out_stride, columns, taken):
+    """Multiply one tile with `taken` rows of activations; write 16 float32 at address out + row * out_stride.
 
-    All arrays are addresses, and strides are in bytes. weights: the tile's first block. x: [rows, columns] int8.
-    x_scales: [rows, columns / 32] float32. x_sums: [rows, columns / 16] int32, sums of x.
+    All arrays are addresses, and strides are in bytes. weights: the tile's first block. x: [taken, columns] int8.
+    x_scales: [taken, columns / 32] float32. x_sums: [taken, columns / 16] int32, sums of x. `wide` rows share one pass
+    over the codes while there are as many, then `rows`, a divisor of `taken`.
     """
-    layout, count, instruction = FORMATS[name.literal_value], rows.literal_value, how.literal_value
+    layout, instruction = FORMATS[name.literal_value], how.literal_value
+    steps = sorted({rows.literal_value, wide.literal_value}, reverse=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        emit_tile(builder, layout, count, instruction, *arguments[3:])
+        weights, x, x_scales, x_sums, out, out_stride, columns, taken = arguments[4:]
+        groups, start = builder.udiv(columns, ir.Constant(_I64, GROUP)), ir.Constant(_I64, 0)
+        for step in steps:
+            size = ir.Constant(_I64, step)
+            end = builder.mul(builder.udiv(taken, size), size)
+            with cgutils.for_range_slice(builder, start, end, size) as (row, _):
+                before = builder.mul(row, groups)
+                ahead = [builder.mul(before, ir.Constant(_I64, nbytes)) for nbytes in (GROUP, 4, 8)]
+                of_rows = [builder.add(*each) for each in zip((x, x_scales, x_sums), ahead, strict=True)]
+                to = builder.add(out, builder.mul(row, out_stride))
+                emit_tile(builder, layout, step, instruction, weights, *of_rows, to, out_stride, columns)
+            start = end
         return context.get_dummy_value()
 
-    return types.none(name, rows, how, *[types.int64] * 7), codegen
+    return types.none(name, rows, wide, how, *[types.int64] * 8), codegen
 
 
 def emit_tile(
@@ -179,31 +192,33 @@ def _row_dots(
 
 
 def dots_address(name: str, rows: int) -> int:
-    """Returns the address of a compiled function that multiplies tiles of format `name` and `rows` rows of activations.
+    """Returns the address of a compiled function that multiplies tiles of format `name` with rows of activations.
 
-    void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile), all int64: five addresses, the
-    bytes between rows of out, the columns of the matrix, and the range of tiles. x is [rows, columns] int8, x_scales
-    [rows, columns / 32] float32, x_sums [rows, columns / 16] int32. Tile t is written to columns 16t to 16t + 15 of
-    out. For formats of 16-bit numbers, x is [rows, columns] float32, and x_scales and x_sums are not read.
+    void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken), all int64: five
+    addresses, the bytes between rows of out, the columns of the matrix, the range of tiles, and the number of rows, a
+    multiple of `rows`. x is [taken, columns] int8, x_scales [taken, columns / 32] float32, x_sums [taken, columns / 16]
+    int32. Tile t is written to columns 16t to 16t + 15 of out. For formats of 16-bit numbers, x is [taken, columns]
+    float32, and x_scales and x_sums are not read.
     """
     if number := FORMATS[name].number:
         is_wide = isa() == "avx512"
         return number_dots(number, rows, 4 if is_wide else 2, rows if is_wide else min(rows, 2)).address
-    return _dots(name, rows, dot_instruction()).address
+    # AVX-512's registers have room for the sums of eight rows: a tile's codes are unpacked half as often.
+    wide = 2 * rows if isa() == "avx512" and rows > 1 else rows
+    return _dots(name, rows, wide, dot_instruction()).address
 
 
 @cache
-def _dots(name: str, rows: int, how: str) -> Any:
+def _dots(name: str, rows: int, wide: int, how: str) -> Any:
     layout = FORMATS[name]
     record, block_columns = layout.record_bytes, layout.columns
     code_version = CODE_VERSION
 
     @cfunc(DOTS_SIGNATURE, cache=True, nopython=True)
-    def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile):
+    def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken):
         tile_bytes = columns // block_columns * record + 0 * code_version
         for tile in range(first_tile, end_tile):
-            _tile_dots(
-                name, rows, how, weights + tile * tile_bytes, x, x_scales, x_sums, out + tile * 64, out_stride, columns
-            )
+            place = weights + tile * tile_bytes
+            _tile_dots(name, rows, wide, how, place, x, x_scales, x_sums, out + tile * 64, out_stride, columns, taken)
 
     return dots

@@ -104,11 +104,12 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
 
 @pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=SELDOM))
 def test_a_row_does_not_depend_on_the_other_rows(name):
+    """Rows of one pass over the codes, of a wide pass, and of both."""
     columns = 2 * FORMATS[name].columns
     matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
-    x = activations(7, columns)
-    alone = np.concatenate([multiply(x[row : row + 1], [matrix])[0] for row in range(7)])
-    for rows in range(2, 8):
+    x = activations(13, columns)
+    alone = np.concatenate([multiply(x[row : row + 1], [matrix])[0] for row in range(13)])
+    for rows in range(2, 14):
         assert (multiply(x[:rows], [matrix])[0] == alone[:rows]).all()
 
 
