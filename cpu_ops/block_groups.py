@@ -151,10 +151,16 @@ def masses_of(log_masses):
 
 
 @device_function
-def number_of(positions):
-    """Returns how many of positions [rows, lists, n] are not padding, that is, at least 0."""
-    found = 0
-    flat = positions.reshape(positions.size)
-    for each in range(flat.size):
-        found += flat[each] >= 0
-    return found
+def numbers_into(taken, column, positions):
+    """Write each row's number of positions [rows, lists, n] that are not padding to a column of taken [rows, columns].
+
+    Returns the sum over rows.
+    """
+    total = 0
+    for row in range(len(positions)):
+        flat, found = positions[row].reshape(positions[row].size), 0
+        for each in range(flat.size):
+            found += flat[each] >= 0
+        taken[row, column] = found
+        total += found
+    return total

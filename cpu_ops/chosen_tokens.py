@@ -225,22 +225,25 @@ def _leave(shares, totals, places, taken, is_left, weights, masses):
 
 
 @device_function
-def pool_blocks(positions, context):
-    """Returns the pool ids of the blocks at positions [rows, lists, n] of context [rows, blocks] int32, or -1."""
-    found = np.full(positions.shape, -1, np.int32)
-    for row in range(positions.shape[0]):
-        for each in range(positions.shape[1]):
-            for place in range(positions.shape[2]):
-                if positions[row, each, place] >= 0:
-                    found[row, each, place] = context[row, positions[row, each, place]]
+def pool_blocks(places, entries, context):
+    """Returns the pool ids, or -1, of the blocks at places [rows, lists, n] among entries [rows, lists, entries].
+
+    entries: positions in context [rows, blocks] int32; places and entries are padded with -1.
+    """
+    found = np.full(places.shape, -1, np.int32)
+    for row in range(places.shape[0]):
+        for each in range(places.shape[1]):
+            for index in range(places.shape[2]):
+                if places[row, each, index] >= 0:
+                    found[row, each, index] = context[row, entries[row, each, places[row, each, index]]]
     return found
 
 
 @device_function
 def keep_chosen(positions, blocks):
-    """Set positions to -1 where blocks, of the same shape, are negative."""
-    for row in range(positions.shape[0]):
-        for each in range(positions.shape[1]):
-            for place in range(positions.shape[2]):
+    """Set positions [rows, lists, m] to -1 where blocks [rows, lists, n], n <= m, are negative."""
+    for row in range(blocks.shape[0]):
+        for each in range(blocks.shape[1]):
+            for place in range(blocks.shape[2]):
                 if blocks[row, each, place] < 0:
                     positions[row, each, place] = -1

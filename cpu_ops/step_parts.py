@@ -1,4 +1,4 @@
-"""Device functions that convert, list and merge arrays between the kernel calls of `estimating_kernel`."""
+"""Device functions that convert, list and merge arrays between the stages of `retrieval_kernel`."""
 
 import numpy as np
 
@@ -84,6 +84,15 @@ def are_ranges(firsts, ends, used):
     for row in range(len(firsts)):
         wrong |= firsts[row] < 0 or ends[row] < firsts[row] or ends[row] > used[row, 0]
     return not wrong
+
+
+@device_function
+def end_of_run(firsts, ends, start):
+    """Returns the end of the run of rows from `start` on whose Contexts [first, end) have equally many blocks."""
+    stop = start + 1
+    while stop < len(firsts) and ends[stop] - firsts[stop] == ends[start] - firsts[start]:
+        stop += 1
+    return stop
 
 
 @device_function

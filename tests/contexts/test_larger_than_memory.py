@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
-from hetero_kv.cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.step_contract import TOUCHED
 from hetero_kv.engine import reservations
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.reservations import reserved_by_others
 from hetero_kv.engine.resident_prefix import ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
-from hetero_kv.families.retrieval import block_read_ahead
 from hetero_kv.planning import plan
 from hetero_kv.store import read_ahead
 from tests.contexts.conversations import goes_on
@@ -186,13 +184,13 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
     cache.save(tmp_path / "document", [ids])
     loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
     numbers, chosen = [], []
+    call, rehearsed = RetrievalStep.__call__, RetrievalStep.rehearsed
 
-    def noted(q, representatives, ids, *args, **options):
-        numbers.append(ids.size)
-        return block_scores(q, representatives, ids, *args, **options)
+    def noted(step, *args):
+        numbers.append(args[7].shape[2])
+        return rehearsed(step, *args)
 
-    monkeypatch.setattr(block_read_ahead, "block_scores", noted)
-    call = RetrievalStep.__call__
+    monkeypatch.setattr(RetrievalStep, "rehearsed", noted)
 
     def stepped(step, *args):
         result = call(step, *args)
@@ -202,8 +200,8 @@ def test_of_a_preselected_context_the_candidates_alone_are_scored(
     monkeypatch.setattr(RetrievalStep, "__call__", stepped)
     expected = decoded(model, fork, 5)
     assert torch.equal(decoded(model, loaded, 5), expected)
-    # Of each of two kv heads, those that were preselected; fewer are attended to.
-    assert numbers == [2 * 9] * 3
+    # Those that were preselected; fewer are attended to.
+    assert numbers == [9] * 3
     assert chosen[3:] == chosen[:3]
 
 
@@ -222,7 +220,7 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(
     cache.save(tmp_path / "document", [ids])
     loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
     read_ranges.clear()
-    attended, call = [], EstimatingStep.__call__
+    attended, call = [], RetrievalStep.__call__
 
     def noted(step, *args):
         largest = call(step, *args)
@@ -231,7 +229,7 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(
         attended.append({*range(first), *chosen, *range(end, table.shape[1])})
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", noted)
+    monkeypatch.setattr(RetrievalStep, "__call__", noted)
     expected = decoded(model, fork, 5)
     of_layers = list(attended)
     assert torch.equal(decoded(model, loaded, 5), expected)
@@ -263,7 +261,7 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
     loaded, fork = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
     expected = decoded(model, fork, 5)
     read_ranges.clear()
-    counts, call = [], EstimatingStep.__call__
+    counts, call = [], RetrievalStep.__call__
 
     def with_what_was_asked_for(step, *args):
         (layer,) = (layer for layer in loaded.layers if layer.token_step is step)
@@ -274,10 +272,10 @@ def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(
         unknown = list(context - known)
         layer.pool.keys[unknown], layer.pool.values[unknown] = torch.nan, torch.nan
         largest = call(step, *args)
-        counts.append((len(context & known), step.taken[5], len(np.unique(args[6][args[6] >= 0]))))
+        counts.append((len(context & known), args[-1].taken[0, TOUCHED], len(np.unique(args[6][args[6] >= 0]))))
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", with_what_was_asked_for)
+    monkeypatch.setattr(RetrievalStep, "__call__", with_what_was_asked_for)
     assert torch.equal(decoded(model, loaded, 5), expected)
     assert len(counts) == 3
     read, touched, candidates = np.transpose(counts)

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST_SOFTMAX, MEAN, SOFTMAX
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
-from hetero_kv.cpu_ops.retrieval_step import CHOSEN, NOTHING_FORBIDDEN, row_ranges
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep, StepEstimates, StepPool
+from hetero_kv.cpu_ops.step_contract import CHOSEN, NOTHING_FORBIDDEN, WHOLE, row_ranges
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12
@@ -40,6 +40,7 @@ class Problem:
         self.out = np.empty((ROWS, KV_HEADS * GROUP, 1, DIM), np.float32)
         self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
         self.masses = np.empty((2, ROWS, KV_HEADS, GROUP), np.float32)
+        self.taken = np.empty((ROWS, WHOLE + 1), np.int64)
 
     def grouped(self, row, size):
         """Keys and values of each whole group of a row's context: [groups, kv_heads, size * block, dim]."""
@@ -47,17 +48,18 @@ class Problem:
         parts = torch.from_numpy(self.keys), torch.from_numpy(self.values)
         return groups[:, -1], [part[torch.from_numpy(groups)].transpose(1, 2).flatten(2, 3) for part in parts]
 
-    def step(self, choice, *, estimates=True, softcap=0.0):
+    def step(self, choice, *, estimates=True, softcap=0.0, threads=2):
         vectors, means = self.of_groups
         for row in range(ROWS if choice.group_blocks > 1 else 0):
             last, (keys, values) = self.grouped(row, choice.group_blocks)
             both = torch.stack([keys.mean(2), keys.std(2, correction=0)], dim=2)
             vectors[last], means[last] = both[:, :, : vectors.shape[2]], values.mean(2, keepdim=True)
-        return EstimatingStep(
-            self.keys, self.values, self.representatives, self.lengths, GROUP, "deviation", softcap > 0, np.float32, 2,
-            choice, True, self.value_means if estimates else None, None, None,
-            vectors if choice.group_blocks > 1 else None, means if choice.group_blocks > 1 and estimates else None,
+        pool = StepPool(
+            self.keys, self.values, self.representatives, self.lengths, None, self.value_means if estimates else None,
+            None, vectors if choice.group_blocks > 1 else None,
+            means if choice.group_blocks > 1 and estimates else None,
         )  # fmt: skip
+        return RetrievalStep(pool, GROUP, "deviation", softcap > 0, np.float32, threads, choice, has_mean=True)
 
     def run(
         self, step, which=CHOSEN, most=4, shared=False, softcap=0.0, allowed=NOTHING_FORBIDDEN, beside=-np.inf,
@@ -67,7 +69,8 @@ class Problem:
         self.positions = np.empty((ROWS, lists, most), np.int32) if positions is None else positions
         return step(
             self.q, self.k, self.v, row_ranges(ROWS, POSITION, FIRST, END), self.table, which, self.positions, allowed,
-            shared, SCALE, softcap, np.full_like(self.lse, beside), self.out, self.lse, self.masses,
+            shared, SCALE, softcap, self.out, self.lse,
+            StepEstimates(np.full_like(self.lse, beside), self.masses, self.taken, NOTHING_FORBIDDEN),
         )  # fmt: skip
 
 

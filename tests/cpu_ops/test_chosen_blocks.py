@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks
-from hetero_kv.cpu_ops.retrieval_step import NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.step_contract import NOTHING_FORBIDDEN
 from hetero_kv.cpu_ops.top_k import top_k_blocks
 
 

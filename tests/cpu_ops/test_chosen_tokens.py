@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops import chosen_tokens
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from hetero_kv.cpu_ops.estimating_step import BlockChoice
 from hetero_kv.cpu_ops.parallel_region import call_region
-from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
+from hetero_kv.cpu_ops.retrieval_step import BlockChoice
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, EVERYTHING
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
     BLOCKS,
@@ -129,7 +129,7 @@ def test_tokens_are_chosen_from_candidate_blocks(shared):
     problem.run(step, which=AS_GIVEN, positions=blocks, shared=shared)
     assert_same(problem, reference(problem, choice, shared=shared, allowed_blocks=blocks.tolist()))
     # This many tokens of each non-empty list, all from its candidate blocks.
-    assert step.taken.tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
+    assert problem.taken.sum(axis=0).tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
 
 
 # Two of fourteen equal tokens lie outside the lists; five of the other twelve make a share of one half.
@@ -158,7 +158,7 @@ def test_with_room_for_every_token_nothing_is_estimated():
     np.testing.assert_allclose(problem.out, exact.out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
     blocks = ROWS * KV_HEADS * CONTEXT
-    assert step.taken.tolist() == [blocks * BLOCK, blocks, blocks, 0, 0, blocks, blocks]
+    assert problem.taken.sum(axis=0).tolist() == [blocks * BLOCK, blocks, blocks, 0, 0, blocks, blocks]
 
 
 def test_tokens_whose_keys_are_not_looked_at_cannot_be_chosen():

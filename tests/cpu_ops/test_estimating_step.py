@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from hetero_kv.cpu_ops.estimating_step import BlockChoice
-from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.retrieval_step import BlockChoice, RetrievalStep, StepEstimates, StepPool
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
     BLOCKS,
@@ -77,7 +77,7 @@ def test_with_all_groups_opened_a_step_is_the_one_without_groups(choice, most, s
         problem = Problem(seed)
         step = problem.step(choice._replace(group_blocks=size, group_factor=CONTEXT))
         problem.run(step, most=most, shared=shared)
-        found.append([problem.positions, problem.out, problem.lse, problem.masses, step.taken])
+        found.append([problem.positions, problem.out, problem.lse, problem.masses, problem.taken])
     for grouped, alone in zip(*found, strict=True):
         np.testing.assert_array_equal(grouped, alone)
 
@@ -89,7 +89,8 @@ def test_groups_of_candidate_blocks_are_opened():
     problem.run(step, which=AS_GIVEN, positions=candidates)
     # The last block of the nine is in no group, and always scored.
     opened = [[0, 2], [0], [3], []]
-    assert step.taken.tolist() == [5, 0, 4 + 2 * sum(map(len, opened)), 4 * 4, sum(map(len, opened)), 5, 5]
+    whole = sum(map(len, opened))
+    assert problem.taken.sum(axis=0).tolist() == [5, 0, 4 + 2 * whole, 4 * 4, whole, 5, 5]
     for row in range(ROWS):
         exact, mean, _ = scores_of(problem, row, 0.0)
         for head in range(KV_HEADS):
@@ -142,21 +143,71 @@ def test_candidate_blocks_may_be_few_or_none():
             np.testing.assert_allclose(problem.masses[0, row, head], expected, rtol=1e-5)
 
 
-def test_rows_of_several_lengths_attend_to_all_their_blocks_and_do_not_choose():
+def test_rows_of_several_lengths_attend_to_all_their_blocks():
     together, whole = Problem(3), Problem(3)
     whole.run(whole.step(BlockChoice()), which=EVERYTHING)
     # The second row is as it was, and the first has fewer blocks, and all its tokens already.
     together.table[0, BLOCKS - 2 :] = -1
     ranges, step = np.array([[-1, POSITION], [FIRST, FIRST], [4, END]]), together.step(BlockChoice())
     inputs = together.q, together.k, together.v, ranges, together.table
-    others = NOTHING_FORBIDDEN, False, SCALE, 0.0, np.full_like(together.lse, -np.inf)
-    results = together.out, together.lse, together.masses
-    step(*inputs, EVERYTHING, NOTHING_FORBIDDEN, *others, *results)
+    others = NOTHING_FORBIDDEN, False, SCALE, 0.0, together.out, together.lse, StepEstimates.of(together.lse)
+    step(*inputs, EVERYTHING, NOTHING_FORBIDDEN, *others)
     np.testing.assert_allclose(together.out[1], whole.out[1], rtol=1e-5, atol=1e-6)
     expected = scores_of(together, 0, 0.0)[0][:, :, : BLOCKS - 2].flatten(2).logsumexp(-1)
     np.testing.assert_allclose(together.lse[0], expected, rtol=1e-5)
-    with pytest.raises(ValueError, match="that it was bound to"):
-        step(*inputs, CHOSEN, np.zeros((ROWS, 1, 2), np.int32), *others, *results)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    choice=choices,
+    tokens=st.sampled_from([0, 0, BLOCK, 3 * BLOCK]),
+    fewer=st.integers(0, CONTEXT),
+    most=st.integers(1, CONTEXT),
+    shared=st.booleans(),
+    estimates=st.booleans(),
+    beside=st.sampled_from([-math.inf, 2.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_rows_of_several_lengths_are_what_each_is_alone_bit_by_bit(
+    choice, tokens, fewer, most, shared, estimates, beside, seed
+):
+    """Of one thread: several divide the work of rows, whose parts they merge, in another way for each."""
+    problem, lists = Problem(seed), 1 if shared else KV_HEADS
+    choice = choice._replace(tokens=tokens if choice.rerank != 1 else 0)
+    if choice.tokens:
+        most = tokens // BLOCK * choice.candidates
+    step = problem.step(choice, estimates=estimates, threads=1)
+    ranges = np.array([[-1, POSITION], [FIRST, FIRST], [END - fewer, END]])
+    problem.table[0, BLOCKS - fewer :] = -1
+
+    def run(rows, blocks, context):
+        out, lse = problem.out[rows].copy(), problem.lse[rows].copy()
+        positions = np.empty((len(out), lists, min(most, context)), np.int32)
+        found = StepEstimates.of(lse, np.full_like(lse, beside))
+        inputs = [part[rows] for part in (problem.q, problem.k, problem.v)]
+        table = problem.table[rows, :blocks].copy()
+        others = NOTHING_FORBIDDEN, shared, SCALE, 0.0, out, lse, found
+        step(*inputs, ranges[:, rows].copy(), table, CHOSEN, positions, *others)
+        return positions, out, lse, found
+
+    together = run(slice(0, ROWS), BLOCKS, CONTEXT)
+    for row, less in enumerate((fewer, 0)):
+        alone = run(slice(row, row + 1), BLOCKS - less, CONTEXT - less)
+        width = alone[0].shape[2]
+        assert (together[0][row, :, width:] == -1).all()
+        np.testing.assert_array_equal(together[0][row, :, :width], alone[0][0])
+        for both, own in zip(together[1:3], alone[1:3], strict=True):
+            np.testing.assert_array_equal(both[row], own[0])
+        np.testing.assert_array_equal(together[3].masses[:, row], alone[3].masses[:, 0])
+        np.testing.assert_array_equal(together[3].taken[row], alone[3].taken[0])
+
+
+def test_estimates_need_means():
+    problem = Problem(1)
+    pool = StepPool(problem.keys, problem.values, problem.representatives, problem.lengths)
+    for choice in (BlockChoice(rerank=2), BlockChoice(target=0.5), BlockChoice(tokens=BLOCK)):
+        with pytest.raises(ValueError, match="has_mean must be set"):
+            RetrievalStep(pool, GROUP, "quest", False, np.float32, 2, choice)
 
 
 def test_blocks_outside_the_pool_and_other_shapes_are_refused():

@@ -8,17 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.attention import attend_blocks
-from hetero_kv.cpu_ops.chosen_blocks import attended_ids, best_blocks
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST, MEAN, attended_ids, best_blocks
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.retrieval_step import (
-    AS_GIVEN,
-    CHOSEN,
-    EVERYTHING,
-    NOTHING_FORBIDDEN,
-    RetrievalStep,
-    row_ranges,
-)
+from hetero_kv.cpu_ops.retrieval_step import BlockChoice, RetrievalStep, StepPool
 from hetero_kv.cpu_ops.scores import block_scores
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, row_ranges
 from hetero_kv.cpu_ops.token_store import store_token
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
@@ -30,7 +24,7 @@ FIRST, END, POSITION = 1, BLOCKS - 2, (BLOCKS - 1) * BLOCK + 2
 class Problem:
     """A pool in which two rows have 12 blocks each, the last one with room, and a token of each row."""
 
-    def __init__(self, dtype=np.float32, score="quest"):
+    def __init__(self, dtype=np.float32, score="quest", largest=False):
         rng = np.random.default_rng(0)
         shape = (POOL, KV_HEADS, BLOCK, DIM)
         self.keys, self.values = rng.standard_normal((2, *shape), np.float32)
@@ -47,18 +41,15 @@ class Problem:
         self.numbers = [tensor.float().numpy() for tensor in tensors]
         self.inputs = [(t if dtype == np.float32 else t.view(torch.uint16)).numpy() for t in tensors]
         self.score = score
-        self.step = RetrievalStep(
-            self.keys, self.values, self.representatives, self.lengths, GROUP, score, False, dtype, 2
-        )
+        pool = StepPool(self.keys, self.values, self.representatives, self.lengths)
+        choice = BlockChoice(LARGEST if largest else MEAN)
+        self.step = RetrievalStep(pool, GROUP, score, False, dtype, 2, choice)
         self.out = np.empty((ROWS, KV_HEADS * GROUP, 1, DIM), dtype)
         self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
 
-    def run(
-        self, which, positions=NOTHING_FORBIDDEN, allowed=NOTHING_FORBIDDEN, position=POSITION, table=None,
-        largest=False,
-    ):  # fmt: skip
+    def run(self, which, positions=NOTHING_FORBIDDEN, allowed=NOTHING_FORBIDDEN, position=POSITION, table=None):
         table = self.table if table is None else table
-        flags = allowed, positions.shape[1] == 1, largest
+        flags = allowed, positions.shape[1] == 1
         return self.step(
             *self.inputs,
             row_ranges(ROWS, position, FIRST, END),
@@ -108,7 +99,7 @@ def one_by_one(problem, ranges, which, count, lists):
         positions, out, lse = np.full((1, lists, count), -1, np.int32), problem.out[own].copy(), problem.lse[own].copy()
         problem.step(
             *inputs, ranges[:, own].copy(), problem.table[own, :blocks].copy(), which, positions, NOTHING_FORBIDDEN,
-            lists == 1, False, 0.25, 0.0, out, lse,
+            lists == 1, 0.25, 0.0, out, lse,
         )  # fmt: skip
         yield positions[0], out[0], lse[0]
 
@@ -124,7 +115,7 @@ def test_rows_of_several_lengths_are_what_each_is_alone(which, lists):
     positions = np.zeros((ROWS, lists, 4), np.int32)
     positions[:] = [0, 1, 3, -1]
     expected = list(one_by_one(apart, ranges, which, 4, lists)) if which != AS_GIVEN else None
-    flags = NOTHING_FORBIDDEN, lists == 1, False
+    flags = NOTHING_FORBIDDEN, lists == 1
     together.step(
         *together.inputs, ranges, together.table, which, positions, *flags, 0.25, 0.0, together.out, together.lse
     )  # fmt: skip
@@ -147,7 +138,7 @@ def test_a_row_with_no_context_attends_to_all_its_blocks_while_another_chooses(l
     problem = Problem()
     ranges = np.array([[-1, -1], [END, FIRST], [END, END]])
     positions = np.empty((ROWS, lists, 4), np.int32)
-    flags = NOTHING_FORBIDDEN, lists == 1, False
+    flags = NOTHING_FORBIDDEN, lists == 1
     problem.step(*problem.inputs, ranges, problem.table, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse)
     assert (positions[0] == -1).all()
     whole = problem.expected(problem.table[:, None].copy())[0]
@@ -160,7 +151,7 @@ def test_a_row_with_no_context_attends_to_all_its_blocks_while_another_chooses(l
 def test_a_context_outside_the_blocks_of_its_row_is_refused(which, range_of_row):
     problem, ranges = Problem(), row_ranges(ROWS, -1, FIRST, END)
     ranges[1:, 1] = range_of_row
-    positions, flags = np.zeros((ROWS, 1, 1), np.int32), (NOTHING_FORBIDDEN, True, False)
+    positions, flags = np.zeros((ROWS, 1, 1), np.int32), (NOTHING_FORBIDDEN, True)
     with pytest.raises(IndexError, match="in the context"):
         problem.step(
             *problem.inputs, ranges, problem.table, which, positions, *flags, 0.25, 0.0, problem.out, problem.lse
@@ -189,7 +180,7 @@ def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("candidates", [0, 5000])
 def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candidates):
-    problem, rng, first, end = Problem(), np.random.default_rng(1), 3, 8990
+    problem, rng, first, end = Problem(largest=largest), np.random.default_rng(1), 3, 8990
     # Of blocks that are there many times, which tie.
     table = rng.integers(POOL, size=(ROWS, end + 5)).astype(np.int32)
     allowed = NOTHING_FORBIDDEN
@@ -197,7 +188,7 @@ def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candida
         places = [np.sort(rng.permutation(end - first)[:candidates]) for _ in range(ROWS * lists)]
         allowed = np.array(places, np.int32).reshape(ROWS, lists, candidates)
     positions = np.empty((ROWS, lists, 300), np.int32)
-    flags = allowed, lists == 1, largest
+    flags = allowed, lists == 1
     problem.step(
         *problem.inputs, row_ranges(ROWS, -1, first, end), table, CHOSEN, positions, *flags, 0.25, 0.0, problem.out,
         problem.lse,
@@ -229,7 +220,7 @@ def test_a_choice_among_candidates_is_that_among_all_with_the_others_forbidden(
     lists, candidates, share, largest, ties, seed
 ):
     """Nothing is read of what is no candidate: its blocks may lie nowhere."""
-    problem, rng = Problem(), np.random.default_rng(seed)
+    problem, rng = Problem(largest=largest), np.random.default_rng(seed)
     if ties:
         problem.representatives[:] = problem.representatives[:1]
     count, context = max(1, int(share * candidates)), END - FIRST
@@ -240,7 +231,7 @@ def test_a_choice_among_candidates_is_that_among_all_with_the_others_forbidden(
     table, positions = problem.table.copy(), np.empty((ROWS, lists, count), np.int32)
     for row in range(ROWS):
         table[row, FIRST + np.setdiff1d(np.arange(context), allowed[row])] = POOL + 7
-    problem.run(CHOSEN, positions, allowed, -1, table, largest)
+    problem.run(CHOSEN, positions, allowed, -1, table)
     assert positions.tolist() == chosen.tolist()
     np.testing.assert_array_equal(problem.out, out)
     np.testing.assert_array_equal(problem.lse, lse)
@@ -300,13 +291,11 @@ def test_places_outside_the_pool_are_refused():
 
 def test_arrays_that_do_not_fit_the_pool_are_refused():
     problem = Problem()
+    pool = StepPool(problem.keys, problem.values, problem.representatives[..., :8], problem.lengths)
     with pytest.raises(ValueError, match="representatives"):
-        RetrievalStep(
-            problem.keys, problem.values, problem.representatives[..., :8], problem.lengths, GROUP, "quest", False,
-            np.float32, 2,
-        )  # fmt: skip
+        RetrievalStep(pool, GROUP, "quest", False, np.float32, 2)
     with pytest.raises(TypeError):
-        problem.step(*problem.inputs[::-1], None, None, 0, None, None, True, True, 1.0, 0.0, None, None)
+        problem.step(*problem.inputs[::-1], None, None, 0, None, None, True, 1.0, 0.0, None, None)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "table", "ranges", "positions", "out", "lse"])
@@ -324,7 +313,7 @@ def test_arrays_of_a_call_that_are_not_those_it_is_bound_to_are_refused(which):
     with pytest.raises(ValueError, match="that it was bound to"):
         problem.step(
             call["q"], call["k"], call["v"], call["ranges"], call["table"], AS_GIVEN, call["positions"],
-            NOTHING_FORBIDDEN, True, False, 0.25, 0.0, call["out"], call["lse"],
+            NOTHING_FORBIDDEN, True, 0.25, 0.0, call["out"], call["lse"],
         )  # fmt: skip
     np.testing.assert_array_equal(problem.keys, before)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.chosen_blocks import best_blocks
-from hetero_kv.cpu_ops.retrieval_step import NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.step_contract import NOTHING_FORBIDDEN
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.budgets import Pyramid, layer_budget
 from hetero_kv.families.retrieval.observation import Observation

@@ -230,9 +230,9 @@ MUTATIONS = (
     ),
     Mutation(
         "places among many candidates are taken for positions in the context",
-        "cpu_ops/retrieval_step.py",
-        "                        in_context(positions, allowed)\n",
-        "                        pass\n",
+        "cpu_ops/step_stages.py",
+        "            in_context(positions, allowed)\n",
+        "            pass\n",
         ("tests/cpu_ops/test_retrieval_step.py::test_many_blocks_are_chosen_by_all_threads_as_by_one",),
     ),
     Mutation(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
-from hetero_kv.cpu_ops.retrieval_step import EVERYTHING
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.step_contract import EVERYTHING
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval import representatives, short_turn
 from hetero_kv.operators import RetrievalAttention
@@ -41,7 +41,7 @@ def injected(model, **settings):
 @pytest.fixture
 def checked(monkeypatch):
     """Holds what stands for each group of every decoded token's Context to its keys and values; counts the tokens."""
-    seen, layers, call, attend = [], [], EstimatingStep.__call__, RetrievalAttention._attend_natively
+    seen, layers, call, attend = [], [], RetrievalStep.__call__, RetrievalAttention._attend_natively
 
     def noted(self, native, groups, *rest):
         layers[:] = [groups[0].layer, self]
@@ -62,10 +62,10 @@ def checked(monkeypatch):
                 if pool.group_value_means is not None:
                     means = pool.group_value_means[groups[:, -1], :, 0]
                     np.testing.assert_allclose(means, values.mean(2), rtol=1e-4, atol=1e-5)
-            seen.append((whole, native.taken.tolist()))
+            seen.append((whole, rest[-1].taken.sum(axis=0).tolist()))
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", recorded)
+    monkeypatch.setattr(RetrievalStep, "__call__", recorded)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
 

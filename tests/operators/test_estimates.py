@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
-from hetero_kv.cpu_ops.retrieval_step import EVERYTHING
-from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
-from hetero_kv.families.retrieval import decode, short_turn
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.step_contract import EVERYTHING
 from hetero_kv.families.retrieval import layer as retrieval_layer
+from hetero_kv.families.retrieval import short_turn
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store.key_codes import encode
@@ -57,7 +56,7 @@ def injected():
 @pytest.fixture
 def checked(monkeypatch):
     """Holds every decoded token's attention in every layer to a reference; counts those that estimated something."""
-    seen, layers, call, attend = [], [], EstimatingStep.__call__, RetrievalAttention._attend_natively
+    seen, layers, call, attend = [], [], RetrievalStep.__call__, RetrievalAttention._attend_natively
 
     def noted(self, native, groups, *rest):
         layers[:] = [groups[0].layer]
@@ -65,14 +64,14 @@ def checked(monkeypatch):
 
     def recorded(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest):
         largest = call(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest)
-        scale, softcap, _, out, lse, *_ = rest
+        scale, softcap, out, lse, _ = rest
         if which != EVERYTHING:
             pool, lengths = layers[0].pool, layers[0].group.store.allocators[layers[0].layout].lengths
             assert_reference(pool, lengths, q, table, *ranges[1:, 0], positions, scale, softcap, out, lse)
             seen.append((positions >= 0).sum(axis=2))
         return largest
 
-    monkeypatch.setattr(EstimatingStep, "__call__", recorded)
+    monkeypatch.setattr(RetrievalStep, "__call__", recorded)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
 
@@ -282,30 +281,6 @@ def test_steps_that_reuse_a_choice_tell_no_share_where_means_would_stand_for_key
     assert [first, second] == pytest.approx(chosen["block_recall"][::2], rel=1e-4)
     logits(model, cache, *answer(3, 5))
     assert cache.statistics["estimated_share"] == chosen["estimated_share"]
-
-
-def test_a_steps_statistics_are_read_before_a_forks_step(injected, monkeypatch):
-    """A fork's layers have the same native calls, and another thread may begin one as soon as this one has ended."""
-    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "top_k_blocks": 500}
-    model, cache = injected(**settings)
-    logits(model, cache, tokens(60), *answer(5))
-    expected = cache.statistics
-    model, cache = injected(**settings)
-    logits(model, cache, tokens(60))
-
-    class WithAnotherStepBehind:
-        def __enter__(self):
-            one_kernel_at_a_time.acquire()
-
-        def __exit__(self, *_):
-            one_kernel_at_a_time.release()
-            for layer in cache.layers:
-                if layer.token_step is not None:
-                    layer.token_step.taken[:] = 1000
-
-    monkeypatch.setattr(decode, "one_kernel_at_a_time", WithAnotherStepBehind())
-    logits(model, cache, *answer(5))
-    assert cache.statistics == expected
 
 
 def test_a_failed_forward_leaves_the_statistics_unchanged(injected):

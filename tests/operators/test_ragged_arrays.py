@@ -70,7 +70,7 @@ def test_groups_of_two_stores_attend_one_by_one(monkeypatch):
         pytest.param("quest", {"top_k_blocks": 3}, {4}, marks=pytest.mark.slow),
         # With a schedule each group keeps its selection; the first layers attend to everything.
         ("quest", {"top_k_blocks": 3, "token_step": 2}, {1, 4}),
-        ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6}, {1}),
+        ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6}, {4}),
         pytest.param("adaptive", {}, {4}, marks=pytest.mark.slow),
     ],
 )

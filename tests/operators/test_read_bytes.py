@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 from tests.operators.bounded_models import bounded
@@ -126,14 +126,14 @@ def test_under_a_target_mass_bytes_follow_the_taken_blocks(llama):
 # Keys less an offset have kernels of their own.
 @pytest.mark.parametrize("key_offset", with_slow(["none", "block_mean"], slow=["block_mean"]))
 def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_blocks(llama, monkeypatch, key_offset):
-    taken, call = [], EstimatingStep.__call__
+    taken, call = [], RetrievalStep.__call__
 
     def noted(self, *args):
         result = call(self, *args)
-        taken.append(self.taken.tolist())
+        taken.append(args[-1].taken[0].tolist())
         return result
 
-    monkeypatch.setattr(EstimatingStep, "__call__", noted)
+    monkeypatch.setattr(RetrievalStep, "__call__", noted)
     settings = {
         **MEANSTD,
         "residual_attention": "estimate",

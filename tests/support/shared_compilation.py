@@ -14,8 +14,7 @@ import pytest
 COSTLY = {
     ("block_choice", "choose"),
     ("chosen_tokens", "choose"),
-    ("estimating_kernel", "step"),
-    ("retrieval_step", "step"),
+    ("retrieval_kernel", "step"),
 }
 
 

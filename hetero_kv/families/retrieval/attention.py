@@ -17,7 +17,6 @@ from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
@@ -103,7 +102,7 @@ class RetrievalAttention(ResidentDecode):
 
     def prepare_step(
         self, layer: RetrievalLayer, step: Step, dtype: Any, softcap: float | None
-    ) -> RetrievalStep | EstimatingStep | None:
+    ) -> RetrievalStep | None:
         native = layer.token_step
         if (
             native is None
@@ -130,8 +129,7 @@ class RetrievalAttention(ResidentDecode):
             and (
                 not any(self._chooses(layers[0].layout.context_blocks(length)) for length in lengths)
                 or (
-                    self.choice is None
-                    and self.settings.layer_step == self.settings.token_step == 1
+                    self.settings.layer_step == self.settings.token_step == 1
                     and all(layer.state.candidates is None for layer in layers)
                 )
             )

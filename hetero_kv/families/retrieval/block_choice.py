@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
-from hetero_kv.cpu_ops.estimating_step import BlockChoice
+from hetero_kv.cpu_ops.retrieval_step import BlockChoice
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store.key_codes import has_key_codes
 

@@ -9,13 +9,14 @@ import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
+from hetero_kv.cpu_ops.chosen_blocks import LARGEST
 from hetero_kv.cpu_ops.estimated_masses import covered_share
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
-from hetero_kv.cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from hetero_kv.cpu_ops.retrieval_step import BY_MEAN_SCORE, RetrievalStep, StepEstimates, StepPool
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
-from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows
+from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows, parts_of
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
@@ -35,21 +36,24 @@ class RetrievalDecode(RetrievalPrefill):
 
     def _bound_step(
         self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype
-    ) -> RetrievalStep | EstimatingStep:
+    ) -> RetrievalStep:
         """The native call of a layer with this pool and `lengths` tokens per row, for queries of `dtype`."""
-        arrays = pool.key_array, pool.value_array, pool.representative_array, lengths
-        kind = self.representative_type
+        kind, choice = self.representative_type, self.choice
+        if choice is None:
+            choice = BY_MEAN_SCORE._replace(reduce=LARGEST) if self._takes_largest else BY_MEAN_SCORE
+        arrays = StepPool(
+            pool.key_array, pool.value_array, pool.representative_array, lengths, pool.offset_array,
+            pool.value_mean_array, pool.key_code_array, pool.group_array, pool.group_value_array,
+        )  # fmt: skip
         # Without a budget all blocks are attended to, and the score is never used.
         score = "dot" if self.budget is None else kind.score
-        bound = *arrays, group, score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
-        if self.choice is None:
-            return RetrievalStep(*bound, pool.offset_array)
-        extras = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array
-        return EstimatingStep(*bound, self.choice, kind.has_mean, *extras)
+        has_mean = self.choice is not None and kind.has_mean
+        number = ARRAY_DTYPES.get(dtype, np.float32)
+        return RetrievalStep(arrays, group, score, softcapped, number, self.threads, choice, has_mean)
 
     def _native_of(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, dtype: torch.dtype
-    ) -> RetrievalStep | EstimatingStep:
+    ) -> RetrievalStep:
         """The layer's native call; binds a new one if the present one does not fit."""
         native, softcapped = layer.token_step, call.softcap is not None
         if native is None or not native.fits(ARRAY_DTYPES[dtype], softcapped):
@@ -64,14 +68,14 @@ class RetrievalDecode(RetrievalPrefill):
         return self.covering is not None and self.covering < context
 
     def _attend_natively(
-        self, native: RetrievalStep | EstimatingStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
+        self, native: RetrievalStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
         v: np.ndarray, scale: float, softcap: float, out: np.ndarray, lse: np.ndarray,
         outside_lse: np.ndarray | None = None,
     ) -> tuple[np.ndarray, list[SelectionStatistics]] | None:  # fmt: skip
         """Store the tokens of the groups' rows, unless they are; then choose their blocks and attend to them.
 
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
-        `EstimatingStep` and each group's selection statistics; None if nothing is estimated.
+        `StepEstimates` and each group's selection statistics; None if nothing is estimated.
         """
         contexts = [group.context_blocks for group in groups]
         chosen = [self._chooses(context) for context in contexts]
@@ -85,50 +89,39 @@ class RetrievalDecode(RetrievalPrefill):
             which, positions, allowed = self._choice(
                 groups[index].layer, groups[index].step, len(table), kv_heads, contexts[index]
             )
-        is_scored, largest = which == CHOSEN, self._takes_largest
-        fetching = None
-        # Blocks of several groups are read ahead by each of them, in a call of its own.
-        if len(groups) == 1 and layer.pool is not None and layer.pool.reads_ahead():
-            first, end = ranges[1:, 0].tolist()
-            fetching = BlockReadAhead(layer.pool, table, first, end, which, positions, allowed)
-            if isinstance(native, RetrievalStep):
-                score = self.representative_type.score
-                which = fetching.by_scores(q, self.shared, largest, score, self.threads)
-        inputs = q, k, v, ranges, table, which, positions, allowed, self.shared
-        estimated, tokens = None, NOTHING_FORBIDDEN
+        is_scored = which == CHOSEN
         taken = [
             SelectionStatistics(min(positions.shape[2], context) if each else context)
             for context, each in zip(contexts, chosen, strict=True)
         ]
-        if isinstance(native, EstimatingStep):
-            masses = np.empty((2, *lse.shape), np.float32)
-            if outside_lse is None:
-                outside_lse = np.full(lse.shape, -np.inf, np.float32)
-            results = scale, softcap, outside_lse, out, lse, masses
+        estimates = None
+        if native.estimates:
+            tokens = NOTHING_FORBIDDEN
             if layer.record is not None and native.by_token and chooses:
                 capacity = positions.shape[2] * layer.layout.block_size
                 tokens = np.full((*positions.shape[:2], capacity), -1, np.int32)
-            with one_kernel_at_a_time:
-                if fetching is not None:
-                    fetching.by_rehearsal(native, (*inputs, *results))
-                stored = native(*inputs, *results, tokens)
-                # A fork shares the native call and may run in another thread: read its counts under the lock.
-                counted = native.taken.tolist()
-            if chooses:
-                lists = len(table) * positions.shape[1]
-                attended, *others = [number / lists for number in counted]
-                taken[0] = SelectionStatistics(
-                    attended / layer.layout.block_size if native.by_token else attended, *others
-                )
-            estimated = masses, taken
-        else:
-            with one_kernel_at_a_time:
-                stored = native(*inputs, largest, scale, softcap, out, lse)
-            if is_scored:
-                taken = [
-                    each._replace(scored=allowed.shape[2] or context) if chose else each
-                    for each, chose, context in zip(taken, chosen, contexts, strict=True)
-                ]
+            estimates = StepEstimates.of(lse, outside_lse, tokens)
+        inputs, others = (
+            (q, k, v, ranges, table),
+            (positions, allowed, self.shared, scale, softcap, out, lse, estimates),
+        )
+        # Blocks of several groups are read ahead by each of them, in a call of its own.
+        if len(groups) == 1 and layer.pool is not None and layer.pool.reads_ahead():
+            first, end = ranges[1:, 0].tolist()
+            fetching = BlockReadAhead(layer.pool, table, first, end, which, positions)
+            which = fetching.request(native, (*inputs, which, *others))
+        with one_kernel_at_a_time:
+            stored = native(*inputs, which, *others)
+        if estimates is not None:
+            taken = [
+                each if not chose else self._counted(native, layer, counts, positions.shape[1])
+                for each, chose, counts in zip(taken, chosen, parts_of(groups, estimates.taken), strict=True)
+            ]
+        elif is_scored:
+            taken = [
+                each._replace(scored=allowed.shape[2] or context) if chose else each
+                for each, chose, context in zip(taken, chosen, contexts, strict=True)
+            ]
         for group, context, each in zip(groups, contexts, taken, strict=True):
             assert group.layer.reading is not None
             group.layer.read = group.layer.read.plus(group.layer.reading.of_step(group.step.length, context, each))
@@ -137,9 +130,16 @@ class RetrievalDecode(RetrievalPrefill):
         if layer.record is not None:
             ids = groups[0].blocks.table[0, groups[0].blocks.finalized - contexts[0] : groups[0].blocks.finalized]
             size, none = layer.layout.block_size, np.empty((0, 0), np.int32)
-            chosen_by = (each[0] if len(each) else none for each in (positions, tokens))
+            recorded = NOTHING_FORBIDDEN if estimates is None else estimates.recorded
+            chosen_by = (each[0] if len(each) else none for each in (positions, recorded))
             layer.chosen = chosen_of_context(ids, size, which, *chosen_by)
-        return estimated
+        return None if estimates is None else (estimates.masses, taken)
+
+    @staticmethod
+    def _counted(native: RetrievalStep, layer: RetrievalLayer, counts: np.ndarray, lists: int) -> SelectionStatistics:
+        """The statistics of a step from `StepEstimates.taken` of a group's rows, with so many lists each."""
+        attended, *others = (counts.sum(axis=0) / (len(counts) * lists)).tolist()
+        return SelectionStatistics(attended / layer.layout.block_size if native.by_token else attended, *others)
 
     def _record_token(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, total: torch.Tensor,
@@ -179,13 +179,11 @@ class RetrievalDecode(RetrievalPrefill):
     def _count(self, groups: list[GroupRows], masses: np.ndarray, taken: list[SelectionStatistics]) -> None:
         """Record a step's block counts and the estimated shares of the attention mass that it covered.
 
-        masses: as those of `EstimatingStep`, of the rows of all groups.
+        masses: as those of `StepEstimates`, of the rows of all groups.
         """
-        start = groups[0].step.rows.start
-        for group, of_group in zip(groups, taken, strict=True):
-            state, rows = group.layer.state, group.step.rows
-            own = masses if len(groups) == 1 else masses[:, rows.start - start : rows.stop - start]
-            covered = covered_share(own[0], own[1])
+        attended, total = (parts_of(groups, each) for each in masses)
+        for group, of_group, *own in zip(groups, taken, attended, total, strict=True):
+            state, covered = group.layer.state, covered_share(*own)
             # NaN means that nothing was estimated.
             share = state.share.plus(covered) if covered == covered else state.share
             blocks = state.blocks.plus(of_group.attended) if self.targets else state.blocks

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_kv.cpu_ops.retrieval_step import row_ranges
+from hetero_kv.cpu_ops.step_contract import row_ranges
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 
@@ -70,6 +70,14 @@ class DecodedRows(NamedTuple):
         width = max(part.table.shape[1] for part in parts)
         tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, _ in parts]
         return cls(np.concatenate(tables), np.concatenate([part.ranges for part in parts], axis=1))
+
+
+def parts_of(groups: list[GroupRows], array: np.ndarray) -> list[np.ndarray]:
+    """The rows of each group in an array [rows, ...]."""
+    if len(groups) == 1:
+        return [array]
+    start = groups[0].step.rows.start
+    return [array[group.step.rows.start - start : group.step.rows.stop - start] for group in groups]
 
 
 def _of_group(group: GroupRows, dense: bool) -> DecodedRows:

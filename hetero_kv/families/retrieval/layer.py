@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
-from hetero_kv.cpu_ops.estimating_step import EstimatingStep
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.buffered_layer import PrefillBuffer
@@ -69,7 +68,7 @@ class RetrievalLayer(AccumulatingLayer):
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
         #: The native call that decodes a token, bound to the pool.
-        self.token_step: RetrievalStep | EstimatingStep | None = None
+        self.token_step: RetrievalStep | None = None
         #: How many bytes `token_step` reads.
         self.reading: ReadSizes | None = None
         #: Where it has a record, the tokens that the last step chose of the Context, [lists, tokens] bool.

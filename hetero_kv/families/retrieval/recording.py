@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
-from hetero_kv.cpu_ops.retrieval_step import EVERYTHING
+from hetero_kv.cpu_ops.step_contract import EVERYTHING
 from hetero_kv.engine.step import StepBlocks
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 
