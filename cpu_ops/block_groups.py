@@ -158,9 +158,10 @@ def numbers_into(taken, column, positions):
     """
     total = 0
     for row in range(len(positions)):
-        flat, found = positions[row].reshape(positions[row].size), 0
-        for each in range(flat.size):
-            found += flat[each] >= 0
+        found = 0
+        for each in range(positions.shape[1]):
+            for place in range(positions.shape[2]):
+                found += positions[row, each, place] >= 0
         taken[row, column] = found
         total += found
     return total

@@ -19,7 +19,7 @@ from hetero_kv.cpu_ops.block_groups import (
     positions_at,
 )
 from hetero_kv.cpu_ops.chosen_tokens import pool_blocks
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import stage
 from hetero_kv.cpu_ops.estimated_masses import take_out
 from hetero_kv.cpu_ops.estimating_run import Groups, Scores
 from hetero_kv.cpu_ops.kernel_address import call_kernel
@@ -50,7 +50,7 @@ from hetero_kv.cpu_ops.step_parts import (
 from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL
 
 
-@device_function
+@stage
 def score_groups(run, group_vectors, settings, calls):
     """Score the groups of blocks, and open those with the best scores, or with blocks at given or allowed positions.
 
@@ -67,7 +67,7 @@ def score_groups(run, group_vectors, settings, calls):
         number, most = 0, 0
     opened = np.empty((rows, lists, most), np.int32)
     likely = np.empty((rows, kv_heads, group, number), np.float32)
-    weights, masses = np.empty_like(likely), np.empty_like(likely)
+    weights, masses = np.empty(likely.shape, np.float32), np.empty(likely.shape, np.float32)
     ids = group_ids(run.context, size, number)
     chooses = run.which == CHOSEN and fixed.shape[2] == 0
     if number > 0 and (settings.has_mean or chooses):
@@ -94,7 +94,7 @@ def score_groups(run, group_vectors, settings, calls):
     return Groups(number, ids, opened, weights, masses)
 
 
-@device_function
+@stage
 def score_blocks(run, groups, vectors, coarse, settings, calls):
     """Score the blocks of opened groups by their representatives, or by the keys of all. Returns `Scores`.
 
@@ -105,11 +105,11 @@ def score_blocks(run, groups, vectors, coarse, settings, calls):
     count, each_row = entries.shape[2], rows * kv_heads
     ids = entry_ids(run.context, entries, kv_heads)
     likely = np.empty((rows, kv_heads, group, count), np.float32)
-    weights, masses = likely[:, :, :, :0].copy(), likely[:, :, :, :0].copy()
+    weights = masses = np.empty((rows, kv_heads, group, 0), np.float32)
     by_row = run.queries.reshape(each_row, 1, group, k_dim)
     looks_at_all = settings.has_mean != 0 and settings.rerank == 0 and run.which == CHOSEN
     if settings.has_mean:
-        weights, masses = np.empty_like(likely), np.empty_like(likely)
+        weights, masses = np.empty(likely.shape, np.float32), np.empty(likely.shape, np.float32)
     # Scoring coarse copies also computes the means' scores.
     scores_means = settings.has_mean != 0 and not (looks_at_all and settings.has_codes)
     if scores_means:
@@ -147,7 +147,7 @@ def score_blocks(run, groups, vectors, coarse, settings, calls):
     return found
 
 
-@device_function
+@stage
 def look(run, scores, places, token_scores, coarse, settings, calls):
     """Score the keys of candidates, and put their masses where estimates were.
 
@@ -162,7 +162,7 @@ def look(run, scores, places, token_scores, coarse, settings, calls):
     run_region("candidates", UNTYPED_POOL, calls[RUN], calls[LOOK], settings.threads, arguments)
 
 
-@device_function
+@stage
 def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
     """Choose blocks by scores and masses, and write their positions; of candidates that are looked at, by their keys.
 
@@ -201,7 +201,7 @@ def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
     return places
 
 
-@device_function
+@stage
 def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     """Choose single tokens of the blocks at `places` among the scored ones.
 
@@ -228,7 +228,7 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     return chosen, counts, blocks
 
 
-@device_function
+@stage
 def add_rest(run, groups, scores, means, is_known, settings, calls):
     """Estimate the mass of what is not attended to, and let its mean values count where `settings.adds_rest`.
 

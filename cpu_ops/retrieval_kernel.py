@@ -15,7 +15,7 @@ from hetero_kv.cpu_ops.block_groups import numbers_into, places_of
 from hetero_kv.cpu_ops.chosen_blocks import attended_ids, blocks_in_use
 from hetero_kv.cpu_ops.chosen_tokens import keep_chosen
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function, stage
 from hetero_kv.cpu_ops.estimated_masses import take_out
 from hetero_kv.cpu_ops.estimating_run import Run
 from hetero_kv.cpu_ops.estimating_stages import (
@@ -115,8 +115,7 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
         if which == EVERYTHING:
             # No block belongs to a Context, of which something could be left out.
             positions = np.empty((rows, 1, 0), np.int32)
-            firsts = used[:, 0].astype(np.int64)
-            ends = firsts
+            firsts = ends = np.zeros(rows, np.int64)
         elif not are_ranges(firsts, ends, used):
             return BAD_CONTEXT
         pool = keys, values, key_offsets, lengths
@@ -156,7 +155,7 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
     return step
 
 
-@device_function
+@stage
 def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, settings, calls):
     """Score, choose, attend and estimate the rest, for the rows of a run; returns whether lists lie in the pool.
 
@@ -168,7 +167,7 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
     separate = by_token or (chooses and run.which == CHOSEN and run.target > 0)
     nothing = np.empty((len(run.table), 1, 0), np.int32)
     ids, counts = attended_ids(run.table, nothing, run.firsts, run.ends)
-    window, window_lse = np.empty_like(run.attended), np.empty_like(run.lse)
+    window, window_lse = np.empty(run.attended.shape, np.float32), np.empty(run.lse.shape, np.float32)
     if separate:
         # What is always attended counts for the target, so it is computed first.
         if not attend(
@@ -176,38 +175,33 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
         ):
             return False
         outside_lse = sums_of_powers(window_lse, outside_lse)
-    if not chooses:
-        run.positions[:] = -1
-        if settings.rehearses:
-            return True
-        if not attend(
-            run.queries, pool, ids, counts, run.scale, run.softcap, settings, calls, ATTENDER, run.attended, run.lse
-        ):
-            return False
-        copy_into(run.lse, run.attended_mass)
-        copy_into(run.lse, run.mass)
-        return True
-    groups = score_groups(run, group_vectors, settings, calls)
-    scores = score_blocks(run, groups, representatives, coarse, settings, calls)
-    if run.which == AS_GIVEN:
-        places = places_of(run.positions, scores.entries)
+    if chooses:
+        groups = score_groups(run, group_vectors, settings, calls)
+        scores = score_blocks(run, groups, representatives, coarse, settings, calls)
+        if run.which == AS_GIVEN:
+            places = places_of(run.positions, scores.entries)
+        else:
+            places = choose_blocks(run, scores, outside_lse, coarse, settings, calls)
     else:
-        places = choose_blocks(run, scores, outside_lse, coarse, settings, calls)
+        run.positions[:] = -1
     attender = ATTENDER
     if by_token:
         ids, of_lists, blocks = choose_tokens(run, scores, places, outside_lse, coarse, settings, calls)
-        counts, attender = of_lists[:, :, 0].copy(), TOKEN_ATTENDER
+        counts, attender = np.empty(of_lists.shape[:2], np.int32), TOKEN_ATTENDER
         if settings.rehearses:
             keep_chosen(run.positions, blocks)
         for row in range(len(of_lists)):
             for each in range(of_lists.shape[1]):
+                counts[row, each] = of_lists[row, each, 0]
                 run.taken[row, ATTENDED] += of_lists[row, each, 0]
                 run.taken[row, TOUCHED] += of_lists[row, each, 1]
                 run.taken[row, WHOLE] += of_lists[row, each, 2]
-    else:
+    elif chooses:
         # What is outside the Context is not attended twice.
         if separate:
-            ids, counts = attended_ids(run.context, run.positions, np.zeros_like(run.ends), run.ends - run.firsts)
+            rows, blocks_each = run.context.shape
+            nowhere, everywhere = np.zeros(rows, np.int64), np.full(rows, blocks_each, np.int64)
+            ids, counts = attended_ids(run.context, run.positions, nowhere, everywhere)
         else:
             ids, counts = attended_ids(run.table, run.positions, run.firsts, run.ends)
         for column in (ATTENDED, TOUCHED, WHOLE):
@@ -221,6 +215,9 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
     if separate:
         merge_into(run.attended, run.lse, window, window_lse)
     copy_into(run.lse, run.attended_mass)
+    if not chooses:
+        copy_into(run.lse, run.mass)
+        return True
     run.mass[:] = np.nan
     if settings.has_mean:
         if not by_token:

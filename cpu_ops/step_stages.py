@@ -7,7 +7,7 @@ import numpy as np
 
 from hetero_kv.cpu_ops.block_groups import entry_ids
 from hetero_kv.cpu_ops.chosen_blocks import best_blocks, in_context
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import stage
 from hetero_kv.cpu_ops.kernel_address import call_kernel
 from hetero_kv.cpu_ops.parallel_region import run_region
 from hetero_kv.cpu_ops.step_contract import CHOOSE, CHOSEN, EVERYTHING, RUN, SCORE, SCORER, STORE
@@ -18,7 +18,7 @@ from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL
 _TOGETHER = 16384
 
 
-@device_function
+@stage
 def fits(q, k, v, ranges, table, which, positions, allowed, out, lse, kv_heads, settings):
     """Returns whether a call's arrays have the shapes that the step is bound to."""
     rows, group, k_dim, v_dim = q.shape[0], settings.group, settings.k_dim, settings.v_dim
@@ -36,7 +36,7 @@ def fits(q, k, v, ranges, table, which, positions, allowed, out, lse, kv_heads, 
     )
 
 
-@device_function
+@stage
 def store(k, v, keys, values, table, ranges, calls):
     """Store the tokens of rows that have one; returns the largest magnitude, or a negative number for a bad place."""
     if not has_token(ranges):
@@ -45,7 +45,7 @@ def store(k, v, keys, values, table, ranges, calls):
     return np.float64(call_kernel("store", UNTYPED_POOL, calls[STORE], arguments))
 
 
-@device_function
+@stage
 def are_in_pool(context, counts, blocks):
     """Returns whether the first counts [rows] ids of each row of context [rows, n] are below `blocks`."""
     for row in range(len(context)):
@@ -55,7 +55,7 @@ def are_in_pool(context, counts, blocks):
     return True
 
 
-@device_function
+@stage
 def choose_by_scores(queries, representatives, context, counts, positions, allowed, shared, settings, calls):
     """Score the blocks of each row's Context and write the positions of the best.
 
@@ -64,10 +64,11 @@ def choose_by_scores(queries, representatives, context, counts, positions, allow
     """
     rows, kv_heads, group, k_dim = queries.shape
     candidates, threads = allowed.shape[2], settings.threads
-    for row in range(rows):
-        for each in allowed[row].flat:
-            if each < 0 or each >= counts[row]:
-                return False
+    for row in range(rows if candidates > 0 else 0):
+        for each in range(allowed.shape[1]):
+            for place in range(candidates):
+                if allowed[row, each, place] < 0 or allowed[row, each, place] >= counts[row]:
+                    return False
     among = candidates if candidates > 0 else context.shape[1]
     block_scores = np.empty((rows, kv_heads, group, among), np.float32)
     scoring = calls[RUN], calls[SCORE], queries, representatives, context, counts, threads, block_scores
@@ -83,7 +84,7 @@ def choose_by_scores(queries, representatives, context, counts, positions, allow
     if rows * kv_heads * among < _TOGETHER:
         copy_into(best_blocks(block_scores, positions.shape[2], allowed, shared, settings.reduce), positions)
     else:
-        zeros, unrestricted = np.zeros((rows, kv_heads, group), np.float32), allowed[:, :, :0].copy()
+        zeros, unrestricted = np.zeros((rows, kv_heads, group), np.float32), np.empty((rows, 1, 0), np.int32)
         choose_args = (
             block_scores, block_scores, False, zeros, zeros, unrestricted, shared, settings.reduce, 0.0, np.int64(0),
             np.int64(positions.shape[2]), np.int64(1), positions,
@@ -95,7 +96,7 @@ def choose_by_scores(queries, representatives, context, counts, positions, allow
     return True
 
 
-@device_function
+@stage
 def attend(queries, pool, ids, counts, scale, softcap, settings, calls, attender, out, lse):
     """Attend to lists of blocks, or of single tokens; returns whether they and their lengths lie in the pool.
 
