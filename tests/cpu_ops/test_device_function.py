@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function, stage
 
 
 @device_function(error_model="numpy")
@@ -14,9 +15,16 @@ def _ratio(numbers):
     return numbers[0] / numbers[1]
 
 
+@stage
+def _positive_ratio(numbers):
+    if numbers[0] < 0:
+        raise ValueError("negative")
+    return _ratio(numbers)
+
+
 @njit
 def _kernel(numbers):
-    return _ratio(numbers) + 1
+    return _positive_ratio(numbers) + _ratio(numbers) - 0.5
 
 
 def test_a_kernel_calls_it_with_its_options():
@@ -38,3 +46,20 @@ def test_python_is_refused_before_and_after_it_was_compiled():
     assert _ratio.signatures
     with pytest.raises(TypeError, match="_ratio is compiled for kernels only"):
         _ratio(numbers)
+
+
+def test_a_kernel_raises_what_a_stage_raises():
+    with pytest.raises(ValueError, match="negative"):
+        _kernel(np.array([-3.0, 2.0]))
+
+
+@pytest.mark.parametrize("decorator", [device_function, stage])
+def test_it_has_no_machine_code_of_its_own(decorator):
+    @decorator
+    def fresh(values):
+        return values[0]
+
+    fresh.compile((types.Array(types.float64, 1, "C"),))
+    (compiled,) = fresh.overloads.values()
+    with global_compiler_lock:
+        assert compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name) == 0
