@@ -46,6 +46,9 @@ class AttentionOperator(Operator):
     #: Whether it decodes several tokens of a sequence in one forward, layer by layer, as it would one after the other.
     #: May be an instance attribute.
     decodes_drafts: bool = False
+    #: Whether it can decode a token by attention to few blocks, for a guess (`Step.draft_blocks`), or attends to few
+    #: tokens anyway.
+    guesses_by_few: ClassVar[bool] = False
     #: Whether `attend_on: gpu` makes it attend on the GPU.
     reads_attend_on: ClassVar[bool] = False
     #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).

@@ -37,6 +37,7 @@ class ForwardKind(Enum):
     PREFILL = "tokens of a prompt, or of a part of one"
     DECODE = "one token of each sequence"
     MIXED = "decoded tokens and a part of a prompt, one token per row"
+    DRAFT = "one token of each sequence, for a guess, by attention to few blocks"
     VERIFY = "drafted tokens, one per row"
 
 
@@ -70,7 +71,7 @@ class ForwardBatch:
         part, stores = request.part, request.stores
         is_several = len(slices) > 1
         steps: list[Step] = []
-        for each in slices:
+        for number, each in enumerate(slices):
             if each.is_draft:
                 steps += each.group.begin_draft(each.rows)
                 continue
@@ -79,8 +80,12 @@ class ForwardBatch:
             step = each.group.begin(
                 each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, stores=stores
             )
+            if request.draft_blocks:
+                step.draft_blocks = request.draft_blocks[number]
             steps.append(step)
-        if request.rows is None:
+        if request.draft_blocks:
+            kind = ForwardKind.DRAFT
+        elif request.rows is None:
             kind = ForwardKind.DECODE if is_decode else ForwardKind.PREFILL
         else:
             kind = ForwardKind.VERIFY if slices[-1].part is None else ForwardKind.MIXED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.engine.likeliest import LikeliestRequest
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.token_rows import TokenRows
@@ -21,6 +22,7 @@ class ForwardRequest:
         logits_to_keep: number of last tokens of each row whose hidden states the model's head reads; 0 for all.
         likeliest: where a forward leaves the likeliest next tokens instead of logits, if it can; None: logits.
         rows: the rows of a mixed or verifying forward; None where the call determines them.
+        draft_blocks: of a drafting forward, what each sequence's token attends to; else empty.
     """
 
     question: int | None = None
@@ -29,6 +31,7 @@ class ForwardRequest:
     logits_to_keep: int = 0
     likeliest: LikeliestRequest | None = None
     rows: TokenRows | None = None
+    draft_blocks: tuple[DraftBlocks, ...] = ()
 
     @property
     def part(self) -> PromptPart:

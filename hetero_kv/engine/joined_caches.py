@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.engine.padding_mask import PaddingMask
@@ -33,8 +34,9 @@ class PromptTokens(NamedTuple):
 
 @contextmanager
 def joined(
-    caches: Rows[HeteroCache], prompt: PromptTokens | None = None, tokens: Rows[int] | None = None
-) -> Iterator[HeteroCache]:
+    caches: Rows[HeteroCache], prompt: PromptTokens | None = None, tokens: Rows[int] | None = None,
+    draft_blocks: Rows[DraftBlocks] = (),
+) -> Iterator[HeteroCache]:  # fmt: skip
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
     With a prompt, or several tokens of a cache, which are further rows of the call, it can be used for one forward
@@ -44,6 +46,7 @@ def joined(
 
     Args:
         tokens: the number of next tokens of each cache; None for one per row. A cache with several has one row.
+        draft_blocks: of each cache, for a forward that guesses; caches have one row then.
 
     Raises HeteroKVError for caches of several models or depths, or without tokens, and CacheInUseError when another
     thread uses one of them.
@@ -73,7 +76,8 @@ def joined(
             new_tokens.append(prompt.cache.begin_mixed(prompt.tokens, prompt.part))
             joint._set_groups([*joint.groups, *prompt.cache.groups])
         is_by_row = prompt is not None or max(counts) > 1
-        joint.batch, joint.request = None, ForwardRequest(rows=TokenRows(new_tokens) if is_by_row else None)
+        rows = TokenRows(new_tokens) if is_by_row else None
+        joint.batch, joint.request = None, ForwardRequest(rows=rows, draft_blocks=tuple(draft_blocks))
         with rollback_on_error(joint):
             yield joint
         for cache, count in zip(caches, counts, strict=True):

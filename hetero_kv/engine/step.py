@@ -11,6 +11,7 @@ import torch
 from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.deferred_readback import CheckedNumber, HostCopy
 from hetero_kv.engine.device_table import DeviceTable
+from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.engine.sequence import Layout
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Step:
         stores: whether the tokens are stored; else they attend and are dropped (a catalyst).
         is_draft: whether the forward decodes several tokens of the sequence, a step each.
         after: of a draft, the step of the previous token.
+        draft_blocks: for a guess, the blocks that its token attends to; None for the layers' own attention.
         states: of a draft, layer -> its state after this step, for layers that have one.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
@@ -83,6 +85,7 @@ class Step:
         self.part = part
         self.stores = stores
         self.is_draft, self.after = is_draft, after
+        self.draft_blocks: DraftBlocks | None = None
         self.states: dict[int, LayerCheckpoint] = {}
         self.checked_numbers: list[CheckedNumber] = []
         self.host_copies: list[HostCopy] = []

@@ -33,8 +33,9 @@ class ServerSettings(Settings):
     speculation: Way | str = setting(
         "auto",
         "how the next tokens are guessed, several of which are then verified at a time: lookup: what followed the same "
-        "words earlier; the name or path of a draft model: by that small model of the same vocabulary; auto: lookup "
-        "where the rules allow it; off: one token at a time; the answers are the same",
+        "words earlier; sparse: by the model itself, with attention to few blocks; the name or path of a draft model: "
+        "by that small model of the same vocabulary; auto: lookup where the rules allow it; off: one token at a time; "
+        "the answers are the same",
     )
     requests_per_minute: int | Literal["all"] = setting(
         "all", "requests of one API key in a minute; all: no limit", minimum=1

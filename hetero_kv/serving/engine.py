@@ -89,9 +89,10 @@ class Engine:
         longest_gap_s: a target for the time between two tokens of a request during another request's prefill, seconds.
         part: tokens of a prompt that are computed at once while no request waits for a token.
         speculation: how several next tokens are guessed, to be verified in one forward: `lookup` finds what followed
-            the same words earlier in the conversation; the name or path of a model, or a loaded one with rules, guesses
-            by that draft model; `off` decodes one token at a time; `auto` is `lookup` if the model and its rules can
-            verify guesses (`speculation`). Answers are the same.
+            the same words earlier in the conversation; `sparse` guesses by the model itself, with attention to few
+            blocks; the name or path of a model, or a loaded one with rules, guesses by that draft model; `off` decodes
+            one token at a time; `auto` is `lookup` if the model and its rules can verify guesses (`speculation`).
+            Answers are the same.
         starts_thread: whether a thread of the engine computes. Otherwise reading a stream computes, or `step`.
 
     Attributes:
@@ -287,7 +288,7 @@ class Engine:
             markers: ids of control tokens and their texts, which pieces give separately from text, as in
                 `hetero_kv.serving.answers.AnswerParser`.
             reuses: whether a prefix that was computed before is reused; otherwise all of the prompt is computed.
-            speculation: how its tokens are guessed: `off`, `lookup`, `auto`, or the name of the engine's draft model;
+            speculation: how its tokens are guessed: `off`, `lookup`, `sparse`, `auto`, or the name of its draft model;
                 None takes the engine's.
             tenant: the owner of the request. Prefixes are reused only from requests of the same tenant, in memory and
                 on the disk; "" is a tenant too.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,10 +18,13 @@ from hetero_kv.adapter.foreign import has_global_hooks, has_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.engine.drafted_tokens import DraftedTokens
+from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.joined_caches import PromptTokens, joined
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.likeliest import Likeliest, LikeliestRequest
+from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
 from hetero_kv.gpu_ops.host_copies import on_device
@@ -119,6 +122,16 @@ class ModelForward:
         return None
 
     @property
+    def why_no_sparse_drafts(self) -> str | None:
+        """Why the model cannot guess by attention to few blocks; None if it can."""
+        if self.why_no_drafts is not None:
+            return self.why_no_drafts
+        unfit = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not each.guesses_by_few)
+        if (found := next(unfit, None)) is not None:
+            return f"{found} cannot attend to a few blocks for a guess; retrieval and full attention can (lookup works)"
+        return None
+
+    @property
     def may_choose(self) -> bool:
         """Whether a forward may choose the likeliest token itself (`likeliest`): the model is on a GPU."""
         return self.model.device.type == "cuda"
@@ -207,6 +220,22 @@ class ModelForward:
         steps = () if cache.request.rows is None else cache.request.rows.steps
         stored = [DraftedTokens(each, [step for step in steps if step.group is each.groups[0]]) for each in caches]
         return list(logits.split(counts)), stored
+
+    def guess(self, caches: Sequence[HeteroCache], tokens: Sequence[int], few: Sequence[DraftBlocks]) -> torch.Tensor:
+        """As `decode`, by attention to few blocks, for guesses at the tokens that follow. Returns logits [rows, vocab].
+
+        Requires that `why_no_sparse_drafts` is None, and a context of `guessing`.
+        """
+        with joined(caches, draft_blocks=few) as cache:
+            return self._logits(cache, torch.tensor(tokens)[:, None])
+
+    @contextmanager
+    def guessing(self, caches: Sequence[HeteroCache]) -> Iterator[None]:
+        """At the end of this context, the caches drop what was stored in it (`guess`)."""
+        with ExitStack() as points:
+            for cache in caches:
+                points.callback(run_to_completion, rollback_point(cache))
+            yield
 
     def every(self, cache: Cache, tokens: Sequence[int]) -> torch.Tensor:
         """Compute tokens after those of a cache of one row. Returns the logits after each, [tokens, vocab]."""

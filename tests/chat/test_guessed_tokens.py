@@ -98,7 +98,7 @@ def test_an_interrupt_within_a_burst_leaves_the_conversation_as_it_was(conversat
 
 
 def test_an_unknown_way_to_guess_is_refused(model):
-    with pytest.raises(ConfigError, match="speculation is 'never'; it must be one of off, lookup, auto"):
+    with pytest.raises(ConfigError, match="speculation is 'never'; it must be one of off, lookup, sparse, auto"):
         Conversation(model, TOKENIZER, speculation="never")
 
 

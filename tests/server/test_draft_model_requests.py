@@ -29,7 +29,7 @@ def test_a_request_names_the_draft_model_and_no_file(tmp_path):
     assert drafted[0] == 0 < min(drafted[1:])
     assert f'hetero_kv_drafted_tokens_total{{model="tiny:dense"}} {sum(drafted)}.0' in lines
     assert found[3].status_code == 400
-    assert "speculation is './other.gguf'; it must be one of off, lookup, auto, small" in found[3].text
+    assert "speculation is './other.gguf'; it must be one of off, lookup, sparse, auto, small" in found[3].text
 
 
 def test_engines_share_a_draft_model_and_one_with_other_tokens_does_without(monkeypatch, caplog):

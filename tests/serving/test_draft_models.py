@@ -308,7 +308,9 @@ def test_a_request_names_what_the_engine_has_and_no_other_model(same):
         ):
             drafter = engine._speculation.drafter(PROMPT, way)
             assert (drafter and type(drafter).__name__) == named
-        with pytest.raises(ConfigError, match="speculation is '/other'; it must be one of off, lookup, auto, small"):
+        with pytest.raises(
+            ConfigError, match="speculation is '/other'; it must be one of off, lookup, sparse, auto, small"
+        ):
             engine.generate(PROMPT, SHORT, speculation="/other")
 
 

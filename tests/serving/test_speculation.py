@@ -124,9 +124,11 @@ def test_a_request_says_how_it_is_guessed_and_reports_it(quest):
 
 def test_an_unknown_way_is_refused_by_name(quest):
     engine, _ = quest
-    with pytest.raises(ConfigError, match="speculation is 'guess'; it must be one of off, lookup, auto"):
+    with pytest.raises(ConfigError, match="speculation is 'guess'; it must be one of off, lookup, sparse, auto"):
         engine.generate(PROMPT, LONG, speculation="guess")
-    with pytest.raises(ConfigError, match="speculation is 'guess'; it must be one of off, lookup, auto, or a draft"):
+    with pytest.raises(
+        ConfigError, match="speculation is 'guess'; it must be one of off, lookup, sparse, auto, or a draft"
+    ):
         engine_of("quest", speculation="guess")
 
 

@@ -19,9 +19,6 @@ class Drafter(Protocol):
     def odds(self, most: int) -> list[float]:
         """For each of the next guesses, at most `most`, the probability that it is right if those before are."""
 
-    def guesses(self, count: int) -> list[int]:
-        """The next guesses, at most `count`, for which there were odds."""
-
     def release(self) -> None:
         """Free its memory; the next guess allocates it again. It can be called again."""
 

@@ -14,6 +14,7 @@ from hetero_kv.serving.speculation.draft_model import DraftModel
 from hetero_kv.serving.speculation.drafter import Drafter
 from hetero_kv.serving.speculation.lookup_drafter import LookupDrafter
 from hetero_kv.serving.speculation.model_drafter import ModelDrafter
+from hetero_kv.serving.speculation.sparse_draft import SparseDraft, SparseDrafter
 from hetero_kv.serving.speculation.ways import require_way
 
 _logger = logging.getLogger(__name__)
@@ -31,13 +32,14 @@ class Speculation:
 
     Attributes:
         way, draft: as passed.
+        sparse: guesses by the model itself.
         costs: what steps take.
 
     Raises ConfigError for another way.
     """
 
     def __init__(self, forward: ModelForward, way: str = "auto", draft: DraftModel | None = None) -> None:
-        self._forward, self.draft = forward, draft
+        self._forward, self.draft, self.sparse = forward, draft, SparseDraft(forward)
         self.way = self.require(way)
         self.costs = StepCosts()
         self._told: set[str] = set()
@@ -50,13 +52,18 @@ class Speculation:
     def in_effect(self, way: str | None = None) -> str:
         """What a sequence gets that says `way`; None for one that says nothing. Logs once why it is `off`."""
         way = self.way if way is None else self.require(way)
-        reason = None if way == "off" else self._forward.why_no_drafts
+        reason = self._why_not(way)
         if reason is None:
             return "lookup" if way == "auto" else way
         if way not in self._told:
             self._told.add(way)
             tell_off(reason, is_chosen=way != "auto")
         return "off"
+
+    def _why_not(self, way: str) -> str | None:
+        if way == "off":
+            return None
+        return self._forward.why_no_sparse_drafts if way == "sparse" else self._forward.why_no_drafts
 
     def drafter(self, tokens: Sequence[int], way: str | None = None, tenant: str = "") -> Drafter | None:
         """The drafter of a tenant's sequence that has these tokens; None where speculation is off."""
@@ -65,7 +72,7 @@ class Speculation:
             return None
         if self.draft is not None and way == self.draft.name:
             return self.draft.drafter(tokens, tenant)
-        return LookupDrafter(tokens)
+        return self.sparse.drafter(tokens) if way == "sparse" else LookupDrafter(tokens)
 
     def drafts(
         self, drafters: Sequence[Drafter | None], caches: Sequence[HeteroCache], left: Sequence[int]
@@ -85,26 +92,42 @@ class Speculation:
         if not any(lengths) or self._forward.why_no_drafts is not None:
             return [[] for _ in drafters]
         counts = [_fitting(cache, length) if length else 0 for cache, length in zip(caches, lengths, strict=True)]
-        return self._guesses(drafters, counts, left)
+        return self._guesses(drafters, caches, counts, left)
 
     def _guesses(
-        self, drafters: Sequence[Drafter | None], counts: Sequence[int], left: Sequence[int]
-    ) -> list[list[int]]:
-        """At most so many guesses of each sequence, those of the draft model together."""
+        self, drafters: Sequence[Drafter | None], caches: Sequence[HeteroCache], counts: Sequence[int],
+        left: Sequence[int],
+    ) -> list[list[int]]:  # fmt: skip
+        """At most so many guesses of each sequence; those of one model together."""
         found: list[list[int]] = [[] for _ in drafters]
-        together: list[tuple[int, ModelDrafter]] = []
+        by_model: list[tuple[int, ModelDrafter]] = []
+        by_few: list[tuple[int, SparseDrafter]] = []
         for index, (drafter, count) in enumerate(zip(drafters, counts, strict=True)):
+            if not count:
+                continue
             if isinstance(drafter, ModelDrafter):
-                together += [(index, drafter)] if count else []
-            elif drafter is not None and count:
+                by_model.append((index, drafter))
+            elif isinstance(drafter, SparseDrafter):
+                if not drafter.is_over and caches[index].get_seq_length() == drafter.length - 1:
+                    by_few.append((index, drafter))
+            elif isinstance(drafter, LookupDrafter):
                 found[index] = drafter.guesses(count)
-        if together and self.draft is not None:
+        if by_model and self.draft is not None:
             step_s = self.costs.of(len(drafters))
-            indices = [index for index, _ in together]
+            indices = [index for index, _ in by_model]
             guesses = self.draft.guesses(
-                [drafter for _, drafter in together],
+                [drafter for _, drafter in by_model],
                 [counts[index] for index in indices],
                 [_SAVED * left[index] * step_s for index in indices],
+            )
+            for index, each in zip(indices, guesses, strict=True):
+                found[index] = each
+        if by_few:
+            indices = [index for index, _ in by_few]
+            guesses = self.sparse.guesses(
+                [drafter for _, drafter in by_few],
+                [caches[index] for index in indices],
+                [counts[index] for index in indices],
             )
             for index, each in zip(indices, guesses, strict=True):
                 found[index] = each
@@ -112,8 +135,8 @@ class Speculation:
 
     @property
     def dram_bytes(self) -> int:
-        """DRAM of the draft model's blocks that were ever used, bytes."""
-        return 0 if self.draft is None else self.draft.dram_bytes
+        """DRAM of the draft model's blocks that were ever used, and of mean keys, bytes."""
+        return self.sparse.dram_bytes + (0 if self.draft is None else self.draft.dram_bytes)
 
     def close(self) -> None:
         """Free what the draft model keeps of ended sequences."""

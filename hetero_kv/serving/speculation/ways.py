@@ -9,9 +9,9 @@ from typing import Literal, get_args
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.named import NAMED_MODELS
 
-#: off: one token at a time. lookup: what followed the same words earlier in the sequence. auto: lookup, where the
-#: model and its rules can verify guesses.
-Way = Literal["off", "lookup", "auto"]
+#: off: one token at a time. lookup: what followed the same words earlier in the sequence. sparse: the model itself, by
+#: attention to few blocks. auto: lookup, where the model and its rules can verify guesses.
+Way = Literal["off", "lookup", "sparse", "auto"]
 WAYS: tuple[str, ...] = get_args(Way)
 
 
