@@ -110,9 +110,9 @@ def _tile_dots(typingctx, name, rows, wide, how, weights, x, x_scales, x_sums, o
             with cgutils.for_range_slice(builder, start, end, size) as (row, _):
                 before = builder.mul(row, groups)
                 ahead = [builder.mul(before, ir.Constant(_I64, nbytes)) for nbytes in (GROUP, 4, 8)]
-                of_rows = [builder.add(*each) for each in zip((x, x_scales, x_sums), ahead, strict=True)]
+                codes, scales, sums = (builder.add(*each) for each in zip((x, x_scales, x_sums), ahead, strict=True))
                 to = builder.add(out, builder.mul(row, out_stride))
-                emit_tile(builder, layout, step, instruction, weights, *of_rows, to, out_stride, columns)
+                emit_tile(builder, layout, step, instruction, weights, codes, scales, sums, to, out_stride, columns)
             start = end
         return context.get_dummy_value()
 

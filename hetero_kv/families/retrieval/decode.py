@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,17 +102,16 @@ class RetrievalDecode(RetrievalPrefill):
                 capacity = positions.shape[2] * layer.layout.block_size
                 tokens = np.full((*positions.shape[:2], capacity), -1, np.int32)
             estimates = StepEstimates.of(lse, outside_lse, tokens)
-        inputs, others = (
-            (q, k, v, ranges, table),
-            (positions, allowed, self.shared, scale, softcap, out, lse, estimates),
-        )
+        inputs: tuple[Any, ...] = q, k, v, ranges, table
+        others: tuple[Any, ...] = positions, allowed, self.shared, scale, softcap, out, lse, estimates
         # Blocks of several groups are read ahead by each of them, in a call of its own.
         if len(groups) == 1 and layer.pool is not None and layer.pool.reads_ahead():
             first, end = ranges[1:, 0].tolist()
             fetching = BlockReadAhead(layer.pool, table, first, end, which, positions)
             which = fetching.request(native, (*inputs, which, *others))
+        arguments: tuple[Any, ...] = *inputs, which, *others
         with one_kernel_at_a_time:
-            stored = native(*inputs, which, *others)
+            stored = native(*arguments)
         if estimates is not None:
             taken = [
                 each if not chose else self._counted(native, layer, counts, positions.shape[1])
