@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import kernel_part
 from hetero_kv.cpu_ops.estimated_masses import log_sum_exp
 
 
-@device_function
+@kernel_part
 def group_ids(context, size, groups):
     """Returns the ids of the last block of each group of `size` blocks, where its representative is stored.
 
@@ -22,7 +22,7 @@ def group_ids(context, size, groups):
     return ids
 
 
-@device_function
+@kernel_part
 def groups_of(positions, size, groups, opened):
     """Write the groups that contain any of positions [rows, lists, n] to opened [rows, lists, most].
 
@@ -43,7 +43,7 @@ def groups_of(positions, size, groups, opened):
                     place += 1
 
 
-@device_function
+@kernel_part
 def opened_entries(opened, size, groups, blocks):
     """Returns the positions of the blocks of opened groups and of those in no group.
 
@@ -67,7 +67,7 @@ def opened_entries(opened, size, groups, blocks):
     return entries
 
 
-@device_function
+@kernel_part
 def entry_ids(context, entries, kv_heads):
     """Returns the index of each entry in arrays with one row per block and kv head: [rows * kv_heads, entries] int32.
 
@@ -84,7 +84,7 @@ def entry_ids(context, entries, kv_heads):
     return ids
 
 
-@device_function
+@kernel_part
 def forget_missing(scores, entries):
     """Set scores [rows, kv_heads, group, entries or 0] of padding entries to -inf."""
     lists, count = entries.shape[1], scores.shape[3]
@@ -97,7 +97,7 @@ def forget_missing(scores, entries):
                         scores[row, head, query, place] = -np.inf
 
 
-@device_function
+@kernel_part
 def places_of(positions, entries):
     """Returns the indices of positions [rows, lists, n] in the ascending entries [rows, lists, entries], or -1."""
     found = np.full(positions.shape, -1, np.int32)
@@ -115,7 +115,7 @@ def places_of(positions, entries):
     return found
 
 
-@device_function
+@kernel_part
 def positions_at(places, entries, positions):
     """Write the entries at `places` to positions [rows, lists, n]; a place of -1 gives -1."""
     for row in range(places.shape[0]):
@@ -125,7 +125,7 @@ def positions_at(places, entries, positions):
                 positions[row, each, index] = entries[row, each, place] if place >= 0 else -1
 
 
-@device_function
+@kernel_part
 def for_every_head(places, kv_heads):
     """Returns places [rows, lists, n] repeated for each kv head: [rows * kv_heads, 1, n]."""
     rows, lists, count = places.shape
@@ -138,7 +138,7 @@ def for_every_head(places, kv_heads):
     return found
 
 
-@device_function
+@kernel_part
 def masses_of(log_masses):
     """Returns the log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
     rows, kv_heads, group, count = log_masses.shape
@@ -150,7 +150,7 @@ def masses_of(log_masses):
     return found
 
 
-@device_function
+@kernel_part
 def numbers_into(taken, column, positions):
     """Write each row's number of positions [rows, lists, n] that are not padding to a column of taken [rows, columns].
 

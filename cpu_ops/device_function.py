@@ -29,9 +29,9 @@ def device_function(function: Callable[..., Any] | None = None, **options: Any) 
     return compiled
 
 
-def stage(function: Callable[..., Any]) -> Any:
-    """A `device_function` that is optimized only as a part of the kernel, for long functions that call many others."""
-    return device_function(function, pipeline_class=_StageCompiler)
+def kernel_part(function: Callable[..., Any]) -> Any:
+    """A `device_function` that is optimized only as a part of the kernel, for functions of one kernel."""
+    return device_function(function, pipeline_class=_PartCompiler)
 
 
 class _DeviceFunction(CPUDispatcher):
@@ -50,7 +50,7 @@ class _LinkedLibrary(JITCodeLibrary):
         self._finalized = True
 
 
-class _StageLibrary(_LinkedLibrary):
+class _PartLibrary(_LinkedLibrary):
     def _optimize_final_module(self) -> None:
         """Leaves everything to the kernel, which inlines this code."""
 
@@ -72,8 +72,8 @@ class _LinkedLowering(NativeLowering):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _StageLowering(_LinkedLowering):
-    _name, library = "stage_lowering", _StageLibrary
+class _PartLowering(_LinkedLowering):
+    _name, library = "part_lowering", _PartLibrary
 
 
 class _LinkedCompiler(CompilerBase):
@@ -87,5 +87,5 @@ class _LinkedCompiler(CompilerBase):
         return [passes]
 
 
-class _StageCompiler(_LinkedCompiler):
-    lowering = _StageLowering
+class _PartCompiler(_LinkedCompiler):
+    lowering = _PartLowering

@@ -19,7 +19,7 @@ from hetero_kv.cpu_ops.block_groups import (
     positions_at,
 )
 from hetero_kv.cpu_ops.chosen_tokens import pool_blocks
-from hetero_kv.cpu_ops.device_function import stage
+from hetero_kv.cpu_ops.device_function import kernel_part
 from hetero_kv.cpu_ops.estimated_masses import take_out
 from hetero_kv.cpu_ops.estimating_run import Groups, Scores
 from hetero_kv.cpu_ops.kernel_address import call_kernel
@@ -50,7 +50,7 @@ from hetero_kv.cpu_ops.step_parts import (
 from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL
 
 
-@stage
+@kernel_part
 def score_groups(run, group_vectors, settings, calls):
     """Score the groups of blocks, and open those with the best scores, or with blocks at given or allowed positions.
 
@@ -94,7 +94,7 @@ def score_groups(run, group_vectors, settings, calls):
     return Groups(number, ids, opened, weights, masses)
 
 
-@stage
+@kernel_part
 def score_blocks(run, groups, vectors, coarse, settings, calls):
     """Score the blocks of opened groups by their representatives, or by the keys of all. Returns `Scores`.
 
@@ -147,7 +147,7 @@ def score_blocks(run, groups, vectors, coarse, settings, calls):
     return found
 
 
-@stage
+@kernel_part
 def look(run, scores, places, token_scores, coarse, settings, calls):
     """Score the keys of candidates, and put their masses where estimates were.
 
@@ -162,7 +162,7 @@ def look(run, scores, places, token_scores, coarse, settings, calls):
     run_region("candidates", UNTYPED_POOL, calls[RUN], calls[LOOK], settings.threads, arguments)
 
 
-@stage
+@kernel_part
 def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
     """Choose blocks by scores and masses, and write their positions; of candidates that are looked at, by their keys.
 
@@ -201,7 +201,7 @@ def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
     return places
 
 
-@stage
+@kernel_part
 def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     """Choose single tokens of the blocks at `places` among the scored ones.
 
@@ -228,7 +228,7 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     return chosen, counts, blocks
 
 
-@stage
+@kernel_part
 def add_rest(run, groups, scores, means, is_known, settings, calls):
     """Estimate the mass of what is not attended to, and let its mean values count where `settings.adds_rest`.
 

@@ -15,7 +15,7 @@ from hetero_kv.cpu_ops.block_groups import numbers_into, places_of
 from hetero_kv.cpu_ops.chosen_blocks import attended_ids, blocks_in_use
 from hetero_kv.cpu_ops.chosen_tokens import keep_chosen
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.device_function import device_function, stage
+from hetero_kv.cpu_ops.device_function import device_function, kernel_part
 from hetero_kv.cpu_ops.estimated_masses import take_out
 from hetero_kv.cpu_ops.estimating_run import Run
 from hetero_kv.cpu_ops.estimating_stages import (
@@ -155,7 +155,7 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
     return step
 
 
-@stage
+@kernel_part
 def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, settings, calls):
     """Score, choose, attend and estimate the rest, for the rows of a run; returns whether lists lie in the pool.
 

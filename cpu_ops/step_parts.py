@@ -3,12 +3,12 @@
 import numpy as np
 
 from hetero_kv.cpu_ops.bfloat16_bits import number, rounded
-from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.device_function import device_function, kernel_part
 from hetero_kv.cpu_ops.estimated_masses import logaddexp
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
 
 
-@device_function
+@kernel_part
 def as_rows_of_heads(array):
     """Returns a step's q, k or v [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
     rows, heads, _, dim = array.shape
@@ -20,7 +20,7 @@ def as_rows_of_heads(array):
     return found
 
 
-@device_function
+@kernel_part
 def write_numbers(numbers, out):
     """Write float32 [rows, heads, dim] to a step's out [rows, heads, 1, dim], of q's type."""
     for row in range(numbers.shape[0]):
@@ -29,7 +29,7 @@ def write_numbers(numbers, out):
                 out[row, head, 0, d] = rounded(out, numbers[row, head, d])
 
 
-@device_function
+@kernel_part
 def copy_into(source, place):
     """Copy a three-dimensional array to `place`, of the same shape.
 
@@ -41,25 +41,25 @@ def copy_into(source, place):
                 place[first, second, third] = source[first, second, third]
 
 
-@device_function
+@kernel_part
 def by_head(pool):
     """Returns a view of [num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim]."""
     return pool.reshape(pool.shape[0] * pool.shape[1], 1, pool.shape[2], pool.shape[3])
 
 
-@device_function
+@kernel_part
 def head_rows(scores):
     """Returns a view of [rows, kv_heads, group, n] as [rows * kv_heads, 1, group, n]."""
     return scores.reshape(scores.shape[0] * scores.shape[1], 1, scores.shape[2], scores.shape[3])
 
 
-@device_function
+@kernel_part
 def head_row(sums):
     """Returns a view of [rows, kv_heads, group] as [rows * kv_heads, 1, group]."""
     return sums.reshape(sums.shape[0] * sums.shape[1], 1, sums.shape[2])
 
 
-@device_function
+@kernel_part
 def scale_and_cap(scores, scale, softcap):
     """Scale and soft-cap scores in place: softcap * tanh(scale * score / softcap), or scale * score if softcap is 0."""
     flat = scores.reshape(scores.size)
@@ -68,7 +68,7 @@ def scale_and_cap(scores, scale, softcap):
         flat[each] = softcap * tanh(score / softcap) if softcap > 0 else score
 
 
-@device_function
+@kernel_part
 def has_token(ranges):
     """Returns whether any row of `ranges` (as in `RetrievalStep`) has a token to store."""
     found = False
@@ -77,7 +77,7 @@ def has_token(ranges):
     return found
 
 
-@device_function
+@kernel_part
 def are_ranges(firsts, ends, used):
     """Returns whether each row's Context [first, end) lies among its blocks; used: their numbers [rows, 1]."""
     wrong = False
@@ -86,7 +86,7 @@ def are_ranges(firsts, ends, used):
     return not wrong
 
 
-@device_function
+@kernel_part
 def end_of_run(firsts, ends, start):
     """Returns the end of the run of rows from `start` on whose Contexts [first, end) have equally many blocks."""
     stop = start + 1
@@ -95,7 +95,7 @@ def end_of_run(firsts, ends, start):
     return stop
 
 
-@device_function
+@kernel_part
 def contexts(table, firsts, ends):
     """Returns the ids of each row's Context, [rows, n] int32 padded with -1, and their numbers [rows] int32."""
     counts, widest = np.empty(len(table), np.int32), 0
@@ -109,7 +109,7 @@ def contexts(table, firsts, ends):
     return ids, counts
 
 
-@device_function
+@kernel_part
 def forget_behind(positions, counts):
     """Replace positions [rows, lists, n] that are not below their row's count by -1."""
     for row in range(positions.shape[0]):
@@ -119,7 +119,7 @@ def forget_behind(positions, counts):
                     positions[row, each, place] = -1
 
 
-@device_function
+@kernel_part
 def sums_of_powers(first, second):
     """Returns log(exp(first) + exp(second)) of two arrays [rows, kv_heads, group]."""
     found = np.empty_like(first)

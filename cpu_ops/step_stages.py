@@ -7,7 +7,7 @@ import numpy as np
 
 from hetero_kv.cpu_ops.block_groups import entry_ids
 from hetero_kv.cpu_ops.chosen_blocks import best_blocks, in_context
-from hetero_kv.cpu_ops.device_function import stage
+from hetero_kv.cpu_ops.device_function import kernel_part
 from hetero_kv.cpu_ops.kernel_address import call_kernel
 from hetero_kv.cpu_ops.parallel_region import run_region
 from hetero_kv.cpu_ops.step_contract import CHOOSE, CHOSEN, EVERYTHING, RUN, SCORE, SCORER, STORE
@@ -18,7 +18,7 @@ from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL
 _TOGETHER = 16384
 
 
-@stage
+@kernel_part
 def fits(q, k, v, ranges, table, which, positions, allowed, out, lse, kv_heads, settings):
     """Returns whether a call's arrays have the shapes that the step is bound to."""
     rows, group, k_dim, v_dim = q.shape[0], settings.group, settings.k_dim, settings.v_dim
@@ -36,7 +36,7 @@ def fits(q, k, v, ranges, table, which, positions, allowed, out, lse, kv_heads, 
     )
 
 
-@stage
+@kernel_part
 def store(k, v, keys, values, table, ranges, calls):
     """Store the tokens of rows that have one; returns the largest magnitude, or a negative number for a bad place."""
     if not has_token(ranges):
@@ -45,7 +45,7 @@ def store(k, v, keys, values, table, ranges, calls):
     return np.float64(call_kernel("store", UNTYPED_POOL, calls[STORE], arguments))
 
 
-@stage
+@kernel_part
 def are_in_pool(context, counts, blocks):
     """Returns whether the first counts [rows] ids of each row of context [rows, n] are below `blocks`."""
     for row in range(len(context)):
@@ -55,7 +55,7 @@ def are_in_pool(context, counts, blocks):
     return True
 
 
-@stage
+@kernel_part
 def choose_by_scores(queries, representatives, context, counts, positions, allowed, shared, settings, calls):
     """Score the blocks of each row's Context and write the positions of the best.
 
@@ -96,7 +96,7 @@ def choose_by_scores(queries, representatives, context, counts, positions, allow
     return True
 
 
-@stage
+@kernel_part
 def attend(queries, pool, ids, counts, scale, softcap, settings, calls, attender, out, lse):
     """Attend to lists of blocks, or of single tokens; returns whether they and their lengths lie in the pool.
 

@@ -7,7 +7,7 @@ import pytest
 from numba import njit, types
 from numba.core.compiler_lock import global_compiler_lock
 
-from hetero_kv.cpu_ops.device_function import device_function, stage
+from hetero_kv.cpu_ops.device_function import device_function, kernel_part
 
 
 @device_function(error_model="numpy")
@@ -15,7 +15,7 @@ def _ratio(numbers):
     return numbers[0] / numbers[1]
 
 
-@stage
+@kernel_part
 def _positive_ratio(numbers):
     if numbers[0] < 0:
         raise ValueError("negative")
@@ -48,12 +48,12 @@ def test_python_is_refused_before_and_after_it_was_compiled():
         _ratio(numbers)
 
 
-def test_a_kernel_raises_what_a_stage_raises():
+def test_a_kernel_raises_what_a_part_raises():
     with pytest.raises(ValueError, match="negative"):
         _kernel(np.array([-3.0, 2.0]))
 
 
-@pytest.mark.parametrize("decorator", [device_function, stage])
+@pytest.mark.parametrize("decorator", [device_function, kernel_part])
 def test_it_has_no_machine_code_of_its_own(decorator):
     @decorator
     def fresh(values):
