@@ -95,7 +95,7 @@ def test_it_runs_on_a_gpu(capsys):
         assert f"pass  kernels: {kernel}" in told
     for name in FORMATS:
         assert all(f"pass  kernels: {what}, {name}, bfloat16" in told for what in PACKED)
-    assert " 0 failed, 0 need a GPU" in told
+    assert " 0 failed, 0 left out" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

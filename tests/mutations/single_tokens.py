@@ -20,8 +20,8 @@ SINGLE_TOKENS = (
     Mutation(
         "of blocks that are used again all are read, whatever tokens are taken",
         "hetero_kv/families/retrieval/block_read_ahead.py",
-        "self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token)",
-        "self.which == CHOSEN",
+        "which == CHOSEN or (which == AS_GIVEN and native.by_token)",
+        "which == CHOSEN",
         (f"{_ON_DISK}that_hold_some",),
     ),
     Mutation(
