@@ -111,7 +111,7 @@ class ModelForward:
         if not hasattr(self.model, "hetero_kv_injection"):
             return "the model has no rules, and transformers' caches cannot drop tokens"
         if self._one_by_one is not None:
-            return f"{self._one_by_one}  decodes one token at a time under these rules, and cannot drop one"
+            return f"{self._one_by_one} decodes one token at a time under these rules, and cannot drop one"
         if self._by_prompt is not None:
             return f"{self._by_prompt} computes tokens of a prompt otherwise than decoded ones under these rules"
         if not self.mixes:
