@@ -48,7 +48,7 @@ class AttentionOperator(Operator):
     decodes_drafts: bool = False
     #: Whether it can decode a token by attention to few blocks, for a guess (`Step.draft_blocks`), or attends to few
     #: tokens anyway.
-    guesses_by_few: ClassVar[bool] = False
+    drafts_sparsely: ClassVar[bool] = False
     #: Whether `attend_on: gpu` makes it attend on the GPU.
     reads_attend_on: ClassVar[bool] = False
     #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).

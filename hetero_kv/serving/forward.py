@@ -126,7 +126,7 @@ class ModelForward:
         """Why the model cannot guess by attention to few blocks; None if it can."""
         if self.why_no_drafts is not None:
             return self.why_no_drafts
-        unfit = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not each.guesses_by_few)
+        unfit = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not each.drafts_sparsely)
         if (found := next(unfit, None)) is not None:
             return f"{found} cannot attend to a few blocks for a guess; retrieval and full attention can (lookup works)"
         return None

@@ -23,7 +23,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
-from hetero_kv.families.retrieval.draft_attention import attend_to_few
+from hetero_kv.families.retrieval.draft_attention import attend_sparsely
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -52,7 +52,7 @@ class RetrievalAttention(ResidentDecode):
     """
 
     meaning = RETRIEVAL.meaning
-    guesses_by_few = True
+    drafts_sparsely = True
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES, DRAM_BYTES)
 
     def new_cache_layer(self) -> RetrievalLayer:
@@ -70,7 +70,7 @@ class RetrievalAttention(ResidentDecode):
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
         if step.draft_blocks is not None:
-            return attend_to_few(layer, step, step.draft_blocks, call, self.threads)
+            return attend_sparsely(layer, step, step.draft_blocks, call, self.threads)
         if self._attends_on_gpu(layer, call):
             self._prepare_token(layer, step)
             return self._attended_on_gpu(layer, step, call)

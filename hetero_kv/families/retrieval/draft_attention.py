@@ -18,7 +18,7 @@ NEWEST, CHOSEN = 512, 2048
 _BLOCKS_AT_ONCE = 64
 
 
-def attend_to_few(
+def attend_sparsely(
     layer: RetrievalLayer, step: Step, few: DraftBlocks, call: AttentionCall, threads: int
 ) -> torch.Tensor:
     """Store one sequence's token and attend to few blocks: [1, heads, 1, v_dim].

@@ -27,7 +27,7 @@ class SlidingWindowAttention(AttentionOperator):
     continues_exactly = True
     records_attention = True
     decodes_drafts = True
-    guesses_by_few = True
+    drafts_sparsely = True
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:

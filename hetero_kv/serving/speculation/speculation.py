@@ -101,7 +101,7 @@ class Speculation:
         """At most so many guesses of each sequence; those of one model together."""
         found: list[list[int]] = [[] for _ in drafters]
         by_model: list[tuple[int, ModelDrafter]] = []
-        by_few: list[tuple[int, SparseDrafter]] = []
+        sparse: list[tuple[int, SparseDrafter]] = []
         for index, (drafter, count) in enumerate(zip(drafters, counts, strict=True)):
             if not count:
                 continue
@@ -109,7 +109,7 @@ class Speculation:
                 by_model.append((index, drafter))
             elif isinstance(drafter, SparseDrafter):
                 if not drafter.is_over and caches[index].get_seq_length() == drafter.length - 1:
-                    by_few.append((index, drafter))
+                    sparse.append((index, drafter))
             elif isinstance(drafter, LookupDrafter):
                 found[index] = drafter.guesses(count)
         if by_model and self.draft is not None:
@@ -122,10 +122,10 @@ class Speculation:
             )
             for index, each in zip(indices, guesses, strict=True):
                 found[index] = each
-        if by_few:
-            indices = [index for index, _ in by_few]
+        if sparse:
+            indices = [index for index, _ in sparse]
             guesses = self.sparse.guesses(
-                [drafter for _, drafter in by_few],
+                [drafter for _, drafter in sparse],
                 [caches[index] for index in indices],
                 [counts[index] for index in indices],
             )
