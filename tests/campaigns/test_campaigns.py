@@ -22,7 +22,7 @@ from tests.campaigns.campaign import (
 from tests.campaigns.runner import run
 from tests.support.slow_variants import with_few
 
-QUICK, WHOLE = 0.2, 1
+QUICK, WHOLE = 0.1, 1
 #: Their first tries take the longest. The others save contexts and open files as they do, and each wrong key, full disk
 #: and interrupted write has a test of its own.
 LONG = ("GGUF metadata", "kills of saves", "saves on full disks")

@@ -17,7 +17,7 @@ from tests.support.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=with_few(["adaptive", "retroinfer", "shadowkv", "dense"], 3))
+@pytest.fixture(scope="module", params=with_few(["adaptive", "retroinfer", "shadowkv", "dense"], 2))
 def model(request):
     model = tiny_model("llama")
     injected(model, small_recipe(request.param))

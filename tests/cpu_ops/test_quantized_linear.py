@@ -16,7 +16,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS, format_named
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.weights.tensor_types import BLOCK_SIZES, type_named
 from tests.support.quantized_blocks import SELDOM, dequantized, random_blocks
-from tests.support.slow_variants import with_slow
+from tests.support.slow_variants import with_few, with_slow
 
 CODED = [name for name, layout in FORMATS.items() if not layout.number]
 
@@ -74,7 +74,7 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
 
 
 @pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
-@pytest.mark.parametrize("name", with_slow(CODED, slow=SELDOM))
+@pytest.mark.parametrize("name", with_few(CODED, ["Q4_0", "Q8_0", "Q4_K", "Q6_K"]))
 def test_products_without_dot_product_instructions_are_the_same(name, monkeypatch):
     """A CPU with AVX2 alone multiplies pairs of bytes to 16 bits, whose sums must not saturate."""
     monkeypatch.setattr(weight_dots, "dot_instruction", lambda: "avx2")
@@ -146,7 +146,7 @@ def test_extreme_codes_do_not_overflow(name, isa):
 
 
 # The products above have the codes of most others, which a kernel unpacks that is compiled for each.
-@pytest.mark.parametrize("name", with_slow(list(FORMATS), slow=["Q5_0", "Q2_K", *SELDOM]))
+@pytest.mark.parametrize("name", with_few(list(FORMATS), ["Q8_0", "Q4_K", "Q6_K", "IQ2_XS", "F16", "BF16"]))
 def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     columns = 2 * FORMATS[name].columns
     blocks = random_blocks(name, 50, columns)

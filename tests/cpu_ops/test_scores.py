@@ -31,7 +31,9 @@ def reference(q, representatives, block_ids, block_counts, mode):
     return scores
 
 
-@pytest.mark.parametrize(("mode", "number", "group", "dim", "dtype"), SHAPES)
+@pytest.mark.parametrize(
+    ("mode", "number", "group", "dim", "dtype"), with_few(SHAPES, [SHAPES[place] for place in (0, 3, 4, 6)])
+)
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(1, 3), kv_heads=st.integers(1, 3), max_blocks=st.integers(1, 30), seed=st.integers(0, 2**32))
 def test_block_scores_equal_their_definition(mode, number, group, dim, dtype, rows, kv_heads, max_blocks, seed):

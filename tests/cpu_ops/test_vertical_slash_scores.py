@@ -54,10 +54,14 @@ def are_those_of_the_softmax(q, past_k, k, softcap):
     ("dtype", "dim", "softcap"),
     with_slow(
         [
-            (torch.float32, 16, 2.0), (torch.float32, 20, None), (torch.float16, 16, None), (torch.bfloat16, 16, 2.0),
-            (torch.bfloat16, 64, None), (torch.bfloat16, 64, 2.0),
+            (torch.float32, 16, None), (torch.float32, 16, 2.0), (torch.float32, 20, None), (torch.float16, 16, None),
+            (torch.bfloat16, 16, 2.0), (torch.bfloat16, 64, None), (torch.bfloat16, 64, 2.0),
         ],
-        slow=[(torch.float32, 20, None), (torch.bfloat16, 64, None), (torch.bfloat16, 64, 2.0)],
+        # Models of other tests have the first ones' kernel too.
+        slow=[
+            (torch.float32, 16, 2.0), (torch.float32, 20, None), (torch.bfloat16, 16, 2.0), (torch.bfloat16, 64, None),
+            (torch.bfloat16, 64, 2.0),
+        ],
     ),
 )  # fmt: skip
 def test_attention_by_line_is_that_of_the_softmax(queries, past, n, dtype, dim, softcap):

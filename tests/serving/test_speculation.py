@@ -70,7 +70,7 @@ def answered(engine, tokens, count, params, speculation=None, limit=None):
     return found, answer.counts, cache
 
 
-@pytest.mark.parametrize(("recipe", "architecture"), with_few(CAN_GO_BACK, 5))
+@pytest.mark.parametrize(("recipe", "architecture"), with_few(CAN_GO_BACK, 3))
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 def test_guesses_right_and_wrong_change_no_token(recipe, architecture, params):
     with engine_of(recipe, architecture) as engine:

@@ -24,6 +24,7 @@ from hetero_kv.serving.grammar import GrammarText
 from hetero_kv.serving.stream import Completion, ResultStream
 from hetero_kv.settings.flags import FlagParser
 from tests.server.cluster.tiny_folder import CAPACITY, tiny_folder
+from tests.support.slow_variants import with_few
 
 MODEL = "tiny:dense"
 
@@ -97,7 +98,7 @@ def test_who_leaves_cancels_the_answer(replica):
     assert engine.status().requests == ()
 
 
-@pytest.mark.parametrize("bursts", [1, 3])
+@pytest.mark.parametrize("bursts", with_few([3, 1]))
 def test_an_answer_goes_on_at_another_replica_as_if_nothing_had_happened(replica, bursts):
     request = remote_request([4, 5, 6], SamplingParams(max_new_tokens=300, temperature=1.5, seed=7, ignore_eos=True))
     whole = messages(replica, request)[-1]
