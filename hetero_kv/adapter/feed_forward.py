@@ -53,7 +53,7 @@ class FeedForward(ABC):
         self._norm, self._epsilon = applied_norm(form.mlp_norm)
         self._after = applied_factors(form.after_mlp_norm)
         self._factor = np.float32(form.factor)
-        self._addresses = all_threads(), multiply_region()
+        self._addresses, self._per_pass = (all_threads(), multiply_region()), rows_per_pass()
 
     @property
     def is_current(self) -> bool:
@@ -83,7 +83,7 @@ class _GatedMLP(FeedForward):
         with one_kernel_at_a_time:
             attention_output(NAMES[hidden.dtype])(
                 *self._addresses, self._gate_up, hidden, mixed, gates, *self._before, self._norm, self._after,
-                self._epsilon, self._factor, self._matrices, out, rows_per_pass(), at_most(torch.get_num_threads()),
+                self._epsilon, self._factor, self._matrices, out, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class _Mixture(FeedForward):
                 *self._addresses, self._router, products.regions, hidden, mixed, gates, self._matrix, *self._before,
                 self._norm, self._after, self._epsilon, self._factor, own.router, own.router_bias, own.correction,
                 own.choice, own.scale, own.k, products.matrices, *products.biases, own.shared, own.shared_gate,
-                products.sharpness, products.limit, out, rows_per_pass(), at_most(torch.get_num_threads()),
+                products.sharpness, products.limit, out, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
 
 

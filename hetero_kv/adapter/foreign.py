@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -190,16 +191,14 @@ class PlainTree:
             ):  # fmt: skip
                 self._owners += [owner] * len(keys)
                 self._names += keys
-        # Keeping the objects alive ensures that no other object gets one of their ids.
         self._objects = list(map(dict.get, self._owners, self._names))
-        self._ids = list(map(id, self._objects))
 
     @property
     def is_unchanged(self) -> bool:
         """Whether no hook was added, and no module, class, forward or checked parameter was replaced."""
         return (
             (self._handles == RemovableHandle.next_id or self._has_no_hooks())
-            and list(map(id, map(dict.get, self._owners, self._names))) == self._ids
+            and all(map(is_, map(dict.get, self._owners, self._names), self._objects))
             and list(map(type, self._modules)) == self._kinds
             and [kind.forward for kind in self._classes] == self._forwards
         )
