@@ -157,3 +157,20 @@ def test_a_model_that_is_no_language_model_is_refused(plan, tmp_path):
 
 def test_a_bounded_cache_has_room_for_any_length(plan):
     assert "in reserve: any; the model was trained for" in plan("--config", "tova", "--dram", 200)
+
+
+def test_sparse_speculation_adds_mean_keys_and_where_it_is_off_nothing(plan, caplog):
+    machine = ("--json", "--dram", 60, "--device", "cpu", "--config", "dense")
+    without, drafting = plan(*machine), plan(*machine, "--speculation", "sparse")
+    at_64k = drafting["lengths"][str(64 * K)]
+    # Four layers of 8 heads with 128 numbers; the newest 512 tokens have none.
+    size = 128
+    assert at_64k["cpu"]["mean_keys"] == 4 * 8 * 128 * 4 * (64 * K - 512) // size
+    assert at_64k["cpu"]["dram"] - without["lengths"][str(64 * K)]["cpu"]["dram"] == at_64k["cpu"]["mean_keys"]
+    assert at_64k["gpu"]["mean_keys"] == 0
+    assert drafting["largest_max_seq_len"] < without["largest_max_seq_len"]
+    assert caplog.messages == []
+    bounded = plan(*machine[:-1], "h2o", "--speculation", "sparse")
+    assert bounded["lengths"][str(64 * K)]["cpu"]["mean_keys"] == 0
+    assert ["BoundedAttention" in line for line in caplog.messages] == [True]
+    assert "speculation is 'draft.gguf'; plan takes" in plan(*machine, "--speculation", "draft.gguf", status=2)

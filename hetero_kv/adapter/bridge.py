@@ -77,24 +77,27 @@ class ActiveHandler:
     """
 
     operator: AttentionHandler
-    cache: Any
+    cache: HeteroCache | None
     calls: int = 0
 
 
-#: The handler of the module in progress, which the attention function calls. It is not in the `ForwardBatch`, because
-#: transformers passes its attention function neither the cache nor the operator, and probes attend without a cache.
-ACTIVE_HANDLER: ContextVar[ActiveHandler] = ContextVar("hetero_kv_serving")
+# The handler of the module in progress. It is not in the `ForwardBatch`, because transformers passes its attention
+# function neither the cache nor the operator, and probes and trials attend without a cache.
+_ACTIVE_HANDLER: ContextVar[ActiveHandler] = ContextVar("ACTIVE_HANDLER")
 
 
 @contextmanager
-def handled_by(operator: AttentionHandler) -> Iterator[ActiveHandler]:
-    """Within this context `operator` computes the attention of any module that calls the attention function."""
-    active = ActiveHandler(operator, None)
-    token = ACTIVE_HANDLER.set(active)
+def handled_by(operator: AttentionHandler, cache: HeteroCache | None = None) -> Iterator[ActiveHandler]:
+    """Within this context `operator` computes the attention of any module that calls the attention function.
+
+    cache: of the forward; None for a probe or a trial, which has none.
+    """
+    active = ActiveHandler(operator, cache)
+    token = _ACTIVE_HANDLER.set(active)
     try:
         yield active
     finally:
-        ACTIVE_HANDLER.reset(token)
+        _ACTIVE_HANDLER.reset(token)
 
 
 # Arguments that some models and `generate` pass, and that do not change the result of attention.
@@ -169,9 +172,8 @@ def _attention_function(
         sliding_window,
         s_aux,
     )
-    active = ACTIVE_HANDLER.get()
+    active = _ACTIVE_HANDLER.get()
     active.calls += 1
-    # A probe or a trial has no cache.
     recording = None if active.cache is None else active.cache.required_batch.recording
     if recording is None:
         attended = active.operator.attend(active.cache, call)

@@ -58,6 +58,9 @@ def terms() -> tuple[FootprintTerm, ...]:
 
 KEYS_VALUES = register(FootprintTerm("keys_values", "keys and values, in blocks", in_dram=True))
 REPRESENTATIVES = register(FootprintTerm("representatives", "representatives of the blocks", in_dram=True))
+MEAN_KEYS = register(
+    FootprintTerm("mean_keys", "mean keys of the blocks, by which sparse speculation chooses", in_dram=True)
+)
 SLIDING = register(FootprintTerm("sliding", "the model's own sliding windows"))
 MASKS = register(FootprintTerm("masks", "the mask of a chunk, in layers without an operator"))
 RESIDENT = register(
@@ -104,6 +107,7 @@ class MemoryDemand:
         on_gpu: whether the compute device is a GPU.
         chunk_tokens: tokens of a prompt that pass through a layer at once.
         heads: query heads.
+        sparse_drafts: whether the tokens of all sequences are guessed by attention to few blocks.
     """
 
     tokens: int
@@ -114,6 +118,7 @@ class MemoryDemand:
     on_gpu: bool
     chunk_tokens: int
     heads: int
+    sparse_drafts: bool
 
     @property
     def sequences(self) -> int:

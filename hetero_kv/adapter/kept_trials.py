@@ -93,7 +93,9 @@ class KeptTrials:
         return results
 
 
-#: The results of the model whose fast paths this thread prepares.
+#: The results of the model whose fast paths this thread prepares. They are not in a `ForwardBatch`, because trials run
+#: outside of forwards; they are no argument, because operators outside the package override `compile_own_kernels`,
+#: which takes none.
 TRIALS_OF_MODEL: ContextVar[KeptTrials | None] = ContextVar("TRIALS_OF_MODEL", default=None)
 
 

@@ -128,12 +128,8 @@ class AttentionOperator(Operator):
                 kwargs = self.arguments_for(args, kwargs)
             else:
                 kwargs = recording.record_arguments(self, args, kwargs)
-        service = bridge.ActiveHandler(self, cache)
-        token = bridge.ACTIVE_HANDLER.set(service)
-        try:
+        with bridge.handled_by(self, cache) as service:
             output = self.wrapped(*args, **kwargs)
-        finally:
-            bridge.ACTIVE_HANDLER.reset(token)
         if service.calls != 1:
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.wrapped).__name__}) called its attention function {service.calls} times in "

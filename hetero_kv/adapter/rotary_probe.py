@@ -82,11 +82,8 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
 
     def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         probe = _KeyProbe()
-        token = bridge.ACTIVE_HANDLER.set(bridge.ActiveHandler(probe, None))
-        try:
+        with bridge.handled_by(probe):
             module(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
-        finally:
-            bridge.ACTIVE_HANDLER.reset(token)
         assert probe.keys is not None
         return probe.keys
 

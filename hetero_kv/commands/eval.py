@@ -68,8 +68,8 @@ def add_flags(parser: FlagParser) -> None:
         "--speculation",
         default="off",
         metavar="WAY",
-        help="guess tokens of methods' answers (lookup, auto, or a draft model by name or path), and verify several "
-        "at once; answers are the same (default off)",
+        help="guess tokens of methods' answers (lookup, sparse, auto, or a draft model by name or path), and verify "
+        "several at once; answers are the same (default off)",
     )
     what.add_argument("--out", type=Path, metavar="DIR", help="folder for results, report and plots")
     what.add_argument(

@@ -19,6 +19,10 @@ from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, beyond_training, resolve_max_seq_len
 from hetero_kv.printing import console, json_text
+from hetero_kv.rules.injection import Injection
+from hetero_kv.serving.forward import ModelForward
+from hetero_kv.serving.speculation.speculation import tell_off
+from hetero_kv.serving.speculation.ways import WAYS
 
 LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
 GPU = "with a GPU"
@@ -47,6 +51,7 @@ def print_plan(flags: argparse.Namespace) -> int:
 def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str, Plan], list[Limit], str]:
     """A plan for the CPU alone and one with a GPU, the limits of the DRAM, and the name of this machine's plan."""
     injection = subject.injection
+    injection.sparse_drafts = _drafts_sparsely(flags.speculation, injection)
     given_dram, given_gpu = (_gigabytes(name, getattr(flags, name)) for name in ("dram", "gpu_memory"))
     limits = dram_limits() if given_dram is None else [Limit("--dram", given_dram)]
     device = torch.device("cuda") if given_gpu is not None else resolve_device(flags.device)
@@ -64,6 +69,24 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
         GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length, budget=injection.engine.dram_budget),
     }
     return plans, limits, GPU if device.type == "cuda" else CPU
+
+
+def _drafts_sparsely(way: str, injection: Injection) -> bool:
+    """Whether a way to guess keeps mean keys under these rules; the log says why `sparse` does not.
+
+    Raises ConfigError for a draft model, whose keys and values are planned when it is loaded.
+    """
+    if way not in WAYS:
+        raise ConfigError(
+            f"command line: speculation is {way!r}; plan takes {', '.join(WAYS)}. A draft model's memory is planned "
+            "when it is loaded; plan it by --model, with --config dense"
+        )
+    if way != "sparse":
+        return False
+    reason = ModelForward(injection.model).why_no_sparse_drafts
+    if reason is not None:
+        tell_off(reason, is_chosen=True)
+    return reason is None
 
 
 def _gigabytes(name: str, text: str | None) -> int | None:

@@ -22,6 +22,13 @@ def add_flags(parser: FlagParser) -> None:
     model.add_argument(
         "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
     )
+    model.add_argument(
+        "--speculation",
+        default="auto",
+        metavar="WAY",
+        help="how tokens are guessed: sparse keeps mean keys of blocks; off, lookup and auto keep nothing (default "
+        "auto)",
+    )
     add_rules_flag(parser)
     machine = parser.add_argument_group("machine (instead of this one's free memory)")
     machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")

@@ -248,7 +248,9 @@ class ConfiguredModel:
         if prepared.shares_prefill:
             self._record(prompt)
         # `_prepared` has already compiled the kernels.
-        self._inject(prepared.spec, measure_recall).preparation.skip()
+        injection, speculation = self._inject(prepared.spec, measure_recall), self._speculations.get(method)
+        injection.preparation.skip()
+        injection.sparse_drafts = speculation is not None and speculation.in_effect() == "sparse"
         try:
             if prepared.shares_prefill:
                 assert prompt.recording is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero_kv.adapter.footprint import FOLLOWING, MASKS, RESIDENT
+from hetero_kv.adapter.footprint import FOLLOWING, MASKS, MEAN_KEYS, RESIDENT
 from hetero_kv.planning.footprint import TRANSIENT, MemoryUse
 from hetero_kv.planning.plan import LONGEST, Plan
 
@@ -34,6 +34,9 @@ class CommonPlan(Plan):
         if RESIDENT in sizes:
             # A GPU takes it for the longest sequence, whatever a sequence's length is.
             sizes[RESIDENT] = self.footprint.memory(longest, self.batch).sizes[RESIDENT]
+        if MEAN_KEYS in sizes:
+            # Each sequence has none for its newest tokens, so that one of all tokens takes the most.
+            sizes[MEAN_KEYS] = self.footprint.memory(tokens).sizes[MEAN_KEYS]
         return MemoryUse(sizes)
 
     def contents(self, tokens: int) -> str:

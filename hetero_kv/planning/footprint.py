@@ -118,6 +118,7 @@ class Footprint:
         hidden_device: the setting; "gpu" if hidden states cannot be in DRAM.
         keeps_tables: whether rotary tables stay on the GPU even then.
         unpacked: bytes of the buffer on a GPU into which packed weights are unpacked.
+        sparse_drafts: whether tokens are guessed by attention to few blocks, as is done on a CPU only.
         tiles: whether prompts attend by float32 tiles on a GPU.
     """
 
@@ -135,6 +136,7 @@ class Footprint:
     tiles: bool
     weights_in_dram: int = 0
     unpacked: int = 0
+    sparse_drafts: bool = False
 
     @classmethod
     def of(
@@ -158,6 +160,7 @@ class Footprint:
         config = attention_module.text_config(model)
         device = next(model.parameters()).device.type
         element = (dtype or model.dtype).itemsize
+        computes_on_gpu = device not in ("cpu", "meta") if on_gpu is None else on_gpu
         layers = tuple(_layers(injection, config))
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
@@ -177,10 +180,11 @@ class Footprint:
             rotary_dim=getattr(config, "qk_rope_head_dim", None) or largest.k_dim,
             heads=config.num_attention_heads,
             activations=_chunk_activations(config, largest, element),
-            on_gpu=device not in ("cpu", "meta") if on_gpu is None else on_gpu,
+            on_gpu=computes_on_gpu,
             hidden_device=GPU if _obstacles(injection) else injection.engine.hidden_device,
             keeps_tables=tables_stay_on_gpu(model),
             tiles=_lacks_kernels(injection.engine) and (element > 2 or _wants_tiles(config)),
+            sparse_drafts=injection.sparse_drafts and not computes_on_gpu,
         )
 
     @property
@@ -201,8 +205,9 @@ class Footprint:
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
         chunk_tokens = min(forward_tokens, self.chunk_size)
         demand = MemoryDemand(
-            tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads
-        )
+            tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads,
+            self.sparse_drafts,
+        )  # fmt: skip
         own = (
             MemoryShare(WEIGHTS, self.weights),
             MemoryShare(WEIGHTS_IN_DRAM, self.weights_in_dram),

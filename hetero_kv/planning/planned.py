@@ -24,5 +24,9 @@ class Planned(Protocol):
     def context_length(self) -> int:
         """The length that the model was trained for, tokens."""
 
+    @property
+    def sparse_drafts(self) -> bool:
+        """Whether its tokens are guessed by attention to few blocks (`speculation: sparse`)."""
+
     def attention_operators(self) -> Iterator[AttentionOperator]:
         """The operators that compute attention, in the model's order."""

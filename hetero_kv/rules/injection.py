@@ -96,6 +96,8 @@ class Injection:
         attention: the backend setting for attention on a GPU, and which backends have run.
         captures: whether decoding uses CUDA graphs, and which steps were captured.
         digests: digests of the model's weights, computed on first use; models that share weights share these too.
+        sparse_drafts: whether an engine or conversation guesses this model's tokens by attention to few blocks, so that
+            caches are planned with the blocks' mean keys.
         one_at_a_time: the lock that a thread takes during a forward, because operators are shared.
     """
 
@@ -110,6 +112,7 @@ class Injection:
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     captures: CaptureState = field(default_factory=CaptureState)
     digests: TensorDigests = field(default_factory=TensorDigests)
+    sparse_drafts: bool = False
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
     # The PEFT layers at the last call of `state`.
     _adapted: list[nn.Module] = field(default_factory=list, init=False, repr=False, compare=False)

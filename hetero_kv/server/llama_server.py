@@ -60,8 +60,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return json_response({"content": text})
 
 
-@router.api_route("/health", methods=["GET", "HEAD"], response_model=None)
-@router.api_route("/v1/health", methods=["GET", "HEAD"], response_model=None)
+@router.get("/health", response_model=None)
+@router.head("/health", response_model=None)
+@router.get("/v1/health", response_model=None)
+@router.head("/v1/health", response_model=None)
 async def health(request: Request) -> Response:
     """Whether every engine accepts requests and makes progress; 503 if not."""
     host = host_of(request)

@@ -270,10 +270,10 @@ def _is_exact(operator: AttentionOperator) -> bool:
 
 
 def _mixes(model: Any) -> bool:
-    """Whether everything outside of attention is computed token by token, on a CPU."""
+    """Whether everything outside of attention is computed token by token, on a CPU (or will be, without weights)."""
     layers, operators = model.hetero_kv_injection.cache_layers(), _operators(model)
     return (
-        model.device.type == "cpu"
+        model.device.type in ("cpu", "meta")
         and len(operators) == len(layers)
         and all(map(_is_exact, operators))
         and all(isinstance(each, FamilyLayer) and not each.is_strided and not each.waits_for_others for each in layers)

@@ -11,9 +11,11 @@ import torch
 from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.prompt import Prompt
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
+from hetero_kv.planning.plan import Footprint
 from hetero_kv.serving.speculation import speculation
 from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import SPARSE, tiny_loaded
@@ -159,12 +161,12 @@ def loaded_draft():
     return replace(draft, name="small")
 
 
-@pytest.mark.parametrize("way", ["lookup", "small"])
+@pytest.mark.parametrize("way", ["lookup", "sparse", "small"])
 def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monkeypatch, way):
     # Guess whatever the speed of the machine says about it.
     monkeypatch.setattr(speculation, "draft_lengths", lambda costs, odds, _: list(map(len, odds)))
     monkeypatch.setattr(speculation.StepCosts, "of", lambda costs, rows: 1.0)
-    guessing = way if way == "lookup" else loaded_draft()
+    guessing = loaded_draft() if way == "small" else way
     alone = run(["recite"], model_under(loaded, "quest"), tmp_path / "alone", OPTIONS)
     guessed = run(["recite"], model_under(loaded, "quest", speculation=guessing), tmp_path / "guessed", OPTIONS)
     assert by_method(guessed) == by_method(alone)
@@ -173,6 +175,14 @@ def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monke
     settings = guessed.summary["settings"]["methods"]
     assert (settings["quest"]["speculation"], settings["full"].get("speculation")) == (way, None)
     assert not any(result.cost.drafted_tokens for result in alone.results)
+
+
+@pytest.mark.parametrize("way", ["off", "sparse"])
+def test_mean_keys_of_sparse_guesses_are_planned(loaded, way):
+    subject = model_under(loaded, "quest", speculation=way)
+    with subject.prefilled("quest", Prompt(list(range(2, 40)), 60, None)) as ready:
+        planned = Footprint.of(ready.model.hetero_kv_injection).memory(4096).mean_keys
+    assert (planned > 0) == (way == "sparse")
 
 
 def test_functions_are_measured_by_the_same_harness(loaded, tmp_path):

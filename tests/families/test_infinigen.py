@@ -88,6 +88,25 @@ def test_without_queries_keys_stand_for_them():
     torch.testing.assert_close(out, scores.softmax(dim=3) @ problem.values, rtol=1e-4, atol=1e-4)
 
 
+def test_directions_that_few_queries_leave_open_are_the_principal_ones_of_the_keys():
+    problem = SkewedProblem(partial_components=16)
+    # Six queries of 16 channels per kv head.
+    few = problem.queries[:, :, :3]
+    rounded = few * (1 + 1e-6 * torch.randn(few.shape, generator=torch.Generator().manual_seed(2)))
+    bases = []
+    for queries in (few, rounded):
+        known = problem.chooser.learned(problem.pool, problem.request.table, FIRST, END - 2, queries)
+        # Components are in order; those that no query has are last.
+        bases.append(known["basis"][..., 6:])
+    assert (few.unflatten(1, (2, 2)).flatten(2, 3) @ bases[0]).abs().max() < 1e-3
+    spread = problem.keys[:, :, FIRST * BLOCK : (END - 2) * BLOCK] @ bases[0]
+    products = spread.transpose(2, 3) @ spread
+    sizes = products.diagonal(dim1=2, dim2=3)
+    assert (sizes.diff(dim=2) < 0).all()
+    assert (products - sizes.diag_embed()).abs().max() < 1e-2 * sizes.min()
+    assert (bases[0] * bases[1]).sum(dim=2).abs().min() > 0.999
+
+
 @pytest.fixture
 def model():
     model = tiny_model("llama", max_position_embeddings=2048)

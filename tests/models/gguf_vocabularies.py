@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hetero_kv.models.gguf.file import FileState, GGUFFile
 from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue
+from hetero_kv.models.gguf.tokenizer import fast_tokenizer, tokenizer_parts
 from tests.models.make_gguf_splits import letters
 
 UINT, INT, FLOAT = 4, 5, 6
@@ -34,6 +35,11 @@ def file_of(architecture="llama", **keys):
         if value is not None:
             metadata[key] = entry(value)
     return GGUFFile(Path("some.gguf"), metadata, (), FileState(0, 0, 0, 0), "")
+
+
+def tokenizer_of(file):
+    """The tokenizer that a file describes."""
+    return fast_tokenizer(tokenizer_parts(file))
 
 
 def byte_level(more=(), types=None, merges=("h e",), **keys):

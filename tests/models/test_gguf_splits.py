@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from hetero_kv.models.gguf.tokenizer import tokenizer_of
-from tests.models.gguf_vocabularies import byte_level, entry, file_of, lengths, sentencepiece
+from tests.models.gguf_vocabularies import byte_level, entry, file_of, lengths, sentencepiece, tokenizer_of
 from tests.models.make_gguf_splits import CHARACTERS, TEXTS
 
 SPLITS = json.loads(Path(__file__).with_name("gguf_splits.json").read_text())

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from hetero_kv.models import ModelError, load_model
 from hetero_kv.models.gguf.contract import check_metadata
 from hetero_kv.models.gguf.header import MalformedHeaderError
-from hetero_kv.models.gguf.tokenizer import tokenizer_of
 from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
 from tests.models.gguf_vocabularies import (
     CONTROL,
@@ -26,6 +25,7 @@ from tests.models.gguf_vocabularies import (
     byte_level,
     entry,
     sentencepiece,
+    tokenizer_of,
     words_of,
 )
 from tests.models.make_gguf_splits import letters

@@ -33,9 +33,14 @@ def gpu():
         gc.collect()
 
 
+#: InfiniGen chooses for a layer from the input of the one before, from the third layer on.
+LAYERS, LAYERS_OF_INFINIGEN = 2, 3
+
+
 @pytest.fixture
-def llama(gpu):
-    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16))
+def llama(gpu, request):
+    layers = getattr(request, "param", LAYERS)
+    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=layers).to(torch.bfloat16))
 
 
 def random_tokens(count, rows=1, seed=0):
@@ -75,13 +80,19 @@ QUICK = ("shadowkv",)
 
 
 @pytest.mark.parametrize(
-    "recipe", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in RECIPES if each not in QUICK)]
+    ("llama", "recipe"),
+    [
+        *((LAYERS, each) for each in QUICK),
+        *(pytest.param(LAYERS, each, marks=pytest.mark.slow) for each in RECIPES if each not in (*QUICK, "infinigen")),
+        pytest.param(LAYERS_OF_INFINIGEN, "infinigen", marks=pytest.mark.slow),
+    ],
+    indirect=["llama"],
 )
 def test_logits_are_those_without_graphs(gpu, llama, recipe):
     expected, _ = conversation(llama, recipe, "off")
     actual, state = conversation(llama, recipe, "auto")
     assert torch.equal(actual, expected)
-    assert state == "on" or recipe == "infinigen"
+    assert (state == "on") == (recipe != "infinigen")
 
 
 @pytest.mark.slow
@@ -192,12 +203,13 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(gpu, llama, failed, behind_
 
 
 @pytest.mark.parametrize(
-    ("recipe", "hook", "message"),
+    ("llama", "recipe", "hook", "message"),
     [
-        pytest.param("infinigen", None, "computes from the arguments", marks=pytest.mark.slow),
-        ("shadowkv", asking, WAITS),
-        pytest.param("shadowkv", waiting, "not permitted when stream", marks=pytest.mark.slow),
+        pytest.param(LAYERS_OF_INFINIGEN, "infinigen", None, "computes from the arguments", marks=pytest.mark.slow),
+        (LAYERS, "shadowkv", asking, WAITS),
+        pytest.param(LAYERS, "shadowkv", waiting, "not permitted when stream", marks=pytest.mark.slow),
     ],
+    indirect=["llama"],
 )
 def test_impossible_graphs_are_refused_where_they_are_required(gpu, llama, recipe, hook, message, behind_mlp):
     if hook is not None:

@@ -81,6 +81,12 @@ def test_rows_of_different_lengths_equal_each_row_alone(recipe, device, shallow)
     assert_rows_are_what_they_are_alone(model_on(device, shallow), small_recipe(recipe))
 
 
+@pytest.mark.slow
+def test_rows_whose_tokens_the_layer_before_chooses_equal_each_row_alone(model_of):
+    # InfiniGen does so from the third layer on.
+    assert_rows_are_what_they_are_alone(model_of(), small_recipe("infinigen"))
+
+
 # Recipes that differ from dense in long prompts alone: tests/families/test_sparse_prefill.py.
 _DENSE_HERE = ("dense", "flexprefill", "minference")
 

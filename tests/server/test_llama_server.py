@@ -91,3 +91,11 @@ def test_old_responses_are_forgotten(served, tmp_path):
         assert client.get(f"/v1/responses/{second}").status_code == 200
         third = client.post("/v1/responses", json={**payload, "store": False}).json()["id"]
         assert client.get(f"/v1/responses/{third}").status_code == 404
+
+
+def test_operations_have_ids_of_their_own(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    operations = [each["operationId"] for methods in paths.values() for each in methods.values()]
+    assert len(operations) > 20
+    assert sorted(set(operations)) == sorted(operations)
+    assert [http.head(path).status_code for path in ("/health", "/v1/health")] == [200, 200]

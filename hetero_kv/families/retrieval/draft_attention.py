@@ -49,6 +49,11 @@ def attend_sparsely(
     return attended.to(call.q.dtype)
 
 
+def blocks_with_means(tokens: int, block_size: int) -> int:
+    """How many blocks have mean keys, of a sequence with `tokens` before its guesses: full ones before the newest."""
+    return max(0, tokens // block_size - -(-NEWEST // block_size))
+
+
 def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor, scale: float) -> np.ndarray:
     """The blocks that a draft attends to, as places in the block table, ascending: [kv_heads, count].
 
@@ -56,8 +61,7 @@ def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor
     """
     size, sink = layer.layout.block_size, layer.layout.sink_blocks
     count = -(-step.length // size)
-    # Those before are full, and none of their tokens is a guess.
-    newest = max(0, step.past // size - -(-NEWEST // size))
+    newest = blocks_with_means(step.past, size)
     around = np.concatenate((np.arange(min(sink, newest)), np.arange(newest, count)))
     budget = min(-(-CHOSEN // size), max(0, newest - sink))
     best = np.empty((len(q), 0), np.int64)

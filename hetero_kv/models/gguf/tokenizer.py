@@ -42,11 +42,6 @@ class _SharedBackend:
         return self._backend
 
 
-def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """The tokenizer that a file describes. Raises as `tokenizer_parts`."""
-    return fast_tokenizer(tokenizer_parts(file))
-
-
 def fast_tokenizer(parts: TokenizerParts) -> PreTrainedTokenizerFast:
     """The tokenizer of these parts."""
     return PreTrainedTokenizerFast(tokenizer_object=_SharedBackend(parts.backend), **parts.settings)

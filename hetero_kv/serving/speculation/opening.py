@@ -53,7 +53,10 @@ def open_speculation(
     if isinstance(guessing, DraftModel):
         return Speculation(forward, guessing.name, guessing)
     if isinstance(guessing, str) and require_way_or_model(guessing) in WAYS:
-        return Speculation(forward, guessing)
+        speculation = Speculation(forward, guessing)
+        if speculation.in_effect() == "sparse":
+            forward.model.hetero_kv_injection.sparse_drafts = True
+        return speculation
     reason = forward.why_no_drafts
     if reason is None:
         loaded = guessing if isinstance(guessing, LoadedModel) else load_draft(guessing, forward.model)

@@ -30,6 +30,10 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 
+# The weight of keys beside queries that are fewer than their channels: far above what rounding leaves of directions
+# that no query has, far below what a query says.
+_WEIGHT_OF_KEYS = 1e-6
+
 
 class InfiniGen(Chooser[InfiniGenSettings]):
     """Section 4. Skewing and components are computed from the Context's first keys, and again after longer prompts."""
@@ -66,7 +70,13 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         """The basis of each kv head, from queries [rows, kv_heads, n, k_dim] and the keys of blocks [first, end)."""
         bases = []
         for table, of_row in zip(tables, queries, strict=True):
-            skewing = skewing_of(of_row)
+            products = _mean_products(of_row)
+            if of_row.shape[1] < of_row.shape[2]:
+                # Rounding would determine the directions that no query has. The keys do instead.
+                for ids, keys in keys_in_parts(pool, table, first, end):
+                    share = _WEIGHT_OF_KEYS * len(ids) / (end - first)
+                    products += share * _mean_products(keys.transpose(0, 1).flatten(1, 2))
+            skewing = torch.linalg.eigh(products).eigenvectors.flip(2).float()
             sizes = (of_row @ skewing).abs().mean(dim=1)
             for _, keys in keys_in_parts(pool, table, first, end):
                 sizes = sizes + (keys @ skewing).abs().mean(dim=2).sum(dim=0) / (end - first)
@@ -118,10 +128,11 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         return part_of(self.settings.partial_components, k_dim)
 
 
-def skewing_of(queries: torch.Tensor) -> torch.Tensor:
-    """The right singular vectors of queries [kv_heads, n, dim], one per column, [kv_heads, dim, dim] float32.
+def _mean_products(vectors: torch.Tensor) -> torch.Tensor:
+    """The mean outer product of [kv_heads, n, dim], [kv_heads, dim, dim] float64.
 
-    Rotating queries and keys by it preserves their products and concentrates them in few components (section 4.3).
+    Its eigenvectors are the right singular vectors of queries. Rotating queries and keys by them preserves their
+    products and concentrates these in few components (section 4.3).
     """
-    by_head = queries.double()
-    return torch.linalg.eigh(by_head.transpose(1, 2) @ by_head).eigenvectors.flip(2).float()
+    exact = vectors.double()
+    return exact.transpose(1, 2) @ exact / vectors.shape[1]
