@@ -82,6 +82,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("mimo2", "attention__sliding_window_pattern", None),
         ("kimi-linear", "attention__head_count_kv", scalar(UINT32, 1)),
         ("laguna", "rope__dimension_count_swa", scalar(UINT32, 64)),
+        ("granite_swa", "attention__sliding_window_pattern", None),
+        ("granite_swa", "attention__rope_pattern", array(BOOL, [True, False])),
         ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
     ],
 )  # fmt: skip
