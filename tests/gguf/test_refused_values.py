@@ -160,3 +160,11 @@ def test_a_file_of_solar_open_that_rotates_half_a_head_is_refused(written, tmp_p
     layout.write(tmp_path / "solar.gguf")
     with pytest.raises(ModelError, match=r"glm4moe\.rope\.dimension_count 16.*Solar Open"):
         load_model(tmp_path / "solar.gguf")
+
+
+def test_a_bitnet_of_another_vocabulary_than_the_first_is_refused(written, tmp_path):
+    layout, key = Layout.of(written("bitnet").path), "tokenizer.ggml.model"
+    layout.entries = [(name, scalar(STRING, "gpt2") if name == key else value) for name, value in layout.entries]
+    layout.write(tmp_path / "bitnet.gguf")
+    with pytest.raises(ModelError, match=r"bitnet\.gguf' has tokenizer\.ggml\.model 'gpt2'.*gguf_path"):
+        load_model(tmp_path / "bitnet.gguf")

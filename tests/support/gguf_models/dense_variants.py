@@ -86,6 +86,7 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
     "granite_swa": ("granite_swa", {**GRANITE_SWA, "tie_word_embeddings": True}),
+    "bitnet": ("bitnet", {**TIED, "hidden_act": "silu", **rotation(theta=1e4)}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "qwen2": ("qwen2", rotation(theta=1e6)),
     "qwen3": ("qwen3", {**DIM, **rotation(theta=1e6)}),

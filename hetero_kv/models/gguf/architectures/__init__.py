@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import (
+    bitnet,
     deepseek,
     delta_net,
     dense,
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         minicpm3,
         older_mixtures,
         ungated,
+        bitnet,
         windowed_mixtures,
     )
     for table in module.TABLES
