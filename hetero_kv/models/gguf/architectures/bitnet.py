@@ -22,9 +22,9 @@ def _bitnet(metadata: MetadataReader, settings: ConfigSettings) -> None:
     kind = metadata.file.get(VOCABULARY, "llama")
     if metadata.config is None and kind != "llama":
         raise ModelError(
-            f"{str(metadata.file.path)!r} has {VOCABULARY} {kind!r}, which is that of BitNet b1.58 2B4T, whose activation "
-            "differs from llama.cpp's; give the directory or hub id of the configuration as the model and this file as "
-            "gguf_path"
+            f"{str(metadata.file.path)!r} has {VOCABULARY} {kind!r}, which is that of BitNet b1.58 2B4T, whose "
+            "activation differs from llama.cpp's; give the directory or hub id of the configuration as the model and "
+            "this file as gguf_path"
         )
     settings.put("hidden_act", "silu")
 
