@@ -33,8 +33,8 @@ ONLY_STATE = {"mamba", "mamba2"}
 SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
 #: Layers have several modules with a state, or none.
 OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
-#: Layers attend otherwise than to all tokens before, or to a window of them.
-OTHER_ATTENTION = {"llama4": "chunked", "deepseek32": "indexed", "glm-dsa": "indexed"}
+#: Layers attend to tokens that they choose.
+OTHER_ATTENTION = {"deepseek32": "indexed", "glm-dsa": "indexed"}
 #: Whose files this package does not write yet: heads of the state are reordered.
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
