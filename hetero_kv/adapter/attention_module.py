@@ -11,6 +11,9 @@ from transformers.cache_utils import DynamicCache
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.errors import UnsupportedModelError
 
+#: The layer type of attention within chunks of the text.
+CHUNKED = "chunked_attention"
+
 
 def text_config(model: Any) -> Any:
     """The config of the model's decoder."""
@@ -43,9 +46,11 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def layer_window(module: nn.Module) -> int | None:
-    """The model's own sliding window of an attention module, keys that a query sees; None for full attention.
+    """The most keys that a query of an attention module sees; None for full attention.
 
-    Raises UnsupportedModelError for a layer type that is neither (linear, chunked, …).
+    They are the last ones (a sliding window), or those of the query's own chunk (`is_chunked`).
+
+    Raises UnsupportedModelError for another layer type (linear, indexed, …).
     """
     config: Any = module.config
     types = getattr(config, "layer_types", None)
@@ -56,10 +61,18 @@ def layer_window(module: nn.Module) -> int | None:
         return None
     if layer_type == "sliding_attention":
         return config.sliding_window
+    if layer_type == CHUNKED:
+        return config.attention_chunk_size
     raise UnsupportedModelError(
         f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
-        "full_attention and sliding_attention"
+        "full_attention, sliding_attention and chunked_attention"
     )
+
+
+def is_chunked(module: nn.Module) -> bool:
+    """Whether a query sees the keys of its own chunk of the text, and none of earlier chunks (Llama 4)."""
+    types = getattr(module.config, "layer_types", None)
+    return types is not None and types[module.layer_idx] == CHUNKED
 
 
 def has_window(module: nn.Module) -> bool:

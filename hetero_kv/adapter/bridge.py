@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hetero_kv.adapter.attention_module import layer_window
+from hetero_kv.adapter.attention_module import is_chunked, layer_window
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, passed_cache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -249,9 +249,14 @@ def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tenso
         module: the attention module, with the model's own config.
         hidden_states: [batch, tokens, hidden] of the chunk.
     """
-    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+    from transformers.masking_utils import (
+        create_causal_mask,
+        create_chunked_causal_mask,
+        create_sliding_window_causal_mask,
+    )
 
-    make = create_causal_mask if layer_window(module) is None else create_sliding_window_causal_mask
+    of_window = create_chunked_causal_mask if is_chunked(module) else create_sliding_window_causal_mask
+    make = create_causal_mask if layer_window(module) is None else of_window
     return make(
         config=module.config,
         inputs_embeds=hidden_states,

@@ -14,7 +14,13 @@ from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from hetero_kv.models.gguf.architectures.unsupported import DRAFT, NO_CLASS, NO_GENERATOR
+from hetero_kv.models.gguf.architectures.unsupported import (
+    COMPUTED_OTHERWISE,
+    DRAFT,
+    NO_CLASS,
+    NO_GENERATOR,
+    WITHIN_ANOTHER,
+)
 from hetero_kv.rules.matching import InjectionError
 from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
 from tests.support.gguf_models.conversion import write
@@ -33,8 +39,8 @@ ONLY_STATE = {"mamba", "mamba2"}
 SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
 #: Layers have several modules with a state, or none.
 OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
-#: Layers attend otherwise than to all tokens before, or to a window of them.
-OTHER_ATTENTION = {"llama4": "chunked", "deepseek32": "indexed", "glm-dsa": "indexed"}
+#: Layers attend to tokens that they choose.
+OTHER_ATTENTION = {"deepseek32": "indexed", "glm-dsa": "indexed"}
 #: Whose files this package does not write yet: heads of the state are reordered.
 WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
@@ -160,9 +166,23 @@ def test_an_architecture_without_a_table_is_refused_by_name(written, tmp_path):
         load_model(path)
 
 
+def test_minimax_01_is_refused_for_what_transformers_computes_otherwise(tmp_path):
+    writer = GGUFWriter(tmp_path / "minimax.gguf", "minimax-01")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"'minimax-01', whose heads are rotated by half"):
+        load_model(tmp_path / "minimax.gguf")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("grok", "transformers has no class for"), ("bert", "generates no text"), ("dflash", "drafts tokens for another")],
+    [
+        ("grok", "transformers has no class for"),
+        ("bert", "generates no text"),
+        ("dflash", "drafts tokens for another"),
+        ("step35", "transformers computes only as a part"),
+    ],
 )
 def test_an_architecture_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path, name, message):
     writer = GGUFWriter(tmp_path / "other.gguf", name)
@@ -174,7 +194,7 @@ def test_an_architecture_that_cannot_be_loaded_is_refused_with_the_reason(tmp_pa
 
 
 def test_no_architecture_is_loaded_and_refused():
-    refused = [NO_CLASS, NO_GENERATOR, DRAFT]
+    refused = [NO_CLASS, NO_GENERATOR, DRAFT, WITHIN_ANOTHER, frozenset(COMPUTED_OTHERWISE)]
     assert len(frozenset().union(*refused)) == sum(map(len, refused))
     assert not frozenset().union(*refused) & ARCHITECTURES.keys()
     assert not {name.replace("-", "_") for name in NO_CLASS} & CONFIG_MAPPING_NAMES.keys()

@@ -82,6 +82,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("mimo2", "attention__sliding_window_pattern", None),
         ("kimi-linear", "attention__head_count_kv", scalar(UINT32, 1)),
         ("laguna", "rope__dimension_count_swa", scalar(UINT32, 64)),
+        ("granite_swa", "attention__sliding_window_pattern", None),
+        ("granite_swa", "attention__rope_pattern", array(BOOL, [True, False])),
         ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
     ],
 )  # fmt: skip
@@ -158,3 +160,11 @@ def test_a_file_of_solar_open_that_rotates_half_a_head_is_refused(written, tmp_p
     layout.write(tmp_path / "solar.gguf")
     with pytest.raises(ModelError, match=r"glm4moe\.rope\.dimension_count 16.*Solar Open"):
         load_model(tmp_path / "solar.gguf")
+
+
+def test_a_bitnet_of_another_vocabulary_than_the_first_is_refused(written, tmp_path):
+    layout, key = Layout.of(written("bitnet").path), "tokenizer.ggml.model"
+    layout.entries = [(name, scalar(STRING, "gpt2") if name == key else value) for name, value in layout.entries]
+    layout.write(tmp_path / "bitnet.gguf")
+    with pytest.raises(ModelError, match=r"bitnet\.gguf' has tokenizer\.ggml\.model 'gpt2'.*gguf_path"):
+        load_model(tmp_path / "bitnet.gguf")

@@ -1,6 +1,11 @@
-"""The model's own sliding-window attention (Gemma, gpt-oss, Mistral 0.1, …), in chunks, with only the window cached."""
+"""The model's own attention to near tokens: a sliding window (Gemma, gpt-oss, …), or a chunk of the text (Llama 4).
+
+Only these tokens are cached.
+"""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -19,7 +24,11 @@ from hetero_kv.gpu_ops.attention import sliding_window_attention
 
 
 class SlidingWindowAttention(AttentionOperator):
-    """Exact attention of a layer whose queries see the last `sliding_window` keys; older keys are dropped."""
+    """Exact attention of a layer whose queries see the last `sliding_window` keys; older keys are dropped.
+
+    In layers of the type `chunked_attention`, a query sees only those of the last `attention_chunk_size` keys that are
+    in its own chunk of the text: positions n·size to (n + 1)·size - 1.
+    """
 
     meaning, settings_class = SLIDING_WINDOW.meaning, SLIDING_WINDOW.settings_class
     statistics = (READ_BYTES,)
@@ -50,14 +59,34 @@ class SlidingWindowAttention(AttentionOperator):
             raise UnsupportedModelError(
                 f"{self.path}: the model requests a window of {call.sliding_window}, but its config has {layer.window}"
             )
-        keys, values = layer.extend(call.k, call.v)
+        if not attention_module.is_chunked(self.wrapped):
+            return self._attend(layer, step, call.q, layer.extend(call.k, call.v), call)
+        size, tokens = layer.window, call.q.shape[2]
+        edges = [0, *range(size - layer.get_seq_length() % size, tokens, size), tokens]
+        return torch.cat([self._attend_chunk(layer, step, call, slice(*part)) for part in pairwise(edges)], dim=2)
+
+    def _attend_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall, part: slice) -> torch.Tensor:
+        """The attention of the tokens `part` of a call, which are of one chunk of the text."""
+        keys, values = layer.extend(call.k[:, :, part], call.v[:, :, part])
+        chunk = slice(keys.shape[2] - 1 - (layer.get_seq_length() - 1) % layer.window, None)
+        return self._attend(layer, step, call.q[:, :, part], (keys[:, :, chunk], values[:, :, chunk]), call)
+
+    def _attend(
+        self,
+        layer: WindowLayer,
+        step: Step,
+        q: torch.Tensor,
+        cached: tuple[torch.Tensor, torch.Tensor],
+        call: bridge.AttentionCall,
+    ) -> torch.Tensor:
+        """The attention of queries to the last keys and values, which end with the queries' own."""
+        keys, values = cached
         if step.is_decode:
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
-        inputs = call.q, keys, values, layer.window, call.scale, call.softcap, call.sink
-        out, total = sliding_window_attention(*inputs)
+        out, total = sliding_window_attention(q, keys, values, layer.window, call.scale, call.softcap, call.sink)
         if layer.record is not None:
             positions = torch.arange(layer.get_seq_length() - keys.shape[2], layer.get_seq_length())
-            layer.record.add_keys(call.q, keys[0], positions, call.scale, call.softcap)
+            layer.record.add_keys(q, keys[0], positions, call.scale, call.softcap)
             layer.record.complete(total, sink=call.sink)
         return out
 

@@ -16,6 +16,6 @@ class SlidingWindowSettings(Settings):
 SLIDING_WINDOW = OperatorDeclaration(
     "SlidingWindowAttention",
     "hetero_kv.families.window.attention",
-    "the model's own sliding-window attention, exact, with only the window kept",
+    "the model's own attention to a sliding window or a chunk, exact, with only these tokens kept",
     SlidingWindowSettings,
 )

@@ -115,6 +115,7 @@ STRINGS = frozenset({"rope.scaling.type", "tensor_data_layout"})
 LISTS = (
     "attention.sliding_window_pattern",
     "attention.recurrent_layers",
+    "attention.rope_pattern",
     "attention.indexer.types",
     "rope.dimension_sections",
 )

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DIM, GEMMA, GEMMA3N, GEMMA4, LONG, TIED, WINDOW, YARN, rotation
+from tests.support.gguf_models.settings import (
+    DIM,
+    GEMMA,
+    GEMMA3N,
+    GEMMA4,
+    GRANITE_SWA,
+    LONG,
+    TIED,
+    WINDOW,
+    YARN,
+    rotation,
+)
 
 #: As `variants.VARIANTS`.
 DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,6 +85,8 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
+    "granite_swa": ("granite_swa", {**GRANITE_SWA, "tie_word_embeddings": True}),
+    "bitnet": ("bitnet", {**TIED, "hidden_act": "silu", **rotation(theta=1e4)}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "qwen2": ("qwen2", rotation(theta=1e6)),
     "qwen3": ("qwen3", {**DIM, **rotation(theta=1e6)}),

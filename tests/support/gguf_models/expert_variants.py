@@ -8,6 +8,7 @@ from tests.support.gguf_models.settings import (
     DIM,
     EXPERTS,
     GEMMA4,
+    GRANITE_SWA,
     GROUPS,
     INDEXER,
     LAGUNA,
@@ -163,6 +164,9 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 3.0,
             "logits_scaling": 2.0,
         },
+    ),
+    "granite_swa: experts": (
+        "granitemoe_swa", {**LOCAL_EXPERTS, **GRANITE_SWA, "shared_intermediate_size": 64}
     ),
     "minicpm3": (
         "minicpm3",

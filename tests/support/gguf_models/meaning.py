@@ -63,6 +63,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "command-r": {"logit_scale": ("logit_scale", 1.0)},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
+    "granite_swa": {**_GRANITE, "attention.rope_pattern": ("layer_rope_theta", 1e4)},
     "granitehybrid": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
     "laguna": {
@@ -161,6 +162,9 @@ class Base:
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
+            if "layer_rope_theta" in settings:
+                base = settings["rope_parameters"]["rope_theta"]
+                settings["layer_rope_theta"] = [each and base for each in settings["layer_rope_theta"]]
         elif (self.architecture, suffix) == ROTATES_IF_FINETUNED:
             settings["position_embedding_type"] = None if value is False else "rope"
         elif value is None and self.architecture == "exaone4" and suffix.startswith("attention.sliding_window"):

@@ -49,6 +49,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+GRANITE_SWA = {
+    "num_hidden_layers": 4,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "layer_rope_theta": [0, 1e4, 1e4, 1e4],
+}
 LAGUNA = {
     **DIM,
     **EXPERTS,

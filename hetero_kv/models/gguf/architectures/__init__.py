@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import (
+    bitnet,
     deepseek,
     delta_net,
     dense,
@@ -15,6 +16,7 @@ from hetero_kv.models.gguf.architectures import (
     gemma3n,
     gemma4,
     granite_hybrid,
+    granite_swa,
     hybrid,
     kimi_linear,
     llama,
@@ -54,12 +56,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         gemma3n,
         gemma4,
         granite_hybrid,
+        granite_swa,
         state_space,
         kimi_linear,
         llama4,
         minicpm3,
         older_mixtures,
         ungated,
+        bitnet,
         windowed_mixtures,
     )
     for table in module.TABLES

@@ -19,6 +19,14 @@ NO_GENERATOR = frozenset({
 })  # fmt: skip
 #: They guess the next tokens of another model from its hidden states.
 DRAFT = frozenset({"dflash", "eagle3", "gemma4-assistant"})
+#: transformers has a class of these only as a part of a model of images or sounds.
+WITHIN_ANOTHER = frozenset({
+    "chameleon", "deepseek2-ocr", "glm5-next", "hunyuan_vl", "muse-glimmer", "paddleocr", "step35",
+})  # fmt: skip
+#: What transformers' class computes otherwise than the published models.
+COMPUTED_OTHERWISE = {
+    "minimax-01": "whose heads are rotated by half, and transformers' class rotates whole ones; give another model",
+}
 
 
 def reason(architecture: str) -> str:
@@ -29,4 +37,8 @@ def reason(architecture: str) -> str:
         return "which generates no text; give the file of a language model"
     if architecture in DRAFT:
         return "which drafts tokens for another model; give that model's file"
+    if architecture in WITHIN_ANOTHER:
+        return "which transformers computes only as a part of a model of images; give a model of another architecture"
+    if architecture in COMPUTED_OTHERWISE:
+        return COMPUTED_OTHERWISE[architecture]
     return "which is not supported yet; give the model in Hugging Face format, without this file"

@@ -145,6 +145,13 @@ LAYOUTS: dict[str, Layout] = {
         MODEL,
         pre="glm4",
     ),
+    "bitnet": Layout(
+        "bitnet",
+        {**USUAL, **VOCABULARY, "rope.scaling.type": always("linear"), "rope.scaling.factor": always(1.0)},
+        {**USUAL_LAYER, "self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
+        MODEL,
+        pieces=True,
+    ),
     "hunyuan_v1_dense": Layout("hunyuan-dense", USUAL, {**USUAL_LAYER, **HUNYUAN_NORMS}, MODEL, pre="hunyuan-dense"),
     "stablelm": Layout(
         "stablelm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.gguf_models import changes
-from tests.support.gguf_models.layouts.keys import EXPERTS, USUAL, VOCABULARY
+from tests.support.gguf_models.layouts.keys import EXPERTS, USUAL, VOCABULARY, window_pattern
 from tests.support.gguf_models.layouts.layout import Layout, Place, Value
 from tests.support.gguf_models.layouts.names import MIXED, MODEL, PERMUTED, USUAL_LAYER
 from tests.support.gguf_models.layouts.rotation import ROTATED, llama3_factors, scaled
@@ -20,6 +20,12 @@ GRANITE_EXPERTS: dict[str, Place] = {
     "block_sparse_moe.router": "ffn_gate_inp",
     "block_sparse_moe.experts.gate_up_proj": ("", changes.gate_and_up),
     "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+}
+GRANITE_SWA: dict[str, Value] = {
+    **GRANITE,
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": window_pattern,
+    "attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta],
 }
 
 
@@ -68,6 +74,22 @@ LAYOUTS: dict[str, Layout] = {
         layer={
             **GRANITE_EXPERTS,
             "shared_mlp.input_linear.weight": ("", changes.shared_gate_and_up),
+            "shared_mlp.output_linear": "ffn_down_shexp",
+        },
+    ),
+    "granite_swa": llama_like(
+        "granite_swa", pre="refact", keys=GRANITE_SWA, layer={"self_attn.sinks": "attn_sinks.weight"}
+    ),
+    "granitemoe_swa": llama_like(
+        "granite_swa",
+        pre="refact",
+        keys={**GRANITE_SWA, **EXPERTS, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        layer={
+            "self_attn.sinks": "attn_sinks.weight",
+            "block_sparse_moe.router": "ffn_gate_inp",
+            "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+            "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+            "shared_mlp.input_linear": "ffn_up_shexp",
             "shared_mlp.output_linear": "ffn_down_shexp",
         },
     ),
