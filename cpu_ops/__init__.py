@@ -16,8 +16,8 @@ from hetero_kv.cpu_ops import openmp
 SPINS = 300
 
 # GNU OpenMP spins for milliseconds by default. If another program needs a core too, a kernel's threads then wait for
-# each other to be scheduled: calls of 0.06 ms took 4 to 8 ms. Spins of some microseconds still bridge the gaps inside a
-# token, and leave the core to the other program.
+# each other to be scheduled: calls of 0.06 ms took 4 to 8 ms. Spins of some microseconds leave the core to the other
+# program, and to the kernels' own threads (`thread_team`), which bridge the gaps inside a token.
 if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     if "torch" in sys.modules:

@@ -2,8 +2,8 @@
 
 Numba's `parallel=True` takes longer to compile a kernel than LLVM does: it searches the whole kernel for loops to fuse,
 and compiles each parallel loop again as a separate function. Here the part that every thread runs is an ordinary
-function `region(thread, threads, arguments)`, whose arguments are in memory. A single kernel with a parallel loop calls
-all regions by address.
+function `region(thread, threads, arguments)`, whose arguments are in memory. A single kernel calls all regions by
+address, on threads of ours (`thread_team`), or where there are none in a parallel loop on OpenMP's.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,7 @@ from numba.extending import intrinsic
 
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel, called_as
-
-REGION = types.int64(types.int64, types.int64, types.int64)
-"""The signature of regions: (thread, threads, address of the arguments), returning 0."""
+from hetero_kv.cpu_ops.thread_team import REGION, is_supported, team
 
 _ARGUMENTS: dict[str, Callable[[str], tuple[Any, ...]]] = {}
 
@@ -48,6 +46,12 @@ def _all_threads_signature(_: str) -> Any:
 @cache
 def all_threads() -> int:
     """Returns the address of the kernel that runs a region on all threads, the argument `run` of `run_region`."""
+    return team() if is_supported() else openmp_threads()
+
+
+@cache
+def openmp_threads() -> int:
+    """As `all_threads`, on the threads of torch, for systems without a team of ours."""
     code_version = CODE_VERSION
 
     @njit(_all_threads_signature(""), parallel=True, cache=True, nogil=True)

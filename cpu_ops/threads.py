@@ -1,8 +1,8 @@
 """Thread settings by which kernels share the cores with torch.
 
-torch runs matrix products on an OpenMP pool whose threads spin for a while after each product. A second pool on the
-same cores would wait for them. Numba's `omp` layer binds to the OpenMP runtime of the process, so that kernels run on
-torch's threads. Without an OpenMP runtime, Numba falls back to the other layers.
+Kernels run on a team of threads (`thread_team`), and torch's matrix products on an OpenMP pool. Both leave the cores to
+each other soon after each call. Numba's own parallel loops take the `omp` layer, which binds to the OpenMP runtime of
+the process, so that they run on torch's threads. Without an OpenMP runtime, Numba falls back to the other layers.
 """
 
 import os
