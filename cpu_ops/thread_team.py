@@ -55,8 +55,10 @@ _REMAINING, _FAILED, _CALLER_SLEEPS = _LINE, _LINE + 8, _LINE + 16
 _SPINS = 2 * _LINE
 #: How many workers have begun the region.
 _BEGUN = 3 * _LINE
+#: How many callers there are at present.
+_CALLERS = 4 * _LINE
 #: For each worker the number of regions that it was called for, and whether it sleeps.
-_SLOTS, _SLEEPS = 4 * _LINE, 8
+_SLOTS, _SLEEPS = 5 * _LINE, 8
 _BYTES = _SLOTS + MOST_WORKERS * _LINE
 
 
@@ -179,7 +181,9 @@ def _caller() -> Any:
         block = _block()
         if region == 0:
             return block + 0 * code_version
-        called = max(0, min(threads - 1, _load(block + _WORKERS)))
+        # A second caller, or a region that calls one, runs all parts by itself.
+        is_first = _add(block + _CALLERS, 1) == 1
+        called = max(0, min(threads - 1, _load(block + _WORKERS))) if is_first else 0
         if called:
             _store(block + _REGION, region)
             _store(block + _ARGUMENTS, arguments)
@@ -210,6 +214,7 @@ def _caller() -> Any:
                 _store(block + _CALLER_SLEEPS, 0)
             failed |= _load(block + _FAILED)
             _store(block + _FAILED, 0)
+        _add(block + _CALLERS, -1)
         if failed:
             raise RuntimeError("a thread of a kernel failed, perhaps for lack of memory")
         return 0
@@ -288,13 +293,22 @@ def _start(block: _Block) -> None:
     block[_WORKERS] = count
 
 
-@cache
+_starting = threading.Lock()
+
+
 def team() -> int:
     """Returns the address of the kernel that calls a region on all threads; starts the team at the first call.
 
     The kernel is a `REGION` of (address of the region, threads, address of the arguments). It returns when all threads
-    have ended. Callers take turns (`threads.one_kernel_at_a_time`). Raises RuntimeError if a thread failed.
+    have ended. Callers take turns (`threads.one_kernel_at_a_time`); without, the second has one thread. Raises
+    RuntimeError if a thread failed.
     """
+    with _starting:
+        return _started()
+
+
+@cache
+def _started() -> int:
     block = _Block()
     per_microsecond = _rounds_per_microsecond(block)
     block[_MOST], block[_LEAST] = int(MOST_SPINNING * per_microsecond), int(LEAST_SPINNING * per_microsecond)
@@ -303,7 +317,7 @@ def team() -> int:
 
     def restart() -> None:
         # A forked process has only the thread that forked.
-        block[_REMAINING] = block[_FAILED] = block[_CALLER_SLEEPS] = block[_WORKERS] = 0
+        block[_REMAINING] = block[_FAILED] = block[_CALLER_SLEEPS] = block[_WORKERS] = block[_CALLERS] = 0
         for worker in range(MOST_WORKERS):
             block[_SLOTS + worker * _LINE + _SLEEPS] = 0
         _start(block)

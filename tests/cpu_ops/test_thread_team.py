@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -77,6 +78,23 @@ def test_a_caller_sleeps_until_slow_workers_are_done():
     np.testing.assert_array_equal(counts[:2, 0], 20)
     assert counts[1, 1] == sum(i ^ 1 for i in range(1_000_000))
     block[thread_team._SPINS] = spins
+
+
+def test_callers_that_take_no_turns_do_not_disturb_each_other():
+    address = address_of(count_parts)
+
+    def calls(counts):
+        for _ in range(2000):
+            call_region("count parts", "", address, (counts, -1), 2)
+
+    several = [np.zeros((8, 2), np.int64) for _ in range(4)]
+    threads = [threading.Thread(target=calls, args=(counts,)) for counts in several]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    assert [counts[:2, 0].tolist() for counts in several] == [[2000, 2000]] * 4
+    assert thread_team._Block()[thread_team._CALLERS] == 0
 
 
 @pytest.mark.parametrize("thread", [0, 1, 3])
