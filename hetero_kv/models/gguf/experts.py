@@ -71,9 +71,13 @@ def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
         if part in ("gate", "up") and has_gate:
             width = module.down_proj.shape[1 if is_transposed else 2] if is_concatenated else None
             place = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(part, width), is_transposed)
+        elif part == "gate_up" and not is_concatenated:
+            # A file has all gates before all ups; the parameter has them in turn.
+            continue
         else:
             place = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None), is_transposed)
-        places[info.name] = place
+        if hasattr(module, place.leaf):
+            places[info.name] = place
     return places
 
 
