@@ -82,6 +82,9 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("granite_swa", "attention__sliding_window_pattern", None),
         ("granite_swa", "attention__rope_pattern", array(BOOL, [True, False])),
         ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
+        # All layers, more than all, and one that is no predictor.
+        *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
+        ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),
     ],
 )  # fmt: skip
 def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, value):
@@ -125,6 +128,15 @@ def test_an_exaone_4_without_windows_rotates_all_layers(written, changed, gone):
     expected = type(original)(config).eval()
     expected.load_state_dict(original.state_dict())
     assert float(relative_error(found, expected(IDS).logits).max()) < TOLERANCE
+
+
+def test_a_file_that_names_its_kind_and_no_architecture_is_refused_by_its_kind(written, tmp_path):
+    layout = Layout.of(written("llama").path)
+    layout.put("general.architecture", None)
+    layout.put("general.type", scalar(STRING, "imatrix"))
+    layout.write(tmp_path / "weighted.gguf")
+    with pytest.raises(ModelError, match=r"weighted\.gguf' has no general\.architecture.* type 'imatrix': give"):
+        load_model(tmp_path / "weighted.gguf")
 
 
 def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):
