@@ -106,10 +106,11 @@ class QuantizedExperts(QuantizedModule):
             yield from ((rows // len(kept), columns) for name in kept if name is not None)
 
     def _kept(self, leaf: str, stored: Mapping[str, str]) -> list[str | None]:
-        """The types of a projection's parts; see `kept_as`."""
+        """The types of a projection's parts; see `kept_as`. If one is not packed, none is."""
         place, columns = f"{self.path}.{leaf}", self.shapes[leaf][2]
         names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
-        return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
+        kept = [self.kept_as(name, columns) for name in names or [stored.get(place)]]
+        return [None] if None in kept else kept
 
     def expect_weights_in(self, module: Any) -> None:
         for leaf, (experts, rows, columns) in self.shapes.items():
@@ -153,8 +154,10 @@ class QuantizedExperts(QuantizedModule):
         # Imported here, since only files of blocks need the package gguf.
         from hetero_kv.weights.block_numbers import numbers_of_blocks
 
-        parameter_dtype = self.kept_as(kind.name, shape[2])
-        if self.keeps_as_stored(kind.name, shape[2]):
+        # A projection of which another part is numbers is numbers.
+        is_packed = bool(self.parts[leaf]) or getattr(self.wrapped, leaf).is_meta
+        parameter_dtype = self.kept_as(kind.name, shape[2]) if is_packed else None
+        if is_packed and self.keeps_as_stored(kind.name, shape[2]):
             self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kind.name, shape[2]))
             return None
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
@@ -162,7 +165,10 @@ class QuantizedExperts(QuantizedModule):
         if parameter_dtype is not None:
             self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, parameter_dtype))
             return self.substituted(kind.name, parameter_dtype, shape[2])
-        if getattr(self.wrapped, leaf).is_meta:
+        if self.parts[leaf]:
+            self._give(leaf, self._unpacked(leaf).to(self.number_type()))
+            self._forget(leaf)
+        elif getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
         return self.substituted(kind.name, parameter_dtype, shape[2])

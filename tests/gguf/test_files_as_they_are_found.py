@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from hetero_kv import load_model
+from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from tests.gguf.logit_errors import IDS, TOLERANCE, relative_error
+from tests.gguf.logit_errors import IDS, PACKED_TOLERANCE, TOLERANCE, relative_error
 from tests.support.gguf_models.container import Layout, array, scalar
 from tests.support.gguf_models.variants import VARIANTS
 
@@ -94,3 +94,22 @@ def test_merged_rows_of_other_heads_are_refused_by_name(written, tmp_path):
         ModelError, match=r"blk\.0\.attn_qkv\.\w+'.* has 128 rows, which are not those of 4 query heads and 1"
     ):
         load_model(tmp_path / "merged.gguf")
+
+
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_experts_of_which_one_matrix_is_not_packed(written, tmp_path, part):
+    file = written("qwen3moe", GGMLQuantizationType.Q8_0)
+    layout = Layout.of(file.path)
+    for tensor in layout.tensors:
+        if tensor.name.endswith(f"ffn_{part}_exps.weight"):
+            blocks = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.dims[:0:-1], -1)
+            tensor.data = bytearray(gguf.dequantize(blocks, GGMLQuantizationType.Q8_0).tobytes())
+            tensor.kind = GGMLQuantizationType.F32
+    layout.move_together()
+    layout.write(tmp_path / "mixed.gguf")
+    opened = open_model(tmp_path / "mixed.gguf", dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line={"max_seq_len": 128, "kv_type": "FP32"})
+    model = opened.load().model
+    found = model(IDS, past_key_values=HeteroCache(model)).logits
+    # Attention's matrices are multiplied with activations of 8 bits, by which a token may choose another expert.
+    assert relative_error(found, file.original(IDS).logits).median() < PACKED_TOLERANCE

@@ -22,14 +22,12 @@ from hetero_kv.models.gguf.architectures.unsupported import (
     WITHIN_ANOTHER,
 )
 from hetero_kv.rules.matching import InjectionError
-from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
+from tests.gguf.logit_errors import IDS, PACKED_TOLERANCE, SLOWEST, TOLERANCE, relative_error
 from tests.support.gguf_models.conversion import write
 from tests.support.gguf_models.variants import VARIANTS, tiny_model, vocabulary_of
 
 Q8_0 = GGMLQuantizationType.Q8_0
 PROMPT, WHOLE = 40, 56
-#: Packed weights are multiplied with activations of 8 bits; what a file loses costs a whole deviation and more.
-PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
 WITHOUT_RULES = {"falcon", "bloom", "dbrx", "mamba", "mamba2", "mpt"}
