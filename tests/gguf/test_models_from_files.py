@@ -34,7 +34,9 @@ WITHOUT_RULES = {"falcon", "bloom", "dbrx", "mamba", "mamba2", "mpt"}
 #: Whose state is not given back as keys and values are.
 ONLY_STATE = {"mamba", "mamba2"}
 #: Layers use the keys and values of others.
-SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
+SHARED_KEYS = ("gemma4: keys of other layers",)
+#: Layers pass several streams of hidden states.
+STREAMS = ("gemma3n", "gemma3n: keys of other layers")
 #: Layers have several modules with a state, or none.
 OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
 #: Layers attend to tokens that they choose.
@@ -46,7 +48,8 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS | OTHER_ATTENTION.keys() and name not in SHARED_KEYS
+    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS | OTHER_ATTENTION.keys()
+    and name not in (*SHARED_KEYS, *STREAMS)
 ]
 
 
@@ -139,6 +142,13 @@ def test_rules_that_find_no_attention_are_refused_by_name(written, name):
 def test_rules_for_layers_with_no_module_or_several_are_refused_by_name(written, name):
     opened = open_model(written(name).path, dtype="float32", device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d .*modules with a layer_idx"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_rules_for_layers_with_several_streams_are_refused_by_name(written, name):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0 .*passes several streams .*\(altup\)"):
         inject(opened.model, "dense", command_line=COVERING)
 
 
