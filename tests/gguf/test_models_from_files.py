@@ -10,7 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hetero_kv import HeteroCache, inject, load_model, open_model
+from hetero_kv import HeteroCache, eject, inject, load_model, open_model
+from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
@@ -129,6 +130,19 @@ def test_packed_weights_compute_what_the_original_does(written, name):
     model = opened.load().model
     # A token whose experts are chosen by a hair may have others.
     assert relative_error(in_turns(model, HeteroCache(model)), file.original(IDS).logits).median() < PACKED_TOLERANCE
+
+
+def test_experts_of_llama_4_stay_packed_until_they_are_ejected(written):
+    file = written("llama4", Q8_0)
+    opened = open_model(file.path, dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line=COVERING)
+    model = opened.load().model
+    packed = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    assert [[weights.name for weights in module.packed_weights()] for module in packed] == [["Q8_0"] * 3] * 2
+    found, expected = in_turns(model, HeteroCache(model)), file.original(IDS).logits
+    assert relative_error(found, expected).median() < PACKED_TOLERANCE
+    eject(model)
+    assert relative_error(model(IDS).logits, expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_RULES))
