@@ -65,6 +65,13 @@ def test_decays_without_a_logarithm(written, tmp_path, name, factor):
     refused(layout, tmp_path / "decay.gguf", r"'blk\.0\.ssm_a' .*A_log cannot be made \(a logarithm of 0 or less")
 
 
+def test_a_falcon_h1_whose_output_is_its_embedding(written, tmp_path):
+    layout = Layout.of(written("falcon-h1").path)
+    layout.tensors = [each for each in layout.tensors if each.name != "output.weight"]
+    layout.move_together()
+    refused(layout, tmp_path / "tied.gguf", r"has no tensor output\.weight: .* which no key states; give")
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek2"])
 def test_a_vocabulary_without_a_model(written, tmp_path, name):
     layout = Layout.of(written(name).path)
