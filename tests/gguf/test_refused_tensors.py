@@ -65,6 +65,25 @@ def test_decays_without_a_logarithm(written, tmp_path, name, factor):
     refused(layout, tmp_path / "decay.gguf", r"'blk\.0\.ssm_a' .*A_log cannot be made \(a logarithm of 0 or less")
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "parameter"),
+    [
+        ("llama", "attn_v.weight", "self_attn.v_proj.weight"),
+        ("qwen3moe", "ffn_down_exps.weight", "mlp.experts.down_proj"),
+        ("deepseek2", "attn_k_b.weight", "self_attn.kv_b_proj.weight"),
+    ],
+)
+def test_numbers_beyond_the_range_of_the_dtype(written, tmp_path, name, tensor, parameter):
+    layout = Layout.of(written(name).path)
+    layout.numbers(f"blk.0.{tensor}").flat[3] = 1e5
+    layout.write(tmp_path / "large.gguf")
+    with pytest.raises(
+        ModelError, match=rf"large has numbers in model\.layers\.0\.{re.escape(parameter)} that float16"
+    ):
+        load_model(tmp_path / "large.gguf", dtype="float16", device="cpu")
+    load_model(tmp_path / "large.gguf", dtype="bfloat16", device="cpu")
+
+
 def test_a_falcon_h1_whose_output_is_its_embedding(written, tmp_path):
     layout = Layout.of(written("falcon-h1").path)
     layout.tensors = [each for each in layout.tensors if each.name != "output.weight"]
