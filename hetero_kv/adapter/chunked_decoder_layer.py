@@ -66,6 +66,11 @@ class ChunkedDecoderLayer(Operator):
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         _mixer_of(path, module)
+        if hasattr(module, "altup"):
+            raise UnsupportedModelError(
+                f"{path} ({type(module).__name__}) passes several streams of hidden states (altup); "
+                "ChunkedDecoderLayer supports one; leave the model without rules"
+            )
 
     def compile_own_kernels(self) -> None:
         """Try the fused decode and prefill layers, which compiles both."""

@@ -20,6 +20,7 @@ from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE
 from hetero_kv.weights.expert_weights import ExpertWeights
+from hetero_kv.weights.experts_form import ExpertsForm
 from hetero_kv.weights.quantized_weight import kernel_threads_of_torch
 
 #: Attributes of experts with their own kind of gate (gpt-oss's): its sharpness and its limit.
@@ -49,14 +50,14 @@ class ExpertProducts:
     limit: np.float32
 
     @classmethod
-    def of(cls, module: Any, gate_up: _Parts, down: _Parts) -> ExpertProducts | None:
-        """The arguments for a module of transformers' experts interface with packed weights; None for another form.
+    def of(cls, module: Any, form: ExpertsForm, gate_up: _Parts, down: _Parts) -> ExpertProducts | None:
+        """The arguments for a module of experts with packed weights; None for another form.
 
         The activation is the one that the module's attributes name; a trial must confirm it.
         """
         gate_up = sorted(gate_up, key=lambda part: part[0].start or 0)
-        halves = _halves(gate_up, module.is_concatenated)
-        if not module.has_gate or halves is None or len(down) != 1:
+        halves = _halves(gate_up, form.is_concatenated)
+        if not form.has_gate or halves is None or len(down) != 1:
             return None
         (gate, _), (up, _), last = *halves, down[0][1]
         inner, columns = last.shape[1], gate.shape[1]
@@ -65,7 +66,7 @@ class ExpertProducts:
             return None
         if any(each.data.device.type != "cpu" for each in weights):
             return None
-        biases = _biases(module, [outputs for outputs, _ in gate_up], inner)
+        biases = _biases(module, form, [outputs for outputs, _ in gate_up], inner)
         kind = _activation(module)
         if biases is None or kind is None:
             return None
@@ -111,9 +112,11 @@ def _call(weights: ExpertWeights, first: int) -> list[int]:
     return [address + ahead, weights.data.stride(0), tiles, one, several]
 
 
-def _biases(module: Any, outputs: Sequence[slice], inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _biases(
+    module: Any, form: ExpertsForm, outputs: Sequence[slice], inner: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """The biases of gate, up and down as views; None if they have no array's dtype."""
-    if not module.has_bias:
+    if not form.has_bias:
         none = np.empty((0, 0), np.float32)
         return none, none, none
     both, down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()

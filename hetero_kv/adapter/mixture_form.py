@@ -78,7 +78,7 @@ class MixtureForm:
     def of(cls, block: Any) -> MixtureForm | None:
         """The form of a block; None for an unknown one, which is logged by name."""
         experts = getattr(block, "experts", None)
-        if not isinstance(experts, QuantizedExperts) or not all(experts.parts.values()):
+        if not isinstance(experts, QuantizedExperts) or experts.form.takes_all_rows or not all(experts.parts.values()):
             return None
         products = experts.routed.products()
         if products is None:

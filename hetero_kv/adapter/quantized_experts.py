@@ -16,6 +16,7 @@ from hetero_kv.adapter.routed_experts import RoutedExperts
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.expert_weights import ExpertWeights
+from hetero_kv.weights.experts_form import ExpertsForm
 from hetero_kv.weights.quantized_weight import bytes_tensor
 
 if TYPE_CHECKING:
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 # The outputs of gate and up projections that alternate, output by output.
 _ALTERNATING = slice(0, None, 2), slice(1, None, 2)
-_FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 
 
 class QuantizedExperts(QuantizedModule):
-    """The experts of a mixture: modules of transformers' experts interface, such as Mixtral's, Qwen's and gpt-oss's.
+    """The experts of a mixture: modules of a known `ExpertsForm`, such as Mixtral's, Qwen's, gpt-oss's and Llama 4's.
 
     `RoutedExperts` computes with packed weights, the wrapped module's own forward with unpacked ones.
 
     Attributes:
+        form: how the wrapped module lays out its weights.
         parts: projection -> slices of its outputs, and their weights: one for the whole projection, or gate and up
             separately as in a GGUF file. Empty while the wrapped module has unpacked weights.
     """
@@ -41,7 +42,10 @@ class QuantizedExperts(QuantizedModule):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self.projections = ("gate_up_proj" if wrapped.has_gate else "up_proj", "down_proj")
+        form = ExpertsForm.of(wrapped)
+        assert form is not None  # by `applies`
+        self.form = form
+        self.projections = ("gate_up_proj" if form.has_gate else "up_proj", "down_proj")
         first = getattr(wrapped, self.projections[0])
         self.dtype: torch.dtype = first.dtype
         #: Projection -> [experts, outputs, inputs], also if the module stores the transpose.
@@ -54,7 +58,8 @@ class QuantizedExperts(QuantizedModule):
     def applies(cls, module: Any, settings: Any) -> bool:
         """See `QuantizedModule`; does not apply to a list of separate expert modules."""
         return (
-            all(hasattr(module, name) for name in _FORM)
+            ExpertsForm.of(module) is not None
+            and hasattr(module, "num_experts")
             and not getattr(module, "_is_expert_parallel", False)
             and super().applies(module, settings)
         )
@@ -78,7 +83,7 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self.converted(tensor, self.shapes[leaf][2]))
                 continue
             self.require_kernels(tensor.device)
-            alternates = leaf == self.projections[0] and self.wrapped.has_gate and not self.wrapped.is_concatenated
+            alternates = leaf == self.projections[0] and self.form.has_gate and not self.form.is_concatenated
             for outputs in _ALTERNATING if alternates else [slice(None)]:
                 self._keep(leaf, outputs, ExpertWeights.of_numbers(self._by_output(tensor)[:, outputs], name))
 
@@ -106,14 +111,15 @@ class QuantizedExperts(QuantizedModule):
             yield from ((rows // len(kept), columns) for name in kept if name is not None)
 
     def _kept(self, leaf: str, stored: Mapping[str, str]) -> list[str | None]:
-        """The types of a projection's parts; see `kept_as`."""
+        """The types of a projection's parts; see `kept_as`. If one is not packed, none is."""
         place, columns = f"{self.path}.{leaf}", self.shapes[leaf][2]
         names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
-        return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
+        kept = [self.kept_as(name, columns) for name in names or [stored.get(place)]]
+        return [None] if None in kept else kept
 
     def expect_weights_in(self, module: Any) -> None:
         for leaf, (experts, rows, columns) in self.shapes.items():
-            shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
+            shape = (experts, columns, rows) if self.form.is_transposed else (experts, rows, columns)
             empty = torch.empty(shape, dtype=self.dtype, device="meta")
             module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
@@ -153,8 +159,10 @@ class QuantizedExperts(QuantizedModule):
         # Imported here, since only files of blocks need the package gguf.
         from hetero_kv.weights.block_numbers import numbers_of_blocks
 
-        parameter_dtype = self.kept_as(kind.name, shape[2])
-        if self.keeps_as_stored(kind.name, shape[2]):
+        # A projection of which another part is numbers is numbers.
+        is_packed = bool(self.parts[leaf]) or getattr(self.wrapped, leaf).is_meta
+        parameter_dtype = self.kept_as(kind.name, shape[2]) if is_packed else None
+        if is_packed and self.keeps_as_stored(kind.name, shape[2]):
             self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kind.name, shape[2]))
             return None
         unpacked = np.require(numbers_of_blocks(blocks, kind), requirements=["W"])
@@ -162,7 +170,10 @@ class QuantizedExperts(QuantizedModule):
         if parameter_dtype is not None:
             self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, parameter_dtype))
             return self.substituted(kind.name, parameter_dtype, shape[2])
-        if getattr(self.wrapped, leaf).is_meta:
+        if self.parts[leaf]:
+            self._give(leaf, self._unpacked(leaf).to(self.number_type()))
+            self._forget(leaf)
+        elif getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
         return self.substituted(kind.name, parameter_dtype, shape[2])
@@ -172,15 +183,33 @@ class QuantizedExperts(QuantizedModule):
         experts, rows, columns = shape
         self._keep(leaf, outputs, ExpertWeights(bytes_tensor(data).view(experts, -1), name, rows, columns))
 
-    def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """x: hidden states [tokens, hidden]. chosen, shares: each token's experts and their weights, [tokens, k]."""
+    def computed(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        """The wrapped module's output.
+
+        Args:
+            x: hidden states [tokens, hidden]; [experts × tokens, hidden] if the form takes all rows.
+            routing: each token's experts and their weights, [tokens, k] both; nothing if the form takes all rows.
+        """
         if not all(self.parts.values()):
-            return self._in_numbers(x, chosen, shares)
+            return self._in_numbers(x, *routing)
         for leaf in self.projections:
             self.require_empty(leaf)
-        return self.routed(x, chosen, shares)
+        return self._of_all_rows(x) if self.form.takes_all_rows else self.routed(x, *routing)
 
-    def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def _of_all_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """As `computed`, for every token scaled for each expert: the output of a row of zeros is zeros."""
+        experts = torch.arange(self.wrapped.num_experts, device=x.device)
+        chosen = experts.repeat_interleave(len(x) // len(experts))[:, None]
+        if x.device.type != "cpu":
+            # Which rows are zeros is not read back.
+            return self.routed(x, chosen, torch.ones_like(chosen, dtype=x.dtype))
+        (rows,) = (x != 0).any(dim=1).nonzero(as_tuple=True)
+        out = torch.zeros_like(x)
+        if len(rows):
+            out[rows] = self.routed(x[rows], chosen[rows], torch.ones((len(rows), 1), dtype=x.dtype))
+        return out
+
+    def _in_numbers(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
         """The output of the wrapped module's own forward, for unpacked weights."""
         for leaf in self.projections:
             if self.parts[leaf]:
@@ -188,7 +217,9 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self._unpacked(leaf))
                 self._forget(leaf)
         dtype = getattr(self.wrapped, self.projections[0]).dtype
-        return self.own_forward(x.to(dtype), chosen, shares.to(dtype)).to(x.dtype)
+        *chosen, shares = routing or (x,)
+        others = (*chosen, shares.to(dtype)) if routing else ()
+        return self.own_forward(x.to(dtype), *others).to(x.dtype)
 
     def _keep(self, leaf: str, outputs: slice, weights: ExpertWeights) -> None:
         self.register_buffer(f"{leaf}_packed_{len(self.parts[leaf])}", weights.data, persistent=False)
@@ -216,7 +247,7 @@ class QuantizedExperts(QuantizedModule):
     def _unpacked(self, leaf: str) -> torch.Tensor:
         """A projection's weights, unpacked, in the wrapped module's layout."""
         experts, rows, columns = self.shapes[leaf]
-        shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
+        shape = (experts, columns, rows) if self.form.is_transposed else (experts, rows, columns)
         parts = self.parts_of(leaf)
         numbers = torch.empty(shape, dtype=self.dtype, device=parts[0][1].data.device)
         for outputs, weights in parts:
@@ -226,7 +257,7 @@ class QuantizedExperts(QuantizedModule):
 
     def _by_output(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in a projection's layout, as [experts, outputs, inputs]."""
-        return tensor.transpose(1, 2) if self.wrapped.is_transposed else tensor
+        return tensor.transpose(1, 2) if self.form.is_transposed else tensor
 
     def _give(self, leaf: str, numbers: torch.Tensor) -> None:
         setattr(self.wrapped, leaf, nn.Parameter(numbers, requires_grad=False))

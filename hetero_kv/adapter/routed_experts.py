@@ -66,8 +66,8 @@ class RoutedExperts:
         settings = [getattr(module, name, None) for name in ("act_fn", "alpha", "limit", "has_bias", "training")]
         present = [
             *(weights.data.data_ptr() for weights in self._experts.packed_weights()), *settings,
-            *(bias.data_ptr() for bias in module._parameters.values() if bias is not None), module._apply_gate,
-            self._has_foreign_step,
+            *(bias.data_ptr() for bias in module._parameters.values() if bias is not None),
+            getattr(module, "_apply_gate", None), self._has_foreign_step,
         ]  # fmt: skip
         if present != self._tried_with:
             self._products = self._tried_products()
@@ -89,7 +89,9 @@ class RoutedExperts:
         """The arguments for the kernels if these give what the wrapped module's own steps give."""
         products, experts = None, self._experts
         if all(experts.parts.values()) and not self._has_output_norm and not self._has_foreign_step:
-            products = ExpertProducts.of(self._wrapped, *(experts.parts_of(leaf) for leaf in experts.projections))
+            products = ExpertProducts.of(
+                self._wrapped, experts.form, *(experts.parts_of(leaf) for leaf in experts.projections)
+            )
         if products is None:
             _logger.info("%s: experts of another form than the kernels'; they are computed one by one", experts.path)
             return None
@@ -166,9 +168,19 @@ class RoutedExperts:
     def _through(self, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
         """x [rows, hidden] through the experts of its runs, or of its rows: [rows, hidden]."""
         inner = self._project(self._experts.projections[0], x, where)
-        inner = self._wrapped._apply_gate(inner) if self._wrapped.has_gate else self._wrapped.act_fn(inner)
+        inner = self._gated(inner) if self._experts.form.has_gate else self._wrapped.act_fn(inner)
         result = self._project(self._experts.projections[1], inner, where)
         return self._wrapped.post_expert_norm(result) if self._has_output_norm else result
+
+    def _gated(self, inner: torch.Tensor) -> torch.Tensor:
+        """The step between the projections, [rows, gate and up] -> [rows, inner]."""
+        own = getattr(self._wrapped, "_apply_gate", None)
+        if own is not None:
+            gated: torch.Tensor = own(inner)
+            return gated
+        # Only Llama 4's experts have it in their forward.
+        gate, up = inner.chunk(2, dim=-1)
+        return up * self._wrapped.act_fn(gate)
 
     def _project(
         self, leaf: str, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor
@@ -184,7 +196,7 @@ class RoutedExperts:
             y = torch.empty((len(x), self._experts.shapes[leaf][1]), dtype=x.dtype, device=x.device)
             for (outputs, _), result in zip(parts, results, strict=True):
                 y[:, outputs] = result
-        if self._wrapped.has_bias:
+        if self._experts.form.has_bias:
             y = y + _of_rows(getattr(self._wrapped, f"{leaf}_bias"), where).to(y.dtype)
         return y
 

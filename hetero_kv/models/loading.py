@@ -28,6 +28,7 @@ from hetero_kv.models.initial_values import NothingDrawn
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.packed_cache import PackedCache
+from hetero_kv.models.parameters import require_finite
 from hetero_kv.models.placing import GPU, placed
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
@@ -194,6 +195,7 @@ def _opened(
                 tensor_files.load(model, torch_dtype, report)
             elif weights is not None and gguf is not None:
                 load_weights(model, gguf, weights, torch_dtype, report, packed_cache)
+            require_finite(model, location.name)
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)

@@ -73,3 +73,13 @@ def require_all_loaded(model: Any, path: Path) -> None:
             f"{str(path)!r} has no weights for {len(left)} parameters of {type(model).__name__} "
             f"({', '.join(left[:3])}, …); give weights that belong to the configuration"
         )
+
+
+def require_finite(model: Any, name: str) -> None:
+    """Raise ModelError if parameters in float16 are not finite; files may have numbers beyond its range."""
+    for path, parameter in model.named_parameters():
+        if parameter.dtype is torch.float16 and not parameter.is_meta and not parameter.isfinite().all():
+            raise ModelError(
+                f"{name} has numbers in {path.replace('.wrapped.', '.')} that float16 does not hold; set dtype to "
+                "bfloat16 or float32"
+            )

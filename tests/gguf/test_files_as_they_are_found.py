@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from hetero_kv import load_model
+from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from tests.gguf.logit_errors import IDS, TOLERANCE, relative_error
-from tests.support.gguf_models.container import Layout, Tensor, array, padded, scalar
+from tests.gguf.logit_errors import IDS, PACKED_TOLERANCE, TOLERANCE, relative_error
+from tests.support.gguf_models.container import Layout, array, scalar
 from tests.support.gguf_models.variants import VARIANTS
 
 UINT32 = 4
@@ -24,29 +24,18 @@ PREDICTING = [
 ]
 
 
-def add(layout, name, dims, data):
-    """A further float32 tensor."""
-    last = layout.tensors[-1]
-    offset = last.offset + len(padded(bytes(last.data)))
-    layout.tensors.append(Tensor(name, dims, 0, offset, bytearray(np.asarray(data, np.float32).tobytes())))
-
-
-def put(layout, key, value):
-    layout.entries = [entry for entry in layout.entries if entry[0] != key] + [(key, value)]
-
-
 @pytest.mark.parametrize("name", PREDICTING)
 def test_blocks_that_predict_further_tokens_are_left_out_with_a_warning(written, tmp_path, caplog, name):
     file = written(name)
     layout, layers = Layout.of(file.path), file.original.config.num_hidden_layers
     for each in [each for each in layout.tensors if each.name.startswith(f"blk.{layers - 1}.")]:
-        add(layout, each.name.replace(f"blk.{layers - 1}.", f"blk.{layers}."), each.dims, np.ones(each.dims))
-    add(layout, f"blk.{layers}.nextn.eh_proj.weight", [64, 32], np.ones((64, 32)))
+        layout.add(each.name.replace(f"blk.{layers - 1}.", f"blk.{layers}."), each.dims, np.ones(each.dims))
+    layout.add(f"blk.{layers}.nextn.eh_proj.weight", [64, 32], np.ones((64, 32)))
     for key, entry in gguf.GGUFReader(file.path).fields.items():
         if key.startswith(f"{name}.") and isinstance(values := entry.contents(), list) and len(values) == layers:
-            put(layout, key, array(entry.types[-1], [*values, values[-1]]))
-    put(layout, f"{name}.block_count", scalar(UINT32, layers + 1))
-    put(layout, f"{name}.nextn_predict_layers", scalar(UINT32, 1))
+            layout.put(key, array(entry.types[-1], [*values, values[-1]]))
+    layout.put(f"{name}.block_count", scalar(UINT32, layers + 1))
+    layout.put(f"{name}.nextn_predict_layers", scalar(UINT32, 1))
     layout.write(tmp_path / "more.gguf")
     model = load_model(tmp_path / "more.gguf", dtype="float32", device="cpu").model
     assert relative_error(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
@@ -60,7 +49,7 @@ def test_a_vocabulary_with_fewer_tokens_than_the_embedding_has_rows(written, tmp
         if tensor.name in ("token_embd.weight", "output.weight"):
             tensor.dims[1] += rows
             tensor.data += bytes(4 * rows * tensor.dims[0])
-    move_together(layout)
+    layout.move_together()
     layout.entries = [entry for entry in layout.entries if entry[0] != "llama.vocab_size"]
     layout.write(tmp_path / "padded.gguf")
     loaded = load_model(tmp_path / "padded.gguf", dtype="float32", device="cpu")
@@ -82,18 +71,10 @@ def merge_queries_keys_and_values(layout):
             q.data += k.data + v.data
             layout.tensors.remove(k)
             layout.tensors.remove(v)
-    move_together(layout)
+    layout.move_together()
 
 
-def move_together(layout):
-    """Put the tensors one behind the other."""
-    place = 0
-    for tensor in layout.tensors:
-        tensor.offset = place
-        place += len(padded(bytes(tensor.data)))
-
-
-@pytest.mark.parametrize("name", ["llama: biases", "chatglm"])
+@pytest.mark.parametrize("name", ["llama: biases", "chatglm", "mimo2"])
 @pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0], ids=["F32", "Q8_0"])
 def test_merged_queries_keys_and_values_are_separated(written, tmp_path, name, kind):
     file = written(name, kind)
@@ -107,9 +88,28 @@ def test_merged_queries_keys_and_values_are_separated(written, tmp_path, name, k
 def test_merged_rows_of_other_heads_are_refused_by_name(written, tmp_path):
     layout = Layout.of(written("llama: biases").path)
     merge_queries_keys_and_values(layout)
-    put(layout, "llama.attention.head_count_kv", scalar(UINT32, 1))
+    layout.put("llama.attention.head_count_kv", scalar(UINT32, 1))
     layout.write(tmp_path / "merged.gguf")
     with pytest.raises(
         ModelError, match=r"blk\.0\.attn_qkv\.\w+'.* has 128 rows, which are not those of 4 query heads and 1"
     ):
         load_model(tmp_path / "merged.gguf")
+
+
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_experts_of_which_one_matrix_is_not_packed(written, tmp_path, part):
+    file = written("qwen3moe", GGMLQuantizationType.Q8_0)
+    layout = Layout.of(file.path)
+    for tensor in layout.tensors:
+        if tensor.name.endswith(f"ffn_{part}_exps.weight"):
+            blocks = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.dims[:0:-1], -1)
+            tensor.data = bytearray(gguf.dequantize(blocks, GGMLQuantizationType.Q8_0).tobytes())
+            tensor.kind = GGMLQuantizationType.F32
+    layout.move_together()
+    layout.write(tmp_path / "mixed.gguf")
+    opened = open_model(tmp_path / "mixed.gguf", dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line={"max_seq_len": 128, "kv_type": "FP32"})
+    model = opened.load().model
+    found = model(IDS, past_key_values=HeteroCache(model)).logits
+    # Attention's matrices are multiplied with activations of 8 bits, by which a token may choose another expert.
+    assert relative_error(found, file.original(IDS).logits).median() < PACKED_TOLERANCE

@@ -10,7 +10,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hetero_kv import HeteroCache, inject, load_model, open_model
+from hetero_kv import HeteroCache, eject, inject, load_model, open_model
+from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
@@ -22,21 +23,21 @@ from hetero_kv.models.gguf.architectures.unsupported import (
     WITHIN_ANOTHER,
 )
 from hetero_kv.rules.matching import InjectionError
-from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
+from tests.gguf.logit_errors import IDS, PACKED_TOLERANCE, SLOWEST, TOLERANCE, relative_error
 from tests.support.gguf_models.conversion import write
 from tests.support.gguf_models.variants import VARIANTS, tiny_model, vocabulary_of
 
 Q8_0 = GGMLQuantizationType.Q8_0
 PROMPT, WHOLE = 40, 56
-#: Packed weights are multiplied with activations of 8 bits; what a file loses costs a whole deviation and more.
-PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
 WITHOUT_RULES = {"falcon", "bloom", "dbrx", "mamba", "mamba2", "mpt"}
 #: Whose state is not given back as keys and values are.
 ONLY_STATE = {"mamba", "mamba2"}
 #: Layers use the keys and values of others.
-SHARED_KEYS = ("gemma4: keys of other layers", "gemma3n: keys of other layers")
+SHARED_KEYS = ("gemma4: keys of other layers",)
+#: Layers pass several streams of hidden states.
+STREAMS = ("gemma3n", "gemma3n: keys of other layers")
 #: Layers have several modules with a state, or none.
 OTHER_LAYERS = {"nemotron_h", "nemotron_h_moe", "falcon-h1"}
 #: Layers attend to tokens that they choose.
@@ -48,7 +49,8 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS | OTHER_ATTENTION.keys() and name not in SHARED_KEYS
+    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_LAYERS | OTHER_ATTENTION.keys()
+    and name not in (*SHARED_KEYS, *STREAMS)
 ]
 
 
@@ -130,6 +132,19 @@ def test_packed_weights_compute_what_the_original_does(written, name):
     assert relative_error(in_turns(model, HeteroCache(model)), file.original(IDS).logits).median() < PACKED_TOLERANCE
 
 
+def test_experts_of_llama_4_stay_packed_until_they_are_ejected(written):
+    file = written("llama4", Q8_0)
+    opened = open_model(file.path, dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line=COVERING)
+    model = opened.load().model
+    packed = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    assert [[weights.name for weights in module.packed_weights()] for module in packed] == [["Q8_0"] * 3] * 2
+    found, expected = in_turns(model, HeteroCache(model)), file.original(IDS).logits
+    assert relative_error(found, expected).median() < PACKED_TOLERANCE
+    eject(model)
+    assert relative_error(model(IDS).logits, expected).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("name", sorted(WITHOUT_RULES))
 def test_rules_that_find_no_attention_are_refused_by_name(written, name):
     opened = open_model(written(name).path, dtype="float32", device="cpu")
@@ -141,6 +156,13 @@ def test_rules_that_find_no_attention_are_refused_by_name(written, name):
 def test_rules_for_layers_with_no_module_or_several_are_refused_by_name(written, name):
     opened = open_model(written(name).path, dtype="float32", device="cpu")
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d .*modules with a layer_idx"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_rules_for_layers_with_several_streams_are_refused_by_name(written, name):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0 .*passes several streams .*\(altup\)"):
         inject(opened.model, "dense", command_line=COVERING)
 
 

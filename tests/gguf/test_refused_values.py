@@ -12,7 +12,7 @@ from hetero_kv.models.gguf import metadata_ranges
 from hetero_kv.models.gguf.config_from_file import configuration_of, settings_of
 from hetero_kv.models.gguf.file import GGUFFile
 from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
-from tests.support.gguf_models.container import Layout, Tensor, array, scalar
+from tests.support.gguf_models.container import Layout, array, scalar
 from tests.support.gguf_models.variants import VARIANTS
 
 UINT32, FLOAT32, BOOL, STRING = 4, 6, 7, 8
@@ -35,10 +35,7 @@ def changed(written, tmp_path):
         layout = Layout.of(written(name).path)
         architecture = name.partition(":")[0]
         for key, value in keys.items():
-            whole = f"{architecture}.{key.replace('__', '.')}"
-            layout.entries = [entry for entry in layout.entries if entry[0] != whole]
-            if value is not None:
-                layout.entries.append((whole, value))
+            layout.put(f"{architecture}.{key.replace('__', '.')}", value)
         layout.write(tmp_path / "changed.gguf")
         return tmp_path / "changed.gguf"
 
@@ -85,6 +82,9 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("granite_swa", "attention__sliding_window_pattern", None),
         ("granite_swa", "attention__rope_pattern", array(BOOL, [True, False])),
         ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
+        # All layers, more than all, and one that is no predictor.
+        *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
+        ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),
     ],
 )  # fmt: skip
 def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, value):
@@ -130,11 +130,18 @@ def test_an_exaone_4_without_windows_rotates_all_layers(written, changed, gone):
     assert float(relative_error(found, expected(IDS).logits).max()) < TOLERANCE
 
 
+def test_a_file_that_names_its_kind_and_no_architecture_is_refused_by_its_kind(written, tmp_path):
+    layout = Layout.of(written("llama").path)
+    layout.put("general.architecture", None)
+    layout.put("general.type", scalar(STRING, "imatrix"))
+    layout.write(tmp_path / "weighted.gguf")
+    with pytest.raises(ModelError, match=r"weighted\.gguf' has no general\.architecture.*\.type 'imatrix': give"):
+        load_model(tmp_path / "weighted.gguf")
+
+
 def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):
     layout = Layout.of(written("phi3: long rotation").path)
-    end = layout.tensors[-1]
-    data = bytearray(b"\0\0\x80\x3f" * 8)
-    layout.tensors.append(Tensor("rope_freqs.weight", [8], 0, end.offset + -(-len(end.data) // 32) * 32, data))
+    layout.add("rope_freqs.weight", [8], [1.0] * 8)
     layout.write(tmp_path / "two.gguf")
     with pytest.raises(
         ModelError, match=r"two RoPE scalings, the tensors rope_freqs\.weight and rope_factors_long\.weight"
@@ -145,9 +152,7 @@ def test_two_scalings_by_tensors_in_one_file_are_refused(written, tmp_path):
 def test_a_parameter_without_one_of_its_parts_is_named(written, tmp_path):
     layout = Layout.of(written("deepseek2").path)
     layout.tensors = [tensor for tensor in layout.tensors if tensor.name != "blk.1.attn_v_b.weight"]
-    end = 0
-    for tensor in layout.tensors:
-        tensor.offset, end = end, end + -(-len(tensor.data) // 32) * 32
+    layout.move_together()
     layout.write(tmp_path / "part.gguf")
     with pytest.raises(ModelError, match=r"no weights for 1 parameters .*layers\.1\.self_attn\.kv_b_proj\.weight"):
         load_model(tmp_path / "part.gguf")

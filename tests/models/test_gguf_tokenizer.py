@@ -14,6 +14,7 @@ from hetero_kv.models import ModelError, load_model
 from hetero_kv.models.gguf.contract import check_metadata
 from hetero_kv.models.gguf.header import MalformedHeaderError
 from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
+from hetero_kv.models.gguf.vocabulary import suppressed_ids
 from tests.models.gguf_vocabularies import (
     CONTROL,
     NOBODY,
@@ -210,6 +211,9 @@ def test_templates_with_names_are_found_by_them():
         tokenizer_of(lone)
     with pytest.raises(ModelError, match=r"names chat templates that it lacks .*: rag\)"):
         tokenizer_of(byte_level(chat_template_="plain", chat_templates_=["rag"]))
+    with pytest.raises(ModelError, match=r"has two default chat templates"):
+        tokenizer_of(byte_level(chat_template_="plain", chat_template__default_="other"))
+    assert tokenizer_of(byte_level(chat_template_="plain", chat_template__default_="plain")).chat_template == "plain"
 
 
 def test_the_originals_own_tokenizer_is_used_where_the_file_has_it():
@@ -281,3 +285,13 @@ def test_a_models_settings_leave_out_the_tokens_that_the_file_suppresses(write_t
     settings = load_model(write_tiny_gguf(tmp_path / "some.gguf", change), device="cpu").model.generation_config
     assert settings.suppress_tokens == [3, 5]
     assert NOBODY not in settings.eos_token_id
+
+
+@pytest.mark.parametrize(("value", "ids"), [(3, [3]), ([3, 9999], None), ([True], None), (["he"], None)])
+def test_tokens_to_suppress_are_ids_of_the_vocabulary(value, ids):
+    file = byte_level(suppress_tokens=value)
+    if ids is None:
+        with pytest.raises(ModelError, match=r"tokenizer\.ggml\.suppress_tokens of '.*' has .*has 257 tokens"):
+            suppressed_ids(file)
+    else:
+        assert suppressed_ids(file) == ids

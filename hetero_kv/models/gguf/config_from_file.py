@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures import architecture_of
 from hetero_kv.models.gguf.architectures.declaration import ConfigSettings, MetadataReader, same, shown
-from hetero_kv.models.gguf.architectures.rope import head_dim_of, same_rope
+from hetero_kv.models.gguf.architectures.rope import ROPE_TENSORS, head_dim_of, same_rope
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.ignored_keys import require_all_used
 from hetero_kv.models.gguf.vocabulary import token_id
@@ -37,6 +37,7 @@ def settings_of(file: GGUFFile, config: Any | None = None) -> ConfigSettings:
     architecture = architecture_of(file)
     metadata = MetadataReader(file, architecture, config)
     settings = ConfigSettings(metadata)
+    rows = _rows(file)
     settings.put("model_type", architecture.model_types[0])
     for suffix, name in architecture.keys.items():
         if suffix in architecture.optional and not metadata.has(suffix):
@@ -52,7 +53,6 @@ def settings_of(file: GGUFFile, config: Any | None = None) -> ConfigSettings:
         ) from error
     for suffix, allowed in NOT_CAUSAL.items():
         metadata.expect(suffix, allowed, "is of a model that generates no text")
-    rows = _rows(file)
     metadata.expect("vocab_size", rows, f"is not the {rows} rows of {EMBEDDING}")
     settings.put("vocab_size", rows)
     settings.put("tie_word_embeddings", HEAD not in file.tensor_names)
@@ -62,7 +62,12 @@ def settings_of(file: GGUFFile, config: Any | None = None) -> ConfigSettings:
 
 
 def _require_possible(metadata: MetadataReader) -> None:
-    """Raise ModelError if numbers of the file contradict each other."""
+    """Raise ModelError if numbers of the file contradict each other, or scale a rotation that the model lacks."""
+    if unread := sorted((metadata.file.tensor_names & set(ROPE_TENSORS)) - metadata.read_tensors):
+        raise ModelError(
+            f"{str(metadata.file.path)!r} has the tensor {unread[0]}, which scales a rotation that models of "
+            f"{metadata.architecture.name} do not have; convert it again"
+        )
 
     def whole(suffix: str) -> int | None:
         value = metadata.file.get(metadata.key(suffix))

@@ -77,6 +77,11 @@ def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedT
     # The count includes blocks that predict further tokens, which a file may omit.
     spare = metadata.get(f"{prefix}.nextn_predict_layers")
     left_out = spare.value if spare is not None and spare.types[0] in INTEGERS else 0
+    if left_out >= count.value:
+        raise MalformedHeaderError(
+            f"{prefix}.nextn_predict_layers is {left_out:,}, which leaves no layer of {prefix}.block_count "
+            f"{count.value:,}"
+        )
     numbers = {int(match[1]) for tensor in tensors if (match := BLOCK.match(tensor.name))}
     wrong = max(numbers, default=0) >= count.value or len(numbers) < count.value - left_out
     if numbers and wrong:

@@ -1,8 +1,8 @@
 """Loads the expert tensors of a mixture (MoE) from a GGUF file.
 
 GGUF has one tensor per projection for all experts, `blk.N.ffn_{gate,up,down}_exps`, [experts, outputs, inputs]; newer
-files may merge gate and up. In transformers the experts' parameters belong to one module. Its attributes tell whether
-gate and up are concatenated or interleaved, and whether inputs are the first dimension.
+files may merge gate and up. In transformers the experts' parameters belong to one module, of which `ExpertsForm` says
+whether gate and up are concatenated or interleaved, and whether inputs are the first dimension.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.shapes import require_shape
 from hetero_kv.models.parameters import set_parameter
 from hetero_kv.weights.block_numbers import numbers_of_blocks
+from hetero_kv.weights.experts_form import ExpertsForm
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _MODULE = re.compile(r"\.layers\.(?P<layer>\d+)\.(.+\.)?experts$")
-#: What says in which order experts lie: whether they have a gate, whether inputs are the first dimension, and whether
-#: gate and up follow each other instead of alternating.
-_FORM = ("has_gate", "is_transposed", "is_concatenated")
-#: Class of experts that has no such attributes -> their values.
-_FORMS = {"Llama4TextExperts": (True, True, True)}
 
 
 @dataclass(frozen=True)
@@ -55,34 +51,30 @@ class ExpertPlace:
 
 def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
     """GGUF tensor name -> its place, for the expert tensors that the model has a place for."""
-    modules: dict[str, tuple[str, Any, tuple[bool, bool, bool]]] = {
+    modules: dict[str, tuple[str, Any, ExpertsForm]] = {
         match["layer"]: (path.replace(".wrapped", ""), module, form)
         for path, module in model.named_modules()
-        if (match := _MODULE.search(path)) and (form := _form_of(module)) is not None
+        if (match := _MODULE.search(path)) and (form := ExpertsForm.of(module)) is not None
     }
     places = {}
     for info in file.tensors:
         match = _NAME.fullmatch(info.name)
         if match is None or match["layer"] not in modules:
             continue
-        path, module, (has_gate, is_transposed, is_concatenated) = modules[match["layer"]]
+        path, module, form = modules[match["layer"]]
         suffix = "_bias" if match["kind"] == "bias" else ""
         part = match["part"]
-        if part in ("gate", "up") and has_gate:
-            width = module.down_proj.shape[1 if is_transposed else 2] if is_concatenated else None
-            place = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(part, width), is_transposed)
+        if part in ("gate", "up") and form.has_gate:
+            width = module.down_proj.shape[1 if form.is_transposed else 2] if form.is_concatenated else None
+            place = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(part, width), form.is_transposed)
+        elif part == "gate_up" and not form.is_concatenated:
+            # A file has all gates before all ups; the parameter has them in turn.
+            continue
         else:
-            place = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None), is_transposed)
-        places[info.name] = place
+            place = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None), form.is_transposed)
+        if hasattr(module, place.leaf):
+            places[info.name] = place
     return places
-
-
-def _form_of(module: nn.Module) -> tuple[bool, bool, bool] | None:
-    """The values of `_FORM`; None if the module has no experts of a known form."""
-    if all(hasattr(module, name) for name in _FORM):
-        has_gate, is_transposed, is_concatenated = (bool(getattr(module, name)) for name in _FORM)
-        return has_gate, is_transposed, is_concatenated
-    return _FORMS.get(type(module).__name__)
 
 
 def _half(part: str, width: int | None) -> slice:

@@ -105,7 +105,9 @@ class GGUFFile:
                 tensors = [replace(info, part=number) for number, part in enumerate(parts) for info in part.tensors]
                 whole = replace(parts[0], tensors=tuple(tensors), later_parts=tuple(parts[1:]))
             if "general.architecture" not in whole.metadata:
-                raise ModelError(f"{str(whole.path)!r} has no general.architecture in its metadata; convert it again")
+                kind = whole.get("general.type")
+                what = "convert it again" if kind is None else f"it is of general.type {kind!r}: give a model's file"
+                raise ModelError(f"{str(whole.path)!r} has no general.architecture in its metadata; {what}")
             check_blocks(whole.metadata, whole.tensors)
         return whole
 

@@ -39,13 +39,17 @@ def _parts(file: GGUFFile, info: TensorInfo) -> Iterator[TensorInfo]:
     heads = _of_layer(file, "attention.head_count", layer, 0)
     groups = _of_layer(file, "attention.head_count_kv", layer, heads)
     rows = info.shape[0]
-    if heads < 1 or groups < 1 or rows % (heads + 2 * groups):
-        raise ModelError(
-            f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} has {rows:,} rows, which are not those of "
-            f"{heads} query heads and {groups} key and value heads of one size; convert it again"
-        )
-    dim, offset = rows // (heads + 2 * groups), info.offset
-    for part, count in zip(PARTS, (heads * dim, groups * dim, groups * dim), strict=True):
+    key, value = (_of_layer(file, f"attention.{part}_length", layer, 0) for part in ("key", "value"))
+    if not groups or heads * key + groups * (key + value) != rows:
+        # The sizes are not in the file, or other ones in this layer.
+        if heads < 1 or groups < 1 or rows % (heads + 2 * groups):
+            raise ModelError(
+                f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} has {rows:,} rows, which are not those "
+                f"of {heads} query heads and {groups} key and value heads of one size; convert it again"
+            )
+        key = value = rows // (heads + 2 * groups)
+    offset = info.offset
+    for part, count in zip(PARTS, (heads * key, groups * key, groups * value), strict=True):
         nbytes = info.nbytes // rows * count
         name = f"{match[0]}{part}.{kind}"
         yield TensorInfo(name, (count, *info.shape[1:]), info.quantization, offset, nbytes, info.part)

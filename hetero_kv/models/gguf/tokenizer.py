@@ -247,9 +247,15 @@ def _written(file: GGUFFile, vocabulary: Vocabulary, written: str) -> Tokenizer:
 
 def _chat_template(file: GGUFFile) -> Any:
     """The chat template, or the templates by name; None if the file has none."""
-    templates = {
-        match[1] or "default": file.get(key) for key in file.metadata if (match := CHAT_TEMPLATE.fullmatch(key))
-    }
+    templates: dict[str, Any] = {}
+    for key in file.metadata:
+        if match := CHAT_TEMPLATE.fullmatch(key):
+            name, template = match[1] or "default", file.get(key)
+            if templates.setdefault(name, template) != template:
+                raise ModelError(
+                    f"{str(file.path)!r} has two default chat templates (tokenizer.chat_template and "
+                    "tokenizer.chat_template.default); convert it again"
+                )
     for name, template in templates.items():
         if not isinstance(template, str):
             raise ModelError(f"the chat template {name!r} of {str(file.path)!r} is not text; convert the file again")

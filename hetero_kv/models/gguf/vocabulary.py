@@ -207,15 +207,16 @@ def suppressed_ids(file: GGUFFile) -> list[int]:
     Raises:
         ModelError: the vocabulary has no token with such an id.
     """
-    numbers = file.get("tokenizer.ggml.suppress_tokens", ())
-    for number in numbers if isinstance(numbers, tuple) else (numbers,):
+    found = file.get("tokenizer.ggml.suppress_tokens", ())
+    numbers = found if isinstance(found, tuple | list) else (found,)
+    for number in numbers:
         _require_token(file, "suppress_tokens", number)
     return list(numbers)
 
 
 def _require_token(file: GGUFFile, key: str, number: object) -> None:
     count = len(file.metadata["tokenizer.ggml.tokens"].value)
-    if not isinstance(number, int) or not 0 <= number < count:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < count:
         raise ModelError(
             f"tokenizer.ggml.{key} of {str(file.path)!r} has {number!r}, and the vocabulary has {count:,} tokens; "
             "convert the file again"

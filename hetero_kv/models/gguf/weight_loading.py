@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.experts import load_expert_tensor
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.opening import note_packed
@@ -99,7 +100,7 @@ def _load(
         blocks, columns = _blocks(weights, info, data), weights.column_order(info)
         kept: str | None = module.load_blocks(blocks, info.quantization, info.shape, columns)
         return kept
-    numbers = weights.numbers(info, data)
+    numbers = _numbers(weights, file, info, data)
     for path, part in zip(paths, numbers if ROW in target.path else (numbers,), strict=True):
         module, leaf = owner_of(model, path)
         require_shape(file, info, shape_of(module, leaf), part.shape)
@@ -132,7 +133,7 @@ def _load_part(
     if load_blocks is not None and leaf == "weight" and same_blocks:
         shapes, data_of_parts = [each.shape for each, _ in found], [_blocks(weights, *each) for each in found]
     else:
-        data_of_parts = [weights.numbers(*each) for each in found]
+        data_of_parts = [_numbers(weights, file, *each) for each in found]
         shapes = [each.shape for each in data_of_parts]
     for (each, _), places, found_shape in zip(found, rows, shapes, strict=True):
         require_shape(file, each, (len(places), *shape[1:]), found_shape)
@@ -142,6 +143,19 @@ def _load_part(
         return kept
     set_tensor(module, leaf, torch.from_numpy(whole).to(parameter_dtype(model, path, dtype)))
     return None
+
+
+def _numbers(weights: WeightMap, file: GGUFFile, info: TensorInfo, data: np.ndarray) -> np.ndarray:
+    """The tensor as numbers of the parameter. Raises ModelError if these are not finite, though the tensor's are."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        numbers = weights.numbers(info, data)
+    target = weights.targets[info.name]
+    if target.transform is not None and not target.transform.keeps_blocks and not np.isfinite(numbers).all():
+        raise ModelError(
+            f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} has numbers from which {target.path} cannot "
+            "be made (a logarithm of 0 or less); download the file again, or convert it again"
+        )
+    return numbers
 
 
 def _blocks(weights: WeightMap, info: TensorInfo, data: np.ndarray) -> np.ndarray:

@@ -74,6 +74,7 @@ class WeightMap:
         targets: dict[str, Target] = {}
         unplaced = []
         if predicting := known.predicting_blocks(file):
+            _require_predictor(file, predicting)
             _logger.warning(
                 "%s: blocks that predict further tokens are left out: %s", file.path, ", ".join(map(str, predicting))
             )
@@ -239,6 +240,16 @@ class _ParameterPaths:
             if all(each in self.parameters for each in target.paths(info)):
                 return target
         return None
+
+
+def _require_predictor(file: GGUFFile, blocks: list[int]) -> None:
+    """Raise ModelError unless one of the blocks that are left out has what makes its input of a token's state."""
+    if not any(name.startswith(f"blk.{block}.nextn.") for block in blocks for name in file.tensor_names):
+        key = f"{file.architecture}.nextn_predict_layers"
+        raise ModelError(
+            f"{str(file.path)!r} has {key} {file.get(key)}, and its last {len(blocks)} blocks have no tensor nextn.*, "
+            "as those that predict further tokens do; convert it again"
+        )
 
 
 def _matching(places: Places, name: str) -> Iterator[tuple[ParameterPlace, str]]:

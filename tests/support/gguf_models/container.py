@@ -85,6 +85,29 @@ class Layout:
         tensors = [replace(tensor, dims=[*tensor.dims], data=bytearray(tensor.data)) for tensor in self.tensors]
         return Layout([*self.entries], tensors, {**self.counts}, [*self.flips], self.length)
 
+    def put(self, key: str, value: bytes | None) -> None:
+        """Give a key a value with its type; None removes it."""
+        self.entries = [entry for entry in self.entries if entry[0] != key]
+        if value is not None:
+            self.entries.append((key, value))
+
+    def add(self, name: str, dims: list[int], data) -> None:
+        """A further float32 tensor."""
+        self.tensors.append(Tensor(name, dims, 0, 0, bytearray(np.asarray(data, np.float32).tobytes())))
+        self.move_together()
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The numbers of a float32 tensor, which can be changed."""
+        tensor = next(each for each in self.tensors if each.name == name)
+        return np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+
+    def move_together(self) -> None:
+        """Put the tensors one behind the other."""
+        place = 0
+        for tensor in self.tensors:
+            tensor.offset = place
+            place += len(padded(bytes(tensor.data)))
+
     def header(self) -> bytes:
         """Everything before the data."""
         tensors, entries = (

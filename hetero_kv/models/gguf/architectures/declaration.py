@@ -67,7 +67,7 @@ class Architecture:
 
 
 class MetadataReader:
-    """Reads the metadata under an architecture's name, and records which keys are used.
+    """Reads the metadata under an architecture's name, and records which keys are used and which tensors are read.
 
     Args:
         config: the text configuration that belongs to the file's weights; None if the file is the only source.
@@ -76,6 +76,7 @@ class MetadataReader:
     def __init__(self, file: GGUFFile, architecture: Architecture, config: Any | None) -> None:
         self.file, self.architecture, self.config = file, architecture, config
         self.used: set[str] = set()
+        self.read_tensors: set[str] = set()
 
     def key(self, suffix: str) -> str:
         """The key with the architecture's name."""
@@ -123,6 +124,7 @@ class MetadataReader:
 
     def tensor(self, name: str) -> list[float] | None:
         """The numbers of a small tensor; None if the file lacks it."""
+        self.read_tensors.add(name)
         return numbers_of(self.file, name)
 
     def unsupported(self, suffix: str, why: str) -> ModelError:

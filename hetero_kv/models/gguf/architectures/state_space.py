@@ -6,6 +6,7 @@ https://github.com/ggml-org/llama.cpp.
 
 from __future__ import annotations
 
+from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.architectures.common import ATTENTION, GATED, MODEL, RMS_NORM, SIZES, put_heads
 from hetero_kv.models.gguf.architectures.declaration import (
     Architecture,
@@ -187,6 +188,12 @@ def _falcon_h1(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("mamba_norm_before_gate", False)
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
     settings.put("mlp_bias", metadata.has_tensor("ffn_down.bias"))
+    if "output.weight" not in metadata.file.tensor_names:
+        raise ModelError(
+            f"{str(metadata.file.path)!r} has no tensor output.weight: token_embd.weight is multiplied by the model's "
+            "factor of embeddings, and that of the output is another, which no key states; give the model's directory "
+            "or hub id in Hugging Face format"
+        )
     # The converter multiplies the weights by them.
     for name in _FALCON_MULTIPLIERS:
         settings.put(name, 1.0, "block_count")
