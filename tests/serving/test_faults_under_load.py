@@ -11,6 +11,8 @@ from hetero_kv import SamplingParams
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
+from tests.serving.number_tokenizer import Numbers
+from tests.serving.short_memory import require_all_free
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 
@@ -103,6 +105,28 @@ def test_an_interrupt_while_tokens_are_chosen_loses_none(monkeypatch):
             engine.step()
         answers = [stream.result().tokens for stream in streams]
         assert answers == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+
+
+def test_an_answer_whose_text_cannot_be_ended_fails_alone(monkeypatch):
+    with engine_of("quest", kept_prefixes=0) as engine:
+        good, bad = (engine.generate(tokens, ANSWER) for tokens in LOAD[:2])
+        while len(bad._pieces) < 4:
+            engine.step()
+        decode, known = Numbers.decode, [piece.token for piece in bad._pieces]
+
+        def fails(tokenizer, tokens, **named):
+            if tokens and tokens[-1] == known[-1] and len(tokens) == 1:
+                raise ZeroDivisionError("a fault of a tokenizer")
+            return decode(tokenizer, tokens, **named)
+
+        monkeypatch.setattr(Numbers, "decode", fails)
+        bad.cancel()
+        engine.step()
+        monkeypatch.undo()
+        with pytest.raises(ZeroDivisionError):
+            bad.result()
+        assert good.result().tokens == alone(engine, LOAD[0], ANSWER.max_new_tokens)
+        require_all_free(engine)
 
 
 @pytest.mark.slow
