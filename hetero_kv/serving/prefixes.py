@@ -169,8 +169,8 @@ class ResidentPrefixes:
         self._drop(known)
 
     def _use(self, known: Known) -> None:
-        # It is the most recently used one now.
-        self._kept.sort(key=lambda kept: kept.cache is known.cache)
+        # It is the most recently used one now. In a new list: one that is being sorted is empty for other threads.
+        self._kept = sorted(self._kept, key=lambda kept: kept.cache is known.cache)
 
     def _drop(self, known: Known) -> None:
         self._kept = [each for each in self._kept if each.cache is not known.cache]

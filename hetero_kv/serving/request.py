@@ -98,10 +98,10 @@ class Request:
     @property
     def stored(self) -> int:
         """How many of its tokens are in its cache, or on the disk."""
-        if self.swapped is not None:
-            return self.swapped.tokens
-        # The engine's thread may remove the cache while another thread reads this.
-        cache = self.cache
+        # The engine's thread may remove either while another thread reads this.
+        swapped, cache = self.swapped, self.cache
+        if swapped is not None:
+            return swapped.tokens
         return 0 if cache is None else cache.get_seq_length()
 
     @property
