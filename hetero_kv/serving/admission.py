@@ -97,7 +97,11 @@ class Admission:
         ]
         prefix = self._prefixes.find(request.tokens, live, request.tenant)
         resident = self._new_cache() if prefix.cache is None else prefix.cache
-        cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
+        try:
+            cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
+        except BaseException:
+            free(resident)
+            raise
         return cache, reuse, prefix.checkpoints if cache is resident else ()
 
     def _loaded_cache(self, request: Request, resident: HeteroCache, reuse: Reuse) -> tuple[HeteroCache, Reuse]:

@@ -76,7 +76,12 @@ class Known(NamedTuple):
         if tokens < len(self.tokens):
             point = newest_within(self.checkpoints, tokens)
             is_needed = point is not None and not all(group.can_crop_to(tokens) for group in forked.groups)
-            forked.crop(tokens - len(self.tokens), point if is_needed else None)
+            try:
+                forked.crop(tokens - len(self.tokens), point if is_needed else None)
+            except BaseException:
+                # The error's traceback, which a stream may keep, refers to the fork.
+                forked.reset()
+                raise
         return forked
 
 

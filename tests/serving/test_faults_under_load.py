@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hetero_kv import SamplingParams
+from hetero_kv import HeteroCache, SamplingParams
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
@@ -127,6 +127,34 @@ def test_an_answer_whose_text_cannot_be_ended_fails_alone(monkeypatch):
             bad.result()
         assert good.result().tokens == alone(engine, LOAD[0], ANSWER.max_new_tokens)
         require_all_free(engine)
+
+
+def test_a_prefix_that_cannot_be_cut_keeps_no_block_while_its_error_is_held(monkeypatch, tmp_path):
+    known = PROMPTS[2]
+    departing = [*known[:70], (known[70] + 1) % 97]
+    for settings in ({}, {"kept_prefixes": 0, "context_folder": tmp_path}):
+        with engine_of("dense", **settings) as engine:
+            engine.generate(known, ANSWER).result()
+            with monkeypatch.context() as patch:
+                patch.setattr(HeteroCache, "crop", raising(MemoryError("no memory")))
+                stream = engine.generate(departing, ANSWER)
+                while engine.step():
+                    pass
+            if settings:
+                # It was on the disk, and the prompt is computed.
+                assert stream.result().reuse.reason == "not_loaded"
+            else:
+                assert isinstance(stream._error, MemoryError)
+            while engine._prefixes.drop_oldest():
+                pass
+            require_all_free(engine)
+
+
+def raising(error):
+    def act(*args, **named):
+        raise error
+
+    return act
 
 
 @pytest.mark.slow
