@@ -104,11 +104,7 @@ class Scheduler:
     def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
         """The next part of a request's prompt; all of its rest unless `splits`."""
         stop = self._stop_of(request, len(request.tokens), splits, beside)
-        question = request.question
-        if question is not None:
-            # The tokens that the answer has already follow it.
-            question += len(request.tokens) - request.prompt_tokens
-        return Part(request.tokens, request.stored, stop, request.reuse.tokens, question)
+        return Part(request.tokens, request.stored, stop, request.reuse.tokens, request.question_tokens)
 
     def _stop_of(self, request: Request, end: int, splits: bool, beside: bool) -> int:
         """The end of the next part of a request's tokens up to `end`."""
