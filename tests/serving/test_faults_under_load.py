@@ -150,6 +150,15 @@ def test_a_prefix_that_cannot_be_cut_keeps_no_block_while_its_error_is_held(monk
             require_all_free(engine)
 
 
+def test_guesses_that_cannot_be_made_end_guessing_and_no_answer(monkeypatch, caplog):
+    with engine_of("quest", speculation="lookup") as engine:
+        monkeypatch.setattr(engine._speculation, "drafts", raising(MemoryError("no memory")))
+        streams = [engine.generate(tokens, ANSWER) for tokens in LOAD]
+        answers = [stream.result() for stream in streams]
+        assert [each.tokens for each in answers] == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+    assert "guesses were not verified (MemoryError: no memory)" in caplog.text
+
+
 def raising(error):
     def act(*args, **named):
         raise error
