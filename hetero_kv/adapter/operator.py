@@ -258,6 +258,17 @@ class AttentionOperator(Operator):
         """Number of last queries of a recorded prompt that `load_prefill` reads."""
         return 0
 
+    def choosing_queries(self, length: int, question: int | None) -> int:
+        """How many last queries of a prompt choose what its answer attends to; 0 if each token chooses for itself.
+
+        A prompt that reuses a prefix must compute at least as many tokens.
+
+        Args:
+            length: tokens of the sequence at the prompt's end.
+            question: how many of the prompt's last tokens are its question; None if unknown.
+        """
+        return 0
+
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile the kernels of decoding, before the first token needs them.
 

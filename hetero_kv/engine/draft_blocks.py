@@ -28,5 +28,5 @@ class DraftBlocks:
 
     @property
     def dram_bytes(self) -> int:
-        """Bytes of the means."""
-        return sum(means.nbytes for means in self.means.values())
+        """Bytes of the means. Any thread may read it."""
+        return sum(means.nbytes for means in list(self.means.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -95,15 +96,22 @@ class Admission:
             Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints), each.tenant)
             for each, cache in with_caches(self._queues.running)
         ]
-        prefix = self._prefixes.find(request.tokens, live, request.tenant)
+        prefix = self._prefixes.find(request.tokens, live, request.tenant, partial(self._reusable, request))
         resident = self._new_cache() if prefix.cache is None else prefix.cache
-        cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
+        try:
+            cache, reuse = self._loaded_cache(request, resident, prefix.reuse)
+        except BaseException:
+            free(resident)
+            raise
         return cache, reuse, prefix.checkpoints if cache is resident else ()
 
     def _loaded_cache(self, request: Request, resident: HeteroCache, reuse: Reuse) -> tuple[HeteroCache, Reuse]:
         """A cache with a prefix from the disk, if it is a block longer than the resident prefix, and fits."""
         stored, cached = self._prefixes.stored, reuse.tokens
-        found = None if stored is None else stored.longest(request.tokens, cached + stored.min_tokens, request.tenant)
+        most = self._reusable(request, len(request.tokens) - 1)
+        # A stored sequence has all but the last of these tokens at most.
+        begun = request.tokens[: most + 1]
+        found = None if stored is None else stored.longest(begun, cached + stored.min_tokens, request.tenant)
         if request.is_store_away and reuse.reason != "all":
             reuse = replace(reuse, reason="store_away")
         if stored is None or found is None:
@@ -120,7 +128,13 @@ class Admission:
         if loaded is None:
             return resident, missed
         free(resident)
+        if tokens == most < len(request.tokens) - 1:
+            return loaded, Reuse(tokens, "chooses", max(tokens, reuse.common), "disk")
         return loaded, _from_disk(reuse, tokens, context.tokens, len(request.tokens))
+
+    def _reusable(self, request: Request, common: int) -> int:
+        """How many of the `common` first tokens of a request can be reused."""
+        return request.reusable(common, self._prefixes.choosing_queries)
 
     def _make_room(self, request: Request, cache: HeteroCache) -> bool:
         """Preempt less urgent requests until a request can be admitted with this cache; returns whether it can.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,11 @@ class Replay(Request):
     def _is_in_prompt(self) -> bool:
         """Whether the recorded token is the last one of a prompt."""
         return self._prompt == self.prompt_tokens
+
+    def reusable(self, common: int, choosing_queries: Callable[[int, int | None], int]) -> int:
+        """See Request. Tokens behind the prompt attend to what it chose."""
+        is_behind = common >= self._prompt
+        return common if is_behind else max(0, min(common, self._prompt - choosing_queries(self._prompt, None)))
 
     @property
     def passing(self) -> int:

@@ -207,7 +207,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """The engine's present state. Any thread may call it, also during a step."""
         store = self._store
-        free = min((each.free_blocks * each.block_size for each in list(store.allocators.values())), default=None)
+        free = min((each.unused_blocks * each.block_size for each in list(store.allocators.values())), default=None)
         capacity = store.tokens or store.capacity
         step_s, row_s = self._speculation.costs.line(self._max_batch)
         return EngineStatus(

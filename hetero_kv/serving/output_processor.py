@@ -62,12 +62,20 @@ class OutputProcessor:
         request.counts.add(burst.drafted, burst.accepted)
 
     def retire(self, request: Request, reason: FinishReason) -> None:
-        """End a request whose answer is complete, and keep its sequence for later prompts."""
-        for owner, burst in list(self._unchosen):
-            if owner is request:
-                self._end(request, burst)
+        """End a request whose answer is complete, and keep its sequence for later prompts; an error fails it alone."""
+        try:
+            for owner, burst in list(self._unchosen):
+                if owner is request:
+                    self._end(request, burst)
+        except Exception as error:
+            self._queues.fail(request, error)
+            return
         cache = self._queues.leave(request)
-        request.complete(reason)
+        try:
+            request.complete(reason)
+        except Exception as error:
+            # The end of a text is decoded by code of others.
+            request.stream.fail(error)
         if cache is not None:
             self.keep(cache, request, request.checkpoints)
 

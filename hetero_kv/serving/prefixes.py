@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,7 +76,12 @@ class Known(NamedTuple):
         if tokens < len(self.tokens):
             point = newest_within(self.checkpoints, tokens)
             is_needed = point is not None and not all(group.can_crop_to(tokens) for group in forked.groups)
-            forked.crop(tokens - len(self.tokens), point if is_needed else None)
+            try:
+                forked.crop(tokens - len(self.tokens), point if is_needed else None)
+            except BaseException:
+                # The error's traceback, which a stream may keep, refers to the fork.
+                forked.reset()
+                raise
         return forked
 
 
@@ -103,6 +108,7 @@ class ResidentPrefixes:
     def __init__(self, operators: Iterable[Any], max_kept: int) -> None:
         listed = list(operators)
         self.are_shared = bool(listed) and all(operator.continues_exactly for operator in listed)
+        self._operators = listed
         self._max_kept = max_kept
         # The least recently used first.
         self._kept: list[Known] = []
@@ -169,8 +175,8 @@ class ResidentPrefixes:
         self._drop(known)
 
     def _use(self, known: Known) -> None:
-        # It is the most recently used one now.
-        self._kept.sort(key=lambda kept: kept.cache is known.cache)
+        # It is the most recently used one now. In a new list: one that is being sorted is empty for other threads.
+        self._kept = sorted(self._kept, key=lambda kept: kept.cache is known.cache)
 
     def _drop(self, known: Known) -> None:
         self._kept = [each for each in self._kept if each.cache is not known.cache]
@@ -212,13 +218,21 @@ class ResidentPrefixes:
         new = np.array(prompt)
         return max((_common(each.tokens, new) for each in list(self._kept) if each.tenant == tenant), default=0)
 
-    def find(self, prompt: Sequence[int], live: Iterable[Known] = (), tenant: str = "") -> Prefix:
+    def choosing_queries(self, length: int, question: int | None) -> int:
+        """As `AttentionOperator.choosing_queries`, of all operators."""
+        return max((operator.choosing_queries(length, question) for operator in self._operators), default=0)
+
+    def find(
+        self, prompt: Sequence[int], live: Iterable[Known] = (), tenant: str = "",
+        reusable: Callable[[int], int] = lambda common: common,
+    ) -> Prefix:  # fmt: skip
         """The longest prefix of a tenant's prompt in memory, as a fork of its sequence.
 
         At least one token of the prompt is left to compute.
 
         Args:
             live: sequences of running requests.
+            reusable: how many tokens of a common prefix may be reused, if layers can roll back to there.
         """
         if not self.are_shared:
             return Prefix(None, Reuse(reason="not_exact"))
@@ -233,7 +247,7 @@ class ResidentPrefixes:
         common, alike = commons[longest], candidates[longest]
         best: tuple[int, Known] | None = None
         for count, each in zip(commons, candidates, strict=True):
-            usable = each.usable(count)
+            usable = each.usable(reusable(count))
             if usable and (best is None or usable > best[0]) and _is_current(each.cache, now):
                 best = usable, each
         tokens, known = (0, None) if best is None else best
@@ -242,11 +256,13 @@ class ResidentPrefixes:
             reuse = replace(reuse, reason="all")
         elif not common:
             reuse = replace(reuse, reason="nothing_alike")
-        elif tokens < common and not _is_current(alike.cache, now):
+        elif tokens < reusable(common) and not _is_current(alike.cache, now):
             reuse = replace(reuse, reason="other_weights")
-        elif tokens < common:
-            kinds = {kind for group in alike.cache.groups for kind in group.stuck(common)}
+        elif tokens < reusable(common):
+            kinds = {kind for group in alike.cache.groups for kind in group.stuck(reusable(common))}
             reuse = replace(reuse, reason="cannot_go_back", kind=", ".join(sorted(kinds)))
+        elif tokens < common:
+            reuse = replace(reuse, reason="chooses")
         elif known is not None and tokens == len(known.tokens):
             reuse = replace(reuse, reason="extends")
         if known is None:

@@ -43,8 +43,9 @@ class Queues:
 
     def add(self, request: Request, *, first: bool = False) -> None:
         """Queue a request after all others of its priority, or before them (`first`); 0 is more urgent than 1."""
-        self.waiting.insert(0 if first else len(self.waiting), request)
-        self.waiting.sort(key=lambda each: each.priority)
+        waiting = [request, *self.waiting] if first else [*self.waiting, request]
+        # In a new list: one that is being sorted is empty for other threads.
+        self.waiting = sorted(waiting, key=lambda each: each.priority)
 
     def answer(self, request: Request) -> None:
         """Move a request whose prompt is computed to the running ones."""

@@ -86,6 +86,18 @@ class Request:
         """Tokens of the prompt that were computed before."""
         return min(self.prompt_tokens, self.reuse.tokens)
 
+    @property
+    def question_tokens(self) -> int | None:
+        """How many of its last tokens are the question, with the answer's tokens that are known; None if unknown."""
+        return None if self.question is None else self.question + len(self.tokens) - self.prompt_tokens
+
+    def reusable(self, common: int, choosing_queries: Callable[[int, int | None], int]) -> int:
+        """How many of `common` first tokens can be reused: the others' queries choose what the answer attends to.
+
+        choosing_queries: as `AttentionOperator.choosing_queries`.
+        """
+        return max(0, min(common, len(self.tokens) - choosing_queries(len(self.tokens), self.question_tokens)))
+
     def begin(self, reuse: Reuse, checkpoints: Sequence[KeptCheckpoint]) -> None:
         """Start its prefill after the reused prefix, with these checkpoints."""
         self.reuse = self.stream.reuse = reuse
@@ -98,10 +110,10 @@ class Request:
     @property
     def stored(self) -> int:
         """How many of its tokens are in its cache, or on the disk."""
-        if self.swapped is not None:
-            return self.swapped.tokens
-        # The engine's thread may remove the cache while another thread reads this.
-        cache = self.cache
+        # The engine's thread may remove either while another thread reads this.
+        swapped, cache = self.swapped, self.cache
+        if swapped is not None:
+            return swapped.tokens
         return 0 if cache is None else cache.get_seq_length()
 
     @property

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Reason = Literal[
-    "all", "extends", "differs", "nothing_alike", "nothing_kept", "cannot_go_back", "other_weights", "not_loaded",
-    "store_away", "not_exact", "off",
+    "all", "extends", "differs", "nothing_alike", "nothing_kept", "chooses", "cannot_go_back", "other_weights",
+    "not_loaded", "store_away", "not_exact", "off",
 ]  # fmt: skip
 
 
@@ -19,7 +19,8 @@ class Reuse:
         tokens: how many of the prompt's first tokens were not computed again.
         reason: why the others were computed: "all" but the last token, whose logits are needed, were reused; the prompt
             "extends" the longest known sequence; it "differs" from all known ones from token `tokens` on; no known
-            sequence shares a prefix ("nothing_alike"), or none is kept ("nothing_kept"); layers of `kind`
+            sequence shares a prefix ("nothing_alike"), or none is kept ("nothing_kept"); the attention of the prompt's
+            last tokens "chooses" what its answer attends to; layers of `kind`
             "cannot_go_back" to where the prompt diverges; the sequence was computed under "other_weights", adapters or
             hooks; a stored context was "not_loaded", for lack of memory or disk, or because it is damaged; the address
             of stored contexts did not answer in time ("store_away"); a prompt that reuses a prefix is "not_exact" under
@@ -45,6 +46,10 @@ class Reuse:
             "differs": f"the prompt differs from every known sequence from token {self.tokens} on",
             "nothing_alike": "no known sequence begins as the prompt does",
             "nothing_kept": "no sequence is kept yet",
+            "chooses": (
+                f"the prompt's tokens from {self.tokens} on are computed, because under the rules their attention "
+                "chooses what the answer attends to"
+            ),
             "cannot_go_back": (
                 f"the prompt diverges from a known sequence at token {self.common}, and layers of kind {self.kind} "
                 f"cannot roll back to it: the last checkpoint before it is at token {self.tokens}"

@@ -104,11 +104,7 @@ class Scheduler:
     def _part_of(self, request: Request, splits: bool, beside: bool) -> Part:
         """The next part of a request's prompt; all of its rest unless `splits`."""
         stop = self._stop_of(request, len(request.tokens), splits, beside)
-        question = request.question
-        if question is not None:
-            # The tokens that the answer has already follow it.
-            question += len(request.tokens) - request.prompt_tokens
-        return Part(request.tokens, request.stored, stop, request.reuse.tokens, question)
+        return Part(request.tokens, request.stored, stop, request.reuse.tokens, request.question_tokens)
 
     def _stop_of(self, request: Request, end: int, splits: bool, beside: bool) -> int:
         """The end of the next part of a request's tokens up to `end`."""
@@ -216,11 +212,7 @@ class Scheduler:
         """Decode one token of every row, or several where guesses are right."""
         if not rows:
             return
-        drafts = self._speculation.drafts(
-            [request.drafter for request in rows],
-            self._caches_and_tokens(rows)[0],
-            [request.tokens_left for request in rows],
-        )
+        drafts = self._drafts(rows)
         if any(drafts) and self._verified(rows, drafts):
             return
         began = time.perf_counter()
@@ -236,6 +228,19 @@ class Scheduler:
         self._part_size.decoded(time.perf_counter() - began)
         self._outputs.accept(rows, _bursts(logits))
         self._speculation.costs.took(len(rows), time.perf_counter() - began)
+
+    def _drafts(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The guesses of the rows. After an error these answers are computed without."""
+        try:
+            return self._speculation.drafts(
+                [request.drafter for request in rows],
+                self._caches_and_tokens(rows)[0],
+                [request.tokens_left for request in rows],
+            )
+        except Exception as error:
+            for request in rows:
+                request.drafter = without_guesses(error, request.__dict__.get("drafter"))
+            return []
 
     def _verified(self, rows: Sequence[Request], drafts: Sequence[Sequence[int]]) -> bool:
         """Verify the rows' guesses; returns whether that was done. After an error they are decoded without."""

@@ -102,20 +102,23 @@ class StoredPrefixes:
 
     def load(self, stored: StoredContext, tokens: int, tokenizer: Any) -> HeteroCache | None:
         """The first `tokens` of a sequence, in blocks of the common store; None, with a warning, if it is unusable."""
+        cache: HeteroCache | None = None
         try:
             cache = self._contexts.load(
                 stored, self._injection.model, identity=self._present(), repair=False, first=tokens,
                 store=self._store, tokenizer=tokenizer,
             ).cache  # fmt: skip
+            if tokens < cache.get_seq_length():
+                cache.crop(tokens - cache.get_seq_length())
+            for layer in cache.groups[0].family_layers:
+                # The stored sequence's observation windows belong to other questions.
+                layer.reopen()
         except Exception as error:
             self._failures += 1
             _logger.warning("a stored context cannot be used, and the prompt is computed: %s", _text(error))
+            if cache is not None:
+                cache.reset()
             return None
-        if tokens < cache.get_seq_length():
-            cache.crop(tokens - cache.get_seq_length())
-        for layer in cache.groups[0].family_layers:
-            # The stored sequence's observation windows belong to other questions.
-            layer.reopen()
         return cache
 
     def keep(self, cache: HeteroCache, tokens: Sequence[int], tenant: str = "") -> bool:

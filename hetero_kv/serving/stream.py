@@ -278,14 +278,18 @@ class _Waker:
 
     def wake(self) -> None:
         """Let `wait` return."""
-        if not self._is_due and not self._loop.is_closed():
+        if not self._is_due:
             self._is_due = True
-            self._loop.call_soon_threadsafe(self._event.set)
+            self._call(self._event.set)
 
     def end(self) -> None:
         """Let `ended` return: there will be no further change."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ended.set)
+        self._call(self._ended.set)
+
+    def _call(self, set_event: Callable[[], None]) -> None:
+        """Call this in the loop; not if that is closed, which its thread may do at any moment."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(set_event)
 
     async def ended(self, seconds: float) -> None:
         """Wait for so many seconds, but no longer than until the `end`."""

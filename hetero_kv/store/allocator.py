@@ -53,6 +53,11 @@ class BlockAllocator:
     def free_blocks(self) -> int:
         """Number of blocks that can still be allocated."""
         self._reclaim()
+        return self.unused_blocks
+
+    @property
+    def unused_blocks(self) -> int:
+        """As `free_blocks`, without those of sequences that were just collected. Any thread may read it."""
         return len(self._freed) + self.num_blocks - self._untouched
 
     def references(self, block: int) -> int:
@@ -120,9 +125,11 @@ class BlockAllocator:
 
     def recount(self) -> None:
         """Recompute all reference counts from the registered tables, after a failure in the middle of a change."""
+        # References, so that no table is collected, and abandons its blocks, behind the count.
+        tables = list(self._tables)
         self._abandoned.clear()
         references = np.zeros(self.num_blocks, dtype=np.int32)
-        for table in self._tables:
+        for table in tables:
             references[table.ids] += 1
         self._references = references
         self.is_shared = self.is_shared or bool((references > 1).any())

@@ -74,3 +74,16 @@ def test_a_stream_that_fails_gives_what_came_before_it():
     with pytest.raises(HeteroKVError, match="full"):
         asyncio.run(read())
     assert given == PIECES[:1]
+
+
+def test_a_loop_that_closes_while_it_is_woken_ends_no_answer(monkeypatch):
+    stream, loop = ResultStream(lambda _: None), asyncio.new_event_loop()
+    reader = stream.bursts(lambda: 0.0)
+    waiting = loop.create_task(anext(reader))
+    loop.run_until_complete(asyncio.wait([waiting], timeout=0.01))
+    loop.close()
+    # Closed by its thread since it was asked.
+    monkeypatch.setattr(loop, "is_closed", lambda: False)
+    stream.put(PIECES[0])
+    stream.complete(Completion("", tuple(PIECES[:1]), "end", None, 1, 0, None, 0.0))
+    assert stream.result().tokens == (0,)

@@ -7,10 +7,12 @@ from collections import Counter
 
 import pytest
 
-from hetero_kv import SamplingParams
+from hetero_kv import HeteroCache, SamplingParams
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
+from tests.serving.number_tokenizer import Numbers
+from tests.serving.short_memory import require_all_free
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 
@@ -103,6 +105,65 @@ def test_an_interrupt_while_tokens_are_chosen_loses_none(monkeypatch):
             engine.step()
         answers = [stream.result().tokens for stream in streams]
         assert answers == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+
+
+def test_an_answer_whose_text_cannot_be_ended_fails_alone(monkeypatch):
+    with engine_of("quest", kept_prefixes=0) as engine:
+        good, bad = (engine.generate(tokens, ANSWER) for tokens in LOAD[:2])
+        while len(bad._pieces) < 4:
+            engine.step()
+        decode, known = Numbers.decode, [piece.token for piece in bad._pieces]
+
+        def fails(tokenizer, tokens, **named):
+            if tokens and tokens[-1] == known[-1] and len(tokens) == 1:
+                raise ZeroDivisionError("a fault of a tokenizer")
+            return decode(tokenizer, tokens, **named)
+
+        monkeypatch.setattr(Numbers, "decode", fails)
+        bad.cancel()
+        engine.step()
+        monkeypatch.undo()
+        with pytest.raises(ZeroDivisionError):
+            bad.result()
+        assert good.result().tokens == alone(engine, LOAD[0], ANSWER.max_new_tokens)
+        require_all_free(engine)
+
+
+def test_a_prefix_that_cannot_be_cut_keeps_no_block_while_its_error_is_held(monkeypatch, tmp_path):
+    known = PROMPTS[2]
+    departing = [*known[:70], (known[70] + 1) % 97]
+    for settings in ({}, {"kept_prefixes": 0, "context_folder": tmp_path}):
+        with engine_of("dense", **settings) as engine:
+            engine.generate(known, ANSWER).result()
+            with monkeypatch.context() as patch:
+                patch.setattr(HeteroCache, "crop", raising(MemoryError("no memory")))
+                stream = engine.generate(departing, ANSWER)
+                while engine.step():
+                    pass
+            if settings:
+                # It was on the disk, and the prompt is computed.
+                assert stream.result().reuse.reason == "not_loaded"
+            else:
+                assert isinstance(stream._error, MemoryError)
+            while engine._prefixes.drop_oldest():
+                pass
+            require_all_free(engine)
+
+
+def test_guesses_that_cannot_be_made_end_guessing_and_no_answer(monkeypatch, caplog):
+    with engine_of("quest", speculation="lookup") as engine:
+        monkeypatch.setattr(engine._speculation, "drafts", raising(MemoryError("no memory")))
+        streams = [engine.generate(tokens, ANSWER) for tokens in LOAD]
+        answers = [stream.result() for stream in streams]
+        assert [each.tokens for each in answers] == [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
+    assert "guesses were not verified (MemoryError: no memory)" in caplog.text
+
+
+def raising(error):
+    def act(*args, **named):
+        raise error
+
+    return act
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from hetero_kv import SamplingParams
 from hetero_kv.serving.reuse import Reuse
-from tests.serving.tiny_engine import PROMPTS, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,3 +164,18 @@ def test_a_sequence_stays_beside_a_longer_one_of_another_tenant():
         for tokens, tenant in ((FIRST[:60], "a"), (FIRST, "b")):
             engine.generate(tokens, ONE, tenant=tenant).result()
         assert engine.generate(FIRST[:70], ONE, tenant="a").result().cached_tokens == 60
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_queries_that_choose_for_an_answer_are_computed_again(place, tmp_path):
+    answer = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    settings = {"kept_prefixes": 0, "context_folder": tmp_path} if place == "disk" else {}
+    with engine_of("snapkv", **settings) as engine:
+        for tokens in (FIRST, FIRST, FIRST[:-1], [*FIRST, 7]):
+            found = engine.generate(tokens, answer).result()
+            assert found.tokens == alone(engine, tokens)
+        assert found.reuse == Reuse(131 - 12, "chooses", 119 if place == "disk" else 130, place)
+        assert "from 119 on" in found.reuse.text
+        # So few blocks that all of them are attended to.
+        engine.generate(FIRST[:20], ONE).result()
+        assert reuse_of(engine, FIRST[:20]).tokens == (0 if place == "disk" else 19)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from hetero_kv import SamplingParams
+from hetero_kv.engine.draft_blocks import DraftBlocks
+from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.request import Request
 from hetero_kv.serving.status import EngineStatus, RequestStatus, together
+from hetero_kv.serving.swapped import Swapped
+from hetero_kv.store.allocator import BlockAllocator
 from tests.serving.tiny_engine import PROMPTS, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,3 +85,77 @@ def test_several_engines_are_one_in_every_field():
         max_batch=16, prefill_tokens_per_s=100.0, decode_step_s=0.25, decode_row_s=0.125, bytes_per_token=4.0,
         context_failures=6,
     )  # fmt: skip
+
+
+def test_what_other_threads_read_while_requests_are_sorted_is_whole():
+    class Reading(int):
+        """A priority; comparing it reads, as another thread might at that moment."""
+
+        def __lt__(self, other):
+            seen.append([each.prompt_tokens for each in engine.status().requests])
+            return int(self) < int(other)
+
+    seen, short = [], SamplingParams(max_new_tokens=1, ignore_eos=True)
+    with engine_of() as engine:
+        streams = [engine.generate(tokens, short, priority=Reading(1)) for tokens in PROMPTS[:3]]
+        for stream in streams:
+            stream.result()
+    # One of the three is on its way between two lists.
+    assert min(map(len, seen)) == 2
+
+
+def test_kept_sequences_are_never_seen_as_none():
+    class Known:
+        """A kept sequence; asked for its cache, it reads as another thread might at that moment."""
+
+        @property
+        def cache(self):
+            seen.append(prefixes.kept)
+            return self
+
+    prefixes, seen = ResidentPrefixes([], 4), []
+    prefixes._kept = kept = [Known(), Known(), Known()]
+    prefixes._use(kept[0])
+    assert set(seen) == {3}
+    assert prefixes._kept == [kept[1], kept[2], kept[0]]
+
+
+def test_a_request_that_comes_back_from_the_disk_is_read_meanwhile():
+    class ComingBack(Request):
+        """What it has on the disk is gone the second time that somebody looks."""
+
+        places = iter([Swapped(Path(), 7, (), None), None])
+        cache = None
+
+        @property
+        def swapped(self):
+            return next(self.places)
+
+    assert object.__new__(ComingBack).stored == 7
+
+
+def test_mean_keys_are_counted_while_another_layer_gets_its_own():
+    class Growing:
+        @property
+        def nbytes(self):
+            few.means[1] = self
+            return 8
+
+    few = DraftBlocks()
+    few.means[0] = Growing()
+    assert few.dram_bytes == 8
+
+
+def test_reading_the_status_changes_no_reference_count(monkeypatch):
+    """Other threads read it while the engine's own allocates blocks."""
+    with engine_of() as engine:
+        stream = engine.generate(PROMPTS[1], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        engine.step()
+        abandoned = engine._queues.running[0].cache.fork()
+        del abandoned
+        (allocator,) = engine._store.allocators.values()
+        monkeypatch.setattr(BlockAllocator, "_reclaim", lambda allocator: pytest.fail("another thread counts"))
+        assert 0 < engine.status().free < engine.status().capacity
+        monkeypatch.undo()
+        assert allocator._abandoned
+        stream.result()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -175,3 +177,26 @@ def test_blocks_between_the_first_and_the_last_may_lie_in_any_order():
     pool.write(ids, 0, keys, values)
     assert torch.equal(pool.keys[5, :, :], keys[:, BLOCK : 2 * BLOCK])
     assert torch.equal(pool.values[4, :, :], values[:, 2 * BLOCK : 3 * BLOCK])
+
+
+def test_a_table_that_is_collected_during_a_recount_is_counted_or_abandoned_once(monkeypatch):
+    allocator = new_allocator()
+    table = BlockTable(allocator, BLOCK * BLOCKS)
+    append(table, *random_tokens(3 * BLOCK, 0))
+    blocks, known = table.ids.tolist(), BlockTable.ids
+    # Only the cycle collector drops these.
+    for _ in range(8):
+        fork = table.fork()
+        fork.itself = fork
+    del fork
+
+    def collecting(each):
+        gc.collect()
+        return known.fget(each)
+
+    monkeypatch.setattr(BlockTable, "ids", property(collecting))
+    allocator.recount()
+    monkeypatch.undo()
+    gc.collect()
+    assert [allocator.references(block) for block in blocks] == [1, 1, 1]
+    assert not set(allocator.allocate(allocator.free_blocks).tolist()) & set(blocks)

@@ -217,6 +217,10 @@ class RetrievalAttention(ResidentDecode):
         # Its window, and so its division into blocks, is another one.
         return kept | ({"attend_on": self.engine.attend_on} if self.has_whole_window else {})
 
+    def choosing_queries(self, length: int, question: int | None) -> int:
+        votes = self.preselected is not None and self._layout().context_blocks(length) > self.preselected
+        return self.settings.observed(question) if votes else 0
+
     def footprint(self, shape: KVShape) -> PagedFootprint:
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         watches = self.accumulates or self.preselected is not None

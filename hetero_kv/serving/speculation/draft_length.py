@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from threading import Lock
 
 #: The most guesses of one sequence in a forward.
 MOST_GUESSES = 12
@@ -28,6 +29,8 @@ class StepCosts:
         # How many steps were measured, and which of them was the last one of a number of rows.
         self._steps = 0
         self._last: dict[int, int] = {}
+        # Forks of a conversation record steps in other threads.
+        self._recording = Lock()
 
     @property
     def is_known(self) -> bool:
@@ -36,15 +39,16 @@ class StepCosts:
 
     def took(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` rows."""
-        latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
-        latest.append(seconds)
-        if len(latest) >= _LEAST:
-            self._medians[rows] = median(latest)
-        self._steps += 1
-        self._last[rows] = self._steps
-        for each in [each for each, step in self._last.items() if self._steps - step > _FORGOTTEN]:
-            del self._last[each], self._latest[each]
-            self._medians.pop(each, None)
+        with self._recording:
+            latest = self._latest.setdefault(rows, deque(maxlen=_LATEST))
+            latest.append(seconds)
+            if len(latest) >= _LEAST:
+                self._medians[rows] = median(latest)
+            self._steps += 1
+            self._last[rows] = self._steps
+            for each in [each for each, step in self._last.items() if self._steps - step > _FORGOTTEN]:
+                del self._last[each], self._latest[each]
+                self._medians.pop(each, None)
 
     def line(self, most: int) -> tuple[float | None, float]:
         """Seconds of a step of one row, None if unknown, and those that each further row adds, up to `most` rows."""
@@ -58,7 +62,6 @@ class StepCosts:
 
         At least one number of rows must be measured (`is_known`).
         """
-        # Forks of a conversation record steps in other threads.
         known = self._medians.copy()
         if rows in known:
             return known[rows]

@@ -7,6 +7,7 @@ arXiv:2408.11049). It pays where reading keys and values takes much longer than 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ class SparseDraft:
     def __init__(self, forward: ModelForward) -> None:
         self._forward, self.costs = forward, StepCosts()
         self._live: weakref.WeakSet[SparseDrafter] = weakref.WeakSet()
+        # Other threads read `dram_bytes` while drafters are added.
+        self._listing = threading.Lock()
         # Number of sequences in the last joint guess.
         self._together = 1
 
@@ -88,12 +91,15 @@ class SparseDraft:
     @property
     def dram_bytes(self) -> int:
         """DRAM of the mean keys by which blocks are chosen, bytes."""
-        return sum(drafter.few.dram_bytes for drafter in list(self._live))
+        with self._listing:
+            live = list(self._live)
+        return sum(drafter.few.dram_bytes for drafter in live)
 
     def drafter(self, tokens: Sequence[int]) -> SparseDrafter:
         """A drafter of a sequence that has these tokens."""
         drafter = SparseDrafter(self, tokens)
-        self._live.add(drafter)
+        with self._listing:
+            self._live.add(drafter)
         return drafter
 
     def guesses(
