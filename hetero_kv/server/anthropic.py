@@ -70,7 +70,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
-    sampling = fields.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_tokens, masks=masks)
+    sampling = fields.sampling(served, host.defaults, limit=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers, speculation=body.speculation

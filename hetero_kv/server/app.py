@@ -75,11 +75,17 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    place = [str(part) for part in first["loc"] if part != "body"]
+    field = place[0] if place else None
     if first["type"] == "json_invalid":
         reason = f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return _respond(ApiError(400, reason, code="invalid_json"), request)
-    return _respond(ApiError(400, f"{field or 'the body'}: {first['msg']}", param=field), request)
+    # A field of several types has a fault for each of them, whose place names the type.
+    faults = [each["msg"] for each in error.errors() if each["loc"][1:2] == first["loc"][1:2]]
+    where = ".".join(place) if len(faults) == 1 else field
+    return _respond(
+        ApiError(400, f"{where or 'the body'}: {'; or: '.join(dict.fromkeys(faults))}", param=field), request
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -26,6 +26,7 @@ from hetero_kv.server.tool_choice import RequestTools, choice_of
 from hetero_kv.server.usage import prompt_progress, timings, usage
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
+from hetero_kv.serving.sampling import MOST_LOGPROBS
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -71,9 +72,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     host = host_of(request)
     served = host.models.named(body.model)
     choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     sampling = body.sampling(
-        served, host.defaults, len(prompt.tokens), limit=most, logprobs=_logprobs(body), masks=masks
+        served, host.defaults, limit=getattr(body, most), limit_name=most, logprobs=_logprobs(body), masks=masks
     )
     parsers = choice.parsers(served, prompt, body.choices)
     continued = GenerationRequest(
@@ -116,10 +117,15 @@ def _constrained(
 
 
 def _logprobs(body: ChatRequest) -> int | None:
-    """The number of requested alternatives; None for no log-probabilities. Raises ApiError for a contradiction."""
-    if body.top_logprobs is not None and not body.logprobs:
+    """The number of requested alternatives; None for no log-probabilities. Raises ApiError for a mistake."""
+    count = body.top_logprobs
+    if count is None:
+        return 0 if body.logprobs else None
+    if not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise ApiError(400, f"top_logprobs is {count}; it must be from 0 to {MOST_LOGPROBS}", param="top_logprobs")
+    return count
 
 
 class _Writer:

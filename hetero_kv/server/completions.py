@@ -54,8 +54,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _require_supported(body)
     prompts, masks = await in_thread(_prepared, served, body)
     sampling = body.sampling(
-        served, host.defaults, max(map(len, prompts)), limit=16 if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs, masks=masks,
+        served, host.defaults, limit=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
+        masks=masks,
     )  # fmt: skip
     answers = host.answers(GenerationRequest(served, prompts, sampling, speculation=body.speculation), request)
     writer = _Writer(served, body)

@@ -60,7 +60,9 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     if body.response_format is None:
         body.response_format = (body.text or {}).get("format")
     items, others, choice, prompt, masks = await in_thread(_prepared, host, served, body, key)
-    sampling = body.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_output_tokens, masks=masks)
+    sampling = body.sampling(
+        served, host.defaults, limit=body.max_output_tokens, limit_name="max_output_tokens", masks=masks
+    )
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers,

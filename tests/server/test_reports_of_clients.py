@@ -7,6 +7,10 @@ import json
 import httpx2 as httpx
 import pytest
 
+from hetero_kv.server.anthropic import MessagesRequest
+from hetero_kv.server.chat import ChatRequest
+from hetero_kv.server.completions import CompletionRequest
+from hetero_kv.server.responses import ResponseRequest
 from tests.server.running import CAPACITY, host_of, running, tiny_served
 from tests.support import tool_templates
 
@@ -135,15 +139,58 @@ def test_a_longest_answer_of_minus_one_is_as_long_as_fits(http, field):
     assert found["choices"][0]["finish_reason"] == "length"
 
 
-def test_null_means_that_a_field_is_left_out(http):
+@pytest.mark.parametrize(
+    ("route", "fields", "body"),
+    [
+        ("chat/completions", ChatRequest, {"messages": QUESTION, "max_completion_tokens": 3}),
+        ("completions", CompletionRequest, {"prompt": "hello", "max_tokens": 3}),
+        ("responses", ResponseRequest, {"input": "hello", "max_output_tokens": 3}),
+        ("messages", MessagesRequest, {"messages": QUESTION, "max_tokens": 3}),
+    ],
+)
+def test_null_means_that_a_field_is_left_out(http, route, fields, body):
     """BetterChatGPT 248 (of llama-cpp-python): max_tokens: null was an error of validation."""
-    names = (
-        "max_tokens temperature top_p n stop seed logit_bias presence_penalty tools tool_choice response_format user"
-    )
-    left_out = chat(http, max_completion_tokens=3)
-    found = chat(http, **dict.fromkeys(names.split()), max_completion_tokens=3)
+    found = http.post(f"/v1/{route}", json={**dict.fromkeys(fields.model_fields), **body})
     assert found.status_code == 200, found.text
-    assert found.json()["choices"] == left_out.json()["choices"]
+    left_out = http.post(f"/v1/{route}", json=body).json()
+    (part,) = {"choices", "output", "content"} & left_out.keys()
+    assert {**found.json()[part][0], "id": ""} == {**left_out[part][0], "id": ""}
+
+
+def test_what_no_stream_can_begin_with_is_a_400(http):
+    """Clients retry on an error of a stream that had begun."""
+    for stream in (False, True):
+        found = chat(http, logit_bias={"999999": 1}, stream=stream)
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("completions", {"prompt": "x", "stop": [1]}, "stop"),
+        ("completions", {"prompt": ["x", [1]]}, "prompt"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
+    error = http.post(f"/v1/{route}", json={"messages": QUESTION, **fields}).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+def test_an_answer_does_not_depend_on_the_prompts_beside_its_own(http):
+    """Neither its length nor its seed."""
+    prompts = [[5] * (CAPACITY - 40), [5] * (CAPACITY - 20)]
+    body = {"max_tokens": -1, "ignore_eos": True, "temperature": 1.0, "seed": 3, "logprobs": 0}
+    found = [
+        http.post("/v1/completions", json={**body, "prompt": prompt}).json() for prompt in ([*prompts], prompts[1])
+    ]
+    tokens = [[len(each["logprobs"]["tokens"]) for each in one["choices"]] for one in found]
+    assert tokens == [[41, 21], [21]]
+    assert found[0]["choices"][1]["text"] == found[1]["choices"][0]["text"]
 
 
 def test_ids_of_calls_that_are_null_are_no_error(caller):
