@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools, system_text, template_messages
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
-from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, arguments_of, prompt_of
+from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
@@ -20,7 +21,7 @@ from hetero_kv.server.sampling_fields import Fields, SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.tool_choice import RequestTools, choice_of
-from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
+from hetero_kv.serving.answers import Answer, Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Completion, Progress
 
@@ -135,9 +136,7 @@ class _Writer:
         return [frame for each in token.events for frame in self._event(each)]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that was cut off was streamed as far as it came.
-        events = [each for each in ended.events if not isinstance(each, CallEnded)]
-        frames = [frame for each in events for frame in self._event(each)] + self._close()
+        frames = [frame for each in ended.events for frame in self._event(each)] + self._close()
         reason, stop = _stop(ended)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         usage = _usage(ended.completion)
@@ -205,15 +204,24 @@ class _Writer:
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "local"})
-    if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
-    for call in answer.calls:
-        arguments = arguments_of(call.arguments)
-        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    for part in answer.parts:
+        match part:
+            case Reasoning(text):
+                blocks.append({"type": "thinking", "thinking": text, "signature": "local"})
+            case Content(text):
+                blocks.append({"type": "text", "text": text})
+            case Call(call_id, name, arguments):
+                blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": _input(arguments)})
     return blocks
+
+
+def _input(arguments: str) -> Any:
+    """A call's arguments; of one that was cut off, those that are complete, as Anthropic's client reads streams."""
+    try:
+        return from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        # Nested too deep.
+        return {"arguments": arguments}
 
 
 def _stop(ended: ChatEnded) -> tuple[str, str | None]:

@@ -162,9 +162,7 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that was cut off was streamed as far as it came.
-        events = [each for each in ended.events if not isinstance(each, CallEnded)]
-        chunks = [self._chunk(ended.choice, delta) for each in events if (delta := _delta(each))]
+        chunks = [self._chunk(ended.choice, delta) for each in ended.events if (delta := _delta(each))]
         if self._body.return_tokens:
             for chunk in chunks:
                 chunk["token_index"] = len(ended.completion.pieces) - 1

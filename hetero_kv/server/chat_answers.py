@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_kv.server.generation import Answers, Ended, Source, Token
 from hetero_kv.server.usage import FINISH_REASONS
-from hetero_kv.serving.answers import Answer, AnswerParser, Event, Reasoning
+from hetero_kv.serving.answers import Answer, AnswerParser, CallEnded, Event, Reasoning
 from hetero_kv.serving.stream import Progress
 
 
@@ -69,6 +69,9 @@ class ChatAnswers(Source):
                 yield ChatToken(number, item.piece, counts[number] - 1, events)
             else:
                 events = parser.end(item.completion.text)
+                if item.completion.finish_reason != "end":
+                    # A call that is cut off stays as far as it came. One that the model left is text.
+                    events = [event for event in events if not isinstance(event, CallEnded) or event.is_valid]
                 answer.add(events)
                 yield ChatEnded(number, item.completion, events, answer, thought[number])
 
@@ -76,4 +79,5 @@ class ChatAnswers(Source):
 def finish_reason(ended: ChatEnded) -> str:
     """Why an answer ended, in OpenAI's terms."""
     reason = FINISH_REASONS[ended.completion.finish_reason]
-    return "tool_calls" if ended.answer.calls and reason == "stop" else reason
+    has_calls = ended.answer.calls and not ended.answer.is_cut
+    return "tool_calls" if has_calls and reason == "stop" else reason

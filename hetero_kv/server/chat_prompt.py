@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,11 +101,3 @@ def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any],
             unused.append("thinking" if effort is None else "reasoning_effort")
     unused += [name for name in given if name not in known]
     return {name: value for name, value in given.items() if name in known}, tuple(unused)
-
-
-def arguments_of(text: str) -> Any:
-    """The arguments of a tool call; a text that is no JSON stays one."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

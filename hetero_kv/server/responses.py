@@ -15,7 +15,7 @@ from hetero_kv.server.errors import ApiError
 from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
-from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id, output_items
+from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id
 from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
@@ -160,11 +160,8 @@ class _Writer:
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
         frames = [frame for each in ended.events for frame in self._part(each)]
-        if not self._items:
-            frames += self._open("message")
-        is_complete = ended.completion.finish_reason not in _CUT
-        frames += self._close(is_complete=is_complete)
-        whole = self.whole(ended)
+        frames += self._last(ended)
+        whole = self._complete(ended)
         name = "response.completed" if whole["status"] == "completed" else "response.incomplete"
         return [*frames, self._event(name, {"response": whole})]
 
@@ -177,10 +174,22 @@ class _Writer:
         return [self._event("response.failed", {"response": form})]
 
     def whole(self, ended: ChatEnded) -> dict[str, Any]:
+        """The response that is not streamed."""
+        for part in ended.answer.parts:
+            if isinstance(part, Call):
+                self._part(CallBegun(0, part.id, part.name))
+                self._part(CallArguments(0, part.arguments))
+                if not ended.answer.is_cut or part is not ended.answer.parts[-1]:
+                    self._close()
+            else:
+                self._part(part)
+        self._last(ended)
+        return self._complete(ended)
+
+    def _complete(self, ended: ChatEnded) -> dict[str, Any]:
         """The complete response, which is kept."""
-        done = ended.completion
+        done, output = ended.completion, self._closed
         is_complete = done.finish_reason not in _CUT
-        output = self._closed or output_items(ended.answer, is_complete=is_complete)
         form = self._form(output, "completed" if is_complete else "incomplete")
         if not is_complete:
             form["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -196,9 +205,16 @@ class _Writer:
 
     # -- events
 
+    def _last(self, ended: ChatEnded) -> list[bytes]:
+        """The end of the last item; an answer without any has an empty message."""
+        frames = [] if self._items else self._open("message")
+        is_cut = ended.completion.finish_reason in _CUT or ended.answer.is_cut
+        return frames + self._close(is_complete=not is_cut)
+
     def _part(self, part: Event) -> list[bytes]:
         if isinstance(part, CallEnded):
-            return self._close(is_complete=part.is_valid)
+            text = [] if part.is_valid else [Content(part.text)]
+            return self._close(is_complete=part.is_valid) + [frame for each in text for frame in self._part(each)]
         kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
         frames: list[bytes] = []
         if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:
