@@ -58,11 +58,10 @@ class ChatRequest(SamplingFields):
 
     def dialogue(self, host: Host, key: str) -> Dialogue:
         """The conversation. Raises ApiError for invalid messages and unknown documents."""
-        messages, question = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
+        found = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
         thinks = self.enable_thinking if self.enable_thinking is not None else host.defaults.thinks
-        return Dialogue(
-            messages, question, tuple(self.tools or ()), thinks, self.reasoning_effort, self.chat_template_kwargs or {}
-        )
+        variables = self.chat_template_kwargs or {}
+        return Dialogue(found.messages, found.question, thinks, self.reasoning_effort, variables, unused=found.unused)
 
 
 @router.post("/v1/chat/completions", response_model=None)

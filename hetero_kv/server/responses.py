@@ -35,6 +35,8 @@ class ResponseRequest(SamplingFields):
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
     store: bool = True
     max_output_tokens: int | None = None
     tools: list[Any] | None = None
@@ -99,6 +101,12 @@ def _without_effect(body: ResponseRequest) -> list[str]:
 
 
 def _require_supported(body: ResponseRequest) -> None:
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise ApiError(
+                400, f"{name} is what OpenAI's own server keeps; give its items as input, or previous_response_id",
+                param=name,
+            )  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise ApiError(
             400, f"truncation is {body.truncation!r}, and nothing is cut here; leave it out, or give disabled",

@@ -17,6 +17,8 @@ from hetero_kv.serving.sampling_settings import SamplingSettings
 MOST_CHOICES = 16
 #: The largest number of stop texts.
 MOST_STOPS = 64
+# Fields that have an effect on streams alone.
+_OF_STREAMS = ("stream_options", "return_progress", "return_tokens")
 
 
 class Fields(BaseModel):
@@ -110,10 +112,15 @@ class SamplingFields(Fields):
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
 
     def ignored(self, defaults: SamplingSettings) -> list[str]:
-        """Fields that have no effect: unknown ones, and sampling fields of greedy requests."""
+        """Fields that have no effect: unknown ones, sampling fields of greedy requests, those of streams elsewhere."""
         is_greedy = not _or(self.temperature, defaults.temperature)
         drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
-        return self.unknown + [f"{name} (temperature is 0)" for name in drawing if is_greedy]
+        streamed = [name for name in _OF_STREAMS if getattr(self, name, None) and not self.stream]
+        return [
+            *self.unknown,
+            *(f"{name} (temperature is 0)" for name in drawing if is_greedy),
+            *(f"{name} (stream is false)" for name in streamed),
+        ]
 
     @property
     def choices(self) -> int:

@@ -181,6 +181,55 @@ def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
     assert error["message"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "words"),
+    [
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    *QUESTION,
+                    {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+                    *QUESTION,
+                ]
+            },
+            "messages[1] has function_call; give it as tool_calls",
+        ),
+        ("chat/completions", {"messages": [{"role": "assistant", "audio": {"id": "x"}}, *QUESTION]}, "has audio"),
+        ("responses", {"input": "x", "conversation": "conv_1"}, "previous_response_id"),
+        ("responses", {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+    ],
+)
+def test_a_conversation_that_would_lack_something_is_refused(http, route, fields, words):
+    found = http.post(f"/v1/{route}", json=fields)
+    assert (found.status_code, words in found.json()["error"]["message"]) == (400, True), found.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"messages": [{**QUESTION[0], "name": "Bob"}]}, "messages.name"),
+        ({"stream_options": {"include_usage": True}}, "stream_options (stream is false)"),
+        (
+            {"return_progress": True, "return_tokens": True},
+            "return_progress (stream is false),return_tokens (stream is f",
+        ),
+        ({"messages": [{**QUESTION[0], "name": None}], "return_progress": False}, None),
+    ],
+)
+def test_what_has_no_effect_is_named(http, fields, ignored):
+    header = chat(http, **fields).headers.get("x-hetero-kv-ignored")
+    assert header is None if ignored is None else header.startswith(ignored)
+
+
+def test_a_refusal_in_history_is_what_the_model_said(http):
+    said = [
+        chat(http, messages=[*QUESTION, {"role": "assistant", **answer}, *QUESTION]).json()["choices"][0]["message"]
+        for answer in ({"content": None, "refusal": "I can't."}, {"content": "I can't."}, {"content": ""})
+    ]
+    assert said[0] == said[1] != said[2]
+
+
 def test_an_answer_does_not_depend_on_the_prompts_beside_its_own(http):
     """Neither its length nor its seed."""
     prompts = [[5] * (CAPACITY - 40), [5] * (CAPACITY - 20)]
