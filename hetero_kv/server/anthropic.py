@@ -20,7 +20,7 @@ from hetero_kv.server.json_response import json_response
 from hetero_kv.server.sampling_fields import Fields, SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import RequestTools, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
 from hetero_kv.serving.answers import Answer, Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Completion, Progress
@@ -76,9 +76,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers, speculation=body.speculation
     )
-    answers = ChatAnswers(host.answers(continued, request), parsers)
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused]
+    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused, *choice.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
@@ -105,7 +105,8 @@ def _prepared(
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
     tools, others = openai_tools(body.tools)
-    choice = choice_of(tools, openai_tool_choice(body.tool_choice), parallel=is_parallel)
+    chosen, strict = openai_tool_choice(body.tool_choice), has_strict(body.tools)
+    choice = choice_of(tools, chosen, parallel=is_parallel, strict=strict)
     effort = (getattr(body, "output_config", None) or {}).get("effort")
     dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
     return choice, prompt_of(served, choice.shown(dialogue)), others

@@ -22,7 +22,7 @@ from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import chat_logprobs
-from hetero_kv.server.tool_choice import RequestTools, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
 from hetero_kv.server.usage import prompt_progress, timings, usage
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
@@ -80,8 +80,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt,
         body.speculation,
     )  # fmt: skip
-    answers = ChatAnswers(host.answers(continued, request), parsers)
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *(["store"] if body.store else [])]
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str) -> array[int]:
         return host.recent.add(response_id, served, prompt.tokens, request.state.key)
@@ -104,7 +104,7 @@ async def apply_template(body: ChatRequest, request: Request) -> Response:
 
 def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[RequestTools, ChatPrompt]:
     dialogue = body.dialogue(host, key)
-    choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, strict=has_strict(body.tools))
     return choice, prompt_of(served, choice.shown(dialogue))
 
 

@@ -19,7 +19,7 @@ from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_m
 from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import RequestTools, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
 from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
@@ -70,9 +70,9 @@ async def create(body: ResponseRequest, request: Request) -> Response:
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers,
         speculation=body.speculation,
     )  # fmt: skip
-    answers = ChatAnswers(host.answers(continued, request), parsers)
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *others, *_without_effect(body)]
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -128,7 +128,8 @@ def _prepared(
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     tools, others = chat_tools(body.tools)
-    choice = choice_of(tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
+    chosen, strict = chat_tool_choice(body.tool_choice), has_strict(body.tools)
+    choice = choice_of(tools, chosen, parallel=body.parallel_tool_calls, strict=strict)
     effort = (body.reasoning or {}).get("effort")
     dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
     prompt = prompt_of(served, choice.shown(dialogue))

@@ -201,7 +201,7 @@ def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
     ],
 )
 def test_a_conversation_that_would_lack_something_is_refused(http, route, fields, words):
-    found = http.post(f"/v1/{route}", json=fields)
+    found = http.post(f"/v1/{route}", json={"max_tokens": 1, "max_output_tokens": 1, **fields})
     assert (found.status_code, words in found.json()["error"]["message"]) == (400, True), found.text
 
 

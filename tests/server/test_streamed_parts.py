@@ -85,6 +85,38 @@ def test_chat_completions(client, name):
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
 
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_an_answer_ends_with_its_first_call_where_that_is_asked_for(client, is_parallel):
+    grammar, tools = grammar_of(f"I look.{CALL}\n{CALL}"), [TOOL]
+    one = {"max_tokens": 200, "messages": QUESTION, "grammar": grammar}
+    body = {**one, "tools": tools, "parallel_tool_calls": is_parallel, "n": 2}
+    whole, chunks = asked(client, "/v1/chat/completions", body)
+    count = 2 if is_parallel else 1
+    for choice in whole["choices"]:
+        assert [len(choice["message"]["tool_calls"]), choice["finish_reason"]] == [count, "tool_calls"]
+    begun = [call for each in chunks for call in each["choices"][0]["delta"].get("tool_calls", ()) if "id" in call]
+    assert len(begun) == 2 * count
+    assert [each["choices"][0]["finish_reason"] for each in chunks if "timings" in each] == ["tool_calls"] * 2
+    functions = [{"type": "function", **TOOL["function"]}]
+    body = {"input": "x", "grammar": grammar, "tools": functions, "parallel_tool_calls": is_parallel}
+    for response in (
+        each["response"] for each in asked(client, "/v1/responses", body)[1] if "completed" in each["type"]
+    ):
+        assert [each["type"] for each in response["output"]] == ["message", *["function_call"] * count]
+    choice = {"type": "auto", "disable_parallel_tool_use": not is_parallel}
+    body = {**one, "tools": [{"name": "weather", "input_schema": SCHEMA}], "tool_choice": choice}
+    whole, _ = asked(client, "/v1/messages", body)
+    assert [len(whole["content"]), whole["stop_reason"]] == [1 + count, "tool_use"]
+
+
+@pytest.mark.parametrize(("strict", "choice"), [(True, "auto"), (False, "auto"), (True, "required")])
+def test_schemas_that_do_not_bind_are_named(client, strict, choice):
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": strict}}
+    body = {"messages": QUESTION, "tools": [tool], "tool_choice": choice, "max_tokens": 1}
+    header = client.post("/v1/chat/completions", json=body).headers.get("x-hetero-kv-ignored")
+    assert header == ("tools.strict (tool_choice is auto)" if strict and choice == "auto" else None)
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_responses(client, name):
     text, limit, expected, has_invalid = ANSWERS[name]
