@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from importlib import metadata
 
@@ -75,6 +76,10 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if first["loc"] == ("body",) and not re.fullmatch(r"application/(.+\+)?json", kind):
+        reason = f"the body's Content-Type is {kind or 'missing'}; send JSON with Content-Type: application/json"
+        return _respond(ApiError(415, reason, code="unsupported_media_type"), request)
     place = [str(part) for part in first["loc"] if part != "body"]
     field = place[0] if place else None
     if first["type"] == "json_invalid":
@@ -91,9 +96,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
-        400: "the body cannot be read; send JSON in UTF-8",
+        400: "the body cannot be read; send JSON in UTF-8, nested less deep and with shorter numbers",
         404: f"there is no route {request.url.path}; docs/server.md lists them",
         405: f"{request.method} is not a method of {request.url.path}",
     }
     text = messages.get(error.status_code, str(error.detail))
-    return _respond(ApiError(error.status_code, text), request)
+    response = _respond(ApiError(error.status_code, text), request)
+    response.headers.update(error.headers or {})
+    return response

@@ -114,8 +114,9 @@ class Answers(Source):
         longest = max(map(len, prompt.prompts))
         if longest > capacity:
             raise ApiError(
-                400, f"the prompt has {longest:,} tokens, and {prompt.served.id} takes {capacity:,} here; shorten "
-                f"it by {longest - capacity:,} tokens, or start the server with --max_seq_len {longest:,} or more",
+                # As Anthropic's API words it.
+                400, f"prompt is too long: {longest} tokens > {capacity} maximum of {prompt.served.id}; shorten it "
+                f"by {longest - capacity} tokens, or start the server with --max_seq_len {longest} or more",
                 code="context_length_exceeded", details={"n_prompt_tokens": longest, "n_ctx": capacity},
             )  # fmt: skip
         if len(prompt.sampling) > MOST_ANSWERS:

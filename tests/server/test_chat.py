@@ -264,6 +264,16 @@ def test_documents_in_anthropics_form_are_read(claude, served):
     assert counted == len(served.engine.encode(plain))
 
 
+def test_documents_in_results_of_tools_are_read():
+    from hetero_kv.server.anthropic_messages import template_messages
+
+    document = {"type": "document", "source": {"type": "text", "data": "The key is 7."}}
+    content = [{"type": "text", "text": "Read:"}, document]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    (message,), _ = template_messages([{"role": "user", "content": [result]}], str)
+    assert message == {"role": "tool", "tool_call_id": "a", "content": "Read:\nThe key is 7."}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -273,7 +283,7 @@ def test_documents_in_anthropics_form_are_read(claude, served):
         ({"system": 5}, "system"),
         ({"tools": [5]}, "tools[0]"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "800"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "tokens > 800 maximum"),
     ],
 )
 def test_mistakes_have_anthropics_form(http, fields, words):
