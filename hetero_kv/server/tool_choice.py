@@ -46,12 +46,20 @@ class RequestTools:
         return replace(dialogue, tools=self.tools)
 
     def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
-        """A mask for each answer. Raises ApiError 400 for two constraints, else as `masks_of`."""
-        if self.chosen in ("none", "auto"):
+        """A mask for each answer. A JSON value that is asked for may give way to calls that are allowed.
+
+        Raises ApiError 400 for two constraints, else as `masks_of`.
+        """
+        constraint, instead, chosen = constraint_of(body), None, self.chosen
+        if chosen == "auto" and self.tools and constraint is not None and constraint[0] in ("schema", "object"):
+            instead, chosen = {"type": "object"} if constraint[0] == "object" else constraint[1], "required"
+        elif chosen in ("none", "auto"):
             return list(masks_of(served, body, count, prompt.opening))
-        if constraint_of(body) is not None:
+        elif constraint is not None:
             raise ApiError(400, "tool_choice and response_format constrain one answer; give one of them")
-        grammar = served.form.call_grammar(prompt.opening, self.tools, self.chosen, is_parallel=self.is_parallel)
+        grammar = served.form.call_grammar(
+            prompt.opening, self.tools, chosen, is_parallel=self.is_parallel, instead=instead
+        )
         assert grammar is not None
         return [served.grammars.lark(grammar) for _ in range(count)]
 
