@@ -222,8 +222,8 @@ class _Writer:
 
     def _part(self, part: Event) -> list[bytes]:
         if isinstance(part, CallEnded):
-            text = [] if part.is_valid else [Content(part.text)]
-            return self._close(is_complete=part.is_valid) + [frame for each in text for frame in self._part(each)]
+            closed = self._close(is_complete=part.is_valid)
+            return closed if part.is_valid else closed + self._part(Content(part.text))
         kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
         frames: list[bytes] = []
         if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:

@@ -49,7 +49,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token in the answer, as in OpenAI's API.
         frequency_penalty: subtracted once for every time that a token is in the answer.
         logit_bias: token id -> a number that is added to its logit.
-        seed: makes sampling repeatable, whatever other requests are computed at the same time; None draws a seed.
+        seed: makes sampling repeatable; None draws a seed. Other requests and known beginnings of the prompt change
+            nothing but the rounding of the model's logits.
         stop: non-empty texts; the first one that appears ends the answer, which ends before it. A text that spells a
             control token stands for that token, which has no text.
         ends: token ids that end the answer besides the model's own.
