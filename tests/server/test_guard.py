@@ -117,6 +117,7 @@ def test_an_allowed_origin_may_use_the_server(served, tmp_path):
         )
         assert found.status_code == 200
         assert found.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "x-hetero-kv-ignored" in found.headers["access-control-expose-headers"]
 
 
 def test_unknown_routes_and_methods_are_errors_of_the_api(http):
