@@ -103,7 +103,7 @@ def _message(message: Any, place: str, more_roles: Sequence[str]) -> Message:
     if not isinstance(role, str):
         raise HeteroKVError(f"{place} has the role {role!r}; give a text")
     if role not in (*ROLES, *more_roles):
-        raise HeteroKVError(f"{place} has the role {shown(role, 80)!r}; give one of {', '.join(ROLES)}")
+        raise HeteroKVError(f"{place} has the role {shown(role, 80)}; give one of {', '.join(ROLES)}")
     if role == "assistant" and calls and content is None:
         content = ""
     if not isinstance(content, str):

@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools, system_text, template_messages
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
-from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, arguments_of, prompt_of
+from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
 from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
@@ -19,8 +20,8 @@ from hetero_kv.server.json_response import json_response
 from hetero_kv.server.sampling_fields import Fields, SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import RequestTools, choice_of
-from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
+from hetero_kv.serving.answers import Answer, Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Completion, Progress
 
@@ -70,14 +71,14 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     fields = SamplingFields(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
     )
-    sampling = fields.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_tokens, masks=masks)
+    sampling = fields.sampling(served, host.defaults, limit=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, markers=parsers[0].markers, speculation=body.speculation
     )
-    answers = ChatAnswers(host.answers(continued, request), parsers)
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused]
+    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused, *choice.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
@@ -104,7 +105,8 @@ def _prepared(
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
     tools, others = openai_tools(body.tools)
-    choice = choice_of(tools, openai_tool_choice(body.tool_choice), parallel=is_parallel)
+    chosen, strict = openai_tool_choice(body.tool_choice), has_strict(body.tools)
+    choice = choice_of(tools, chosen, parallel=is_parallel, strict=strict)
     effort = (getattr(body, "output_config", None) or {}).get("effort")
     dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
     return choice, prompt_of(served, choice.shown(dialogue)), others
@@ -135,9 +137,7 @@ class _Writer:
         return [frame for each in token.events for frame in self._event(each)]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that was cut off was streamed as far as it came.
-        events = [each for each in ended.events if not isinstance(each, CallEnded)]
-        frames = [frame for each in events for frame in self._event(each)] + self._close()
+        frames = [frame for each in ended.events for frame in self._event(each)] + self._close()
         reason, stop = _stop(ended)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         usage = _usage(ended.completion)
@@ -205,15 +205,24 @@ class _Writer:
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "local"})
-    if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
-    for call in answer.calls:
-        arguments = arguments_of(call.arguments)
-        given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    for part in answer.parts:
+        match part:
+            case Reasoning(text):
+                blocks.append({"type": "thinking", "thinking": text, "signature": "local"})
+            case Content(text):
+                blocks.append({"type": "text", "text": text})
+            case Call(call_id, name, arguments):
+                blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": _input(arguments)})
     return blocks
+
+
+def _input(arguments: str) -> Any:
+    """A call's arguments; of one that was cut off, those that are complete, as Anthropic's client reads streams."""
+    try:
+        return from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        # Nested too deep.
+        return {"arguments": arguments}
 
 
 def _stop(ended: ChatEnded) -> tuple[str, str | None]:

@@ -101,7 +101,7 @@ def _user(
                     {
                         "role": "tool",
                         "tool_call_id": str(block.get("tool_use_id", "")),
-                        "content": _result(block, where),
+                        "content": _result(block, where, file_text),
                     }
                 )
             case kind:
@@ -109,16 +109,21 @@ def _user(
     return results, "\n\n".join(texts) if has_document else "\n".join(texts), question
 
 
-def _result(block: dict[str, Any], where: str) -> str:
+def _result(block: dict[str, Any], where: str, file_text: FileText) -> str:
     content = block.get("content")
     if content is None or isinstance(content, str):
         text = content or ""
     elif isinstance(content, list):
         texts = []
         for number, each in enumerate(content):
-            if not isinstance(each, dict) or each.get("type") != "text":
-                raise _unknown(each.get("type") if isinstance(each, dict) else each, f"{where}.content[{number}]")
-            texts.append(_text(each, "text", f"{where}.content[{number}]"))
+            place = f"{where}.content[{number}]"
+            match each:
+                case {"type": "text"}:
+                    texts.append(_text(each, "text", place))
+                case {"type": "document"}:
+                    texts.append(_document(each, place, file_text))
+                case _:
+                    raise _unknown(each.get("type") if isinstance(each, dict) else each, place)
         text = "\n".join(texts)
     else:
         raise ApiError(400, f"{where}.content is {shown(content, 80)}; give a text or a list of text blocks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from importlib import metadata
 
@@ -75,19 +76,31 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body") or None
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if first["loc"] == ("body",) and not re.fullmatch(r"application/(.+\+)?json", kind):
+        reason = f"the body's Content-Type is {kind or 'missing'}; send JSON with Content-Type: application/json"
+        return _respond(ApiError(415, reason, code="unsupported_media_type"), request)
+    place = [str(part) for part in first["loc"] if part != "body"]
+    field = place[0] if place else None
     if first["type"] == "json_invalid":
         reason = f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return _respond(ApiError(400, reason, code="invalid_json"), request)
-    return _respond(ApiError(400, f"{field or 'the body'}: {first['msg']}", param=field), request)
+    # A field of several types has a fault for each of them, whose place names the type.
+    faults = [each["msg"] for each in error.errors() if each["loc"][1:2] == first["loc"][1:2]]
+    where = ".".join(place) if len(faults) == 1 else field
+    return _respond(
+        ApiError(400, f"{where or 'the body'}: {'; or: '.join(dict.fromkeys(faults))}", param=field), request
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
-        400: "the body cannot be read; send JSON in UTF-8",
+        400: "the body cannot be read; send JSON in UTF-8, nested less deep and with shorter numbers",
         404: f"there is no route {request.url.path}; docs/server.md lists them",
         405: f"{request.method} is not a method of {request.url.path}",
     }
     text = messages.get(error.status_code, str(error.detail))
-    return _respond(ApiError(error.status_code, text), request)
+    response = _respond(ApiError(error.status_code, text), request)
+    response.headers.update(error.headers or {})
+    return response

@@ -22,10 +22,11 @@ from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import chat_logprobs
-from hetero_kv.server.tool_choice import RequestTools, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
 from hetero_kv.server.usage import prompt_progress, timings, usage
 from hetero_kv.serving.answers import Answer, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
+from hetero_kv.serving.sampling import MOST_LOGPROBS
 from hetero_kv.serving.stream import Progress
 
 router = APIRouter()
@@ -57,11 +58,10 @@ class ChatRequest(SamplingFields):
 
     def dialogue(self, host: Host, key: str) -> Dialogue:
         """The conversation. Raises ApiError for invalid messages and unknown documents."""
-        messages, question = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
+        found = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
         thinks = self.enable_thinking if self.enable_thinking is not None else host.defaults.thinks
-        return Dialogue(
-            messages, question, tuple(self.tools or ()), thinks, self.reasoning_effort, self.chat_template_kwargs or {}
-        )
+        variables = self.chat_template_kwargs or {}
+        return Dialogue(found.messages, found.question, thinks, self.reasoning_effort, variables, unused=found.unused)
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -71,17 +71,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     host = host_of(request)
     served = host.models.named(body.model)
     choice, prompt, masks = await in_thread(_constrained, host, served, body, request.state.key)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     sampling = body.sampling(
-        served, host.defaults, len(prompt.tokens), limit=most, logprobs=_logprobs(body), masks=masks
+        served, host.defaults, limit=getattr(body, most), limit_name=most, logprobs=_logprobs(body), masks=masks
     )
     parsers = choice.parsers(served, prompt, body.choices)
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers, body.cache_prompt,
         body.speculation,
     )  # fmt: skip
-    answers = ChatAnswers(host.answers(continued, request), parsers)
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *(["store"] if body.store else [])]
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str) -> array[int]:
         return host.recent.add(response_id, served, prompt.tokens, request.state.key)
@@ -104,7 +104,7 @@ async def apply_template(body: ChatRequest, request: Request) -> Response:
 
 def _prepared(host: Host, served: ServedModel, body: ChatRequest, key: str) -> tuple[RequestTools, ChatPrompt]:
     dialogue = body.dialogue(host, key)
-    choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    choice = choice_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, strict=has_strict(body.tools))
     return choice, prompt_of(served, choice.shown(dialogue))
 
 
@@ -116,10 +116,15 @@ def _constrained(
 
 
 def _logprobs(body: ChatRequest) -> int | None:
-    """The number of requested alternatives; None for no log-probabilities. Raises ApiError for a contradiction."""
-    if body.top_logprobs is not None and not body.logprobs:
+    """The number of requested alternatives; None for no log-probabilities. Raises ApiError for a mistake."""
+    count = body.top_logprobs
+    if count is None:
+        return 0 if body.logprobs else None
+    if not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise ApiError(400, f"top_logprobs is {count}; it must be from 0 to {MOST_LOGPROBS}", param="top_logprobs")
+    return count
 
 
 class _Writer:
@@ -156,9 +161,7 @@ class _Writer:
         return [event(chunk) for chunk in chunks]
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
-        # A call that was cut off was streamed as far as it came.
-        events = [each for each in ended.events if not isinstance(each, CallEnded)]
-        chunks = [self._chunk(ended.choice, delta) for each in events if (delta := _delta(each))]
+        chunks = [self._chunk(ended.choice, delta) for each in ended.events if (delta := _delta(each))]
         if self._body.return_tokens:
             for chunk in chunks:
                 chunk["token_index"] = len(ended.completion.pieces) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,18 +23,20 @@ class Dialogue:
     Attributes:
         messages: in OpenAI's format, each with a text as content. The last one may be the beginning of the answer.
         question: the question about the last document, with which the last user's message ends; None if unknown.
-        tools: functions in OpenAI's format.
         thinks: whether a reasoning model thinks; None for the template's default.
         effort: how much it thinks, a word; None for the template's default.
         variables: further variables of the template.
+        tools: functions in OpenAI's format.
+        unused: names of the request's fields without effect.
     """
 
     messages: Sequence[Mapping[str, Any]]
     question: str | None = None
-    tools: Sequence[Any] = ()
     thinks: bool | None = None
     effort: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
         except HeteroKVError:
             # The template cannot write a single message.
             question = None
-    return ChatPrompt(tokens, opening, question, unused)
+    return ChatPrompt(tokens, opening, question, (*dialogue.unused, *unused))
 
 
 def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -102,11 +103,3 @@ def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any],
             unused.append("thinking" if effort is None else "reasoning_effort")
     unused += [name for name in given if name not in known]
     return {name: value for name, value in given.items() if name in known}, tuple(unused)
-
-
-def arguments_of(text: str) -> Any:
-    """The arguments of a tool call; a text that is no JSON stays one."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -39,6 +39,7 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
     stream_options: dict[str, Any] | None = None
     return_progress: bool = False
+    cache_prompt: bool = True
     # Whether control tokens in the prompt's text count as such; a text prompt has no other way to write them.
     parse_special: bool = True
     json_schema: Any = None
@@ -54,10 +55,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _require_supported(body)
     prompts, masks = await in_thread(_prepared, served, body)
     sampling = body.sampling(
-        served, host.defaults, max(map(len, prompts)), limit=16 if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs, masks=masks,
+        served, host.defaults, limit=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
+        masks=masks,
     )  # fmt: skip
-    answers = host.answers(GenerationRequest(served, prompts, sampling, speculation=body.speculation), request)
+    continued = GenerationRequest(
+        served, prompts, sampling, priority=body.priority, reuses=body.cache_prompt, speculation=body.speculation
+    )
+    answers = host.answers(continued, request)
     writer = _Writer(served, body)
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))

@@ -7,7 +7,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from hetero_kv.server.errors import ApiError
-from hetero_kv.server.host import host_of, in_thread
+from hetero_kv.server.host import host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 
 router = APIRouter()
@@ -34,22 +34,31 @@ async def upload(request: Request) -> Response:
     # A hostile document takes a thread for minutes, and prompts need threads too.
     async with host.uploads:
         stored = await in_thread(host.files.add, content, name, kind, request.state.key)
-    return json_response(stored.form())
+    return response(json_response(stored.form()), sorted(set(form) - {"file", "purpose"}))
 
 
 @router.get("/v1/files", response_model=None)
 async def list_files(request: Request) -> Response:
-    """The documents of this key, the newest first; `purpose` and `limit` as OpenAI's."""
+    """The documents of this key, the newest first; `purpose`, `order`, `after` and `limit` as OpenAI's."""
     found = await in_thread(host_of(request).files.all, request.state.key)
-    purpose, limit = (request.query_params.get(name) for name in ("purpose", "limit"))
+    purpose, order, after, limit = (request.query_params.get(name) for name in ("purpose", "order", "after", "limit"))
+    if order not in (None, "asc", "desc"):
+        raise ApiError(400, f"order is {order[:80]!r}; give asc or desc", param="order")
+    if order == "asc":
+        found.reverse()
+    if after is not None:
+        ids = [each.id for each in found]
+        if after not in ids:
+            raise ApiError(404, f"after is {after[:80]!r}, and there is no such file", param="after")
+        found = found[ids.index(after) + 1 :]
     if purpose:
         found = [each for each in found if each.purpose == purpose]
     if limit is not None and not (limit.isdecimal() and int(limit[:9]) > 0):
         raise ApiError(400, f"limit is {limit[:80]!r}; give a number of at least 1", param="limit")
     shown = found if limit is None else found[: int(limit[:9])]
-    return json_response(
-        {"object": "list", "data": [each.form() for each in shown], "has_more": len(shown) < len(found)}
-    )
+    ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {}
+    data = [each.form() for each in shown]
+    return json_response({"object": "list", "data": data, "has_more": len(shown) < len(found), **ends})
 
 
 @router.get("/v1/files/{file_id}", response_model=None)

@@ -103,7 +103,7 @@ class Files:
     def all(self, key: str) -> list[StoredFile]:
         """The documents of this key, the newest first."""
         own = [each for each in self._all() if each.owner == owner_of(key)]
-        return sorted(own, key=lambda each: (each.created_at, each.id), reverse=True)
+        return sorted(own, key=lambda each: each.created_at, reverse=True)
 
     def delete(self, file_id: str, key: str) -> None:
         """Remove a document of this key. Raises ApiError 404 as `get`."""
@@ -113,7 +113,8 @@ class Files:
 
     def _all(self) -> list[StoredFile]:
         paths = self._folder.glob("file-*.json") if self._folder.is_dir() else ()
-        return [found for path in paths if (found := self._read(path)) is not None]
+        # The newest first, also of those of one second.
+        return [found for path in sorted(paths, key=_written, reverse=True) if (found := self._read(path)) is not None]
 
     def _read(self, path: Path) -> StoredFile | None:
         try:
@@ -121,3 +122,10 @@ class Files:
         except (OSError, ValueError, TypeError):
             # Another program's file, or one that is removed just now.
             return None
+
+
+def _written(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -114,8 +114,9 @@ class Answers(Source):
         longest = max(map(len, prompt.prompts))
         if longest > capacity:
             raise ApiError(
-                400, f"the prompt has {longest:,} tokens, and {prompt.served.id} takes {capacity:,} here; shorten "
-                f"it by {longest - capacity:,} tokens, or start the server with --max_seq_len {longest:,} or more",
+                # As Anthropic's API words it.
+                400, f"prompt is too long: {longest} tokens > {capacity} maximum of {prompt.served.id}; shorten it "
+                f"by {longest - capacity} tokens, or start the server with --max_seq_len {longest} or more",
                 code="context_length_exceeded", details={"n_prompt_tokens": longest, "n_ctx": capacity},
             )  # fmt: skip
         if len(prompt.sampling) > MOST_ANSWERS:
@@ -126,7 +127,9 @@ class Answers(Source):
         rates[0].use(key, 1)
         self._active = active
         self._active.add(self)
-        self._streams: list[Stream] = []
+        # By the number of the answer.
+        self._streams: dict[int, Stream] = {}
+        self._is_enough: set[int] = set()
         # To each prompt.
         self._choices = len(prompt.sampling) // len(prompt.prompts)
         self._is_stopping = False
@@ -139,11 +142,16 @@ class Answers(Source):
     def stop(self) -> None:
         """End the answers with an error, because the server stops."""
         self._is_stopping = True
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.cancel()
 
+    def end(self, choice: int) -> None:
+        """End answer number `choice`, which has begun, as complete."""
+        self._is_enough.add(choice)
+        self._streams[choice].cancel()
+
     def _cancel(self) -> None:
-        for stream in self._streams:
+        for stream in self._streams.values():
             if not stream.is_done:
                 stream.cancel()
                 self._metrics.cancelled(self.prompt.served)
@@ -151,7 +159,7 @@ class Answers(Source):
     @property
     def progress(self) -> Progress | None:
         """See `Source`."""
-        return self._streams[0].progress if self._streams else None
+        return next((stream.progress for stream in self._streams.values()), None)
 
     async def events(self) -> AsyncIterator[Token | Ended]:
         """See `Source`."""
@@ -173,7 +181,7 @@ class Answers(Source):
             speculation=prompt.speculation,
             tenant=self._tenant,
         )
-        self._streams.append(stream)
+        self._streams[number] = stream
         # Also counted for clients that leave before the end.
         tokens.use(self._key, 0 if number % self._choices else len(prompt.prompts[number // self._choices]))
         async for piece in stream:
@@ -182,7 +190,7 @@ class Answers(Source):
             yield Token(number, piece)
         completion = await stream
         self._metrics.completed(prompt.served, completion)
-        if completion.finish_reason == "stopped":
+        if completion.finish_reason == "stopped" and number not in self._is_enough:
             raise stopping()
         self._ticket.done()
         yield Ended(number, completion)

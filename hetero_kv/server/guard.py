@@ -59,6 +59,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":
+            # Uvicorn sends the head of the response alone.
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
@@ -72,6 +76,8 @@ class Guard:
                 status = message["status"]
                 out = MutableHeaders(scope=message)
                 out["x-request-id"] = request_id
+                # Anthropic's name for it.
+                out["request-id"] = request_id
                 for name, value in _SECURITY.items():
                     out.setdefault(name, value)
                 self._allow_origin(headers, out)
@@ -115,7 +121,7 @@ class Guard:
             _logger.log(
                 level,
                 "request_id=%s key=%s method=%s path=%s status=%d seconds=%.3f%s", request_id, state["key"],
-                scope["method"], _one_line(scope["path"]), status, time.perf_counter() - began,
+                method, _one_line(scope["path"]), status, time.perf_counter() - began,
                 "".join(f" {name}={value}" for name, value in state.get("log", {}).items()),
             )  # fmt: skip
 
@@ -143,6 +149,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and (origin in self._origins or "*" in self._origins):
             out["access-control-allow-origin"] = origin
+            out["access-control-expose-headers"] = "x-request-id, x-hetero-kv-ignored, retry-after"
             out["access-control-allow-methods"] = "GET, POST, DELETE, OPTIONS"
             out.append("vary", "origin")
 

@@ -61,9 +61,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 @router.get("/health", response_model=None)
-@router.head("/health", response_model=None)
 @router.get("/v1/health", response_model=None)
-@router.head("/v1/health", response_model=None)
 async def health(request: Request) -> Response:
     """Whether every engine accepts requests and makes progress; 503 if not."""
     host = host_of(request)
@@ -136,6 +134,7 @@ async def slots(request: Request, model: str | None = None) -> Response:
 
 
 @router.get("/v1/models", response_model=None)
+@router.get("/v1/models/", response_model=None, include_in_schema=False)
 @router.get("/models", response_model=None)
 async def models(request: Request) -> Response:
     """Every model under every recipe that the server offers."""

@@ -13,6 +13,12 @@ from hetero_kv.server.errors import ApiError
 
 #: Content parts that a text model cannot read.
 _UNSEEN = ("image_url", "input_image", "image", "input_audio", "audio", "video_url", "video")
+# Fields of messages that have an effect, and those without which a conversation would lack something.
+_FIELDS = {"role", "content", "refusal", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
+_UNREAD = {
+    "function_call": "give it as tool_calls, and its result as a message with the role tool",
+    "audio": "the model reads texts only; give its transcript as content",
+}
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -91,20 +97,37 @@ def embedded_text(data: str, filename: Any, where: str) -> str:
     return document_from(content, filename if isinstance(filename, str) else "document").text.strip("\n")
 
 
-def chat_messages(messages: Sequence[Any], file_text: Callable[[str], str]) -> tuple[list[dict[str, Any]], str | None]:
-    """Messages of OpenAI's chat completions with texts as contents, and the question about the last document.
+class ChatMessages(NamedTuple):
+    """A conversation.
 
-    Raises ApiError 400 for invalid messages.
+    Attributes:
+        messages: in OpenAI's format, with texts as contents.
+        question: the question about the last document.
+        unused: the fields of messages without effect.
     """
+
+    messages: list[dict[str, Any]]
+    question: str | None
+    unused: tuple[str, ...]
+
+
+def chat_messages(messages: Sequence[Any], file_text: Callable[[str], str]) -> ChatMessages:
+    """The messages of a chat completion. Raises ApiError 400 for invalid ones."""
     found: list[dict[str, Any]] = []
-    question = None
+    question, unused = None, set[str]()
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
         if not isinstance(message, dict):
             raise ApiError(400, f"{place} is {shown(message, 80)}; give an object with role and content", param=place)
-        content = content_text(message.get("content"), place, file_text)
+        for name, remedy in _UNREAD.items():
+            if message.get(name):
+                raise ApiError(400, f"{place} has {name}; {remedy}", param=place)
+        text = message.get("content")
+        content = content_text(message.get("refusal") if text is None else text, place, file_text)
+        known = _FIELDS if message.get("role") == "tool" else _FIELDS - {"name"}
+        unused |= {f"messages.{key}" for key, value in message.items() if value and key not in known}
         kept = {key: value for key, value in message.items() if value is not None and key != "content"}
         found.append({**kept, "content": content.text})
         if message.get("role") == "user":
             question = content.question
-    return found, question
+    return ChatMessages(found, question, tuple(sorted(unused)))

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API as messages of a conversation, and answers as items."""
+"""Items of OpenAI's Responses API as messages of a conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from hetero_kv.errors import shown
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.messages import content_text
-from hetero_kv.serving.answers import Answer
 
 FileText = Callable[[str], str]
 
@@ -104,21 +103,3 @@ def chat_tool_choice(choice: Any) -> Any:
 def new_id(kind: str) -> str:
     """A new id that nobody can guess: "msg_…"."""
     return f"{kind}_{secrets.token_hex(16)}"
-
-
-def output_items(answer: Answer, *, is_complete: bool) -> list[dict[str, Any]]:
-    """An answer as items: its thought, its text, its calls."""
-    status = "completed" if is_complete else "incomplete"
-    items: list[dict[str, Any]] = []
-    if answer.reasoning:
-        text = {"type": "reasoning_text", "text": answer.reasoning}
-        items.append({"type": "reasoning", "summary": [], "content": [text], "status": status})
-    if answer.content or not answer.calls:
-        part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        items.append({"type": "message", "role": "assistant", "status": status, "content": [part]})
-    items += [
-        {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
-        for call in answer.calls
-    ]
-    prefixes = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-    return [{"id": new_id(prefixes[item["type"]]), **item} for item in items]

@@ -15,11 +15,11 @@ from hetero_kv.server.errors import ApiError
 from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
-from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id, output_items
+from hetero_kv.server.response_items import chat_tool_choice, chat_tools, item_messages, new_id
 from hetero_kv.server.sampling_fields import SamplingFields
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
-from hetero_kv.server.tool_choice import RequestTools, choice_of
+from hetero_kv.server.tool_choice import RequestTools, choice_of, has_strict
 from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
@@ -35,6 +35,8 @@ class ResponseRequest(SamplingFields):
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
     store: bool = True
     max_output_tokens: int | None = None
     tools: list[Any] | None = None
@@ -60,15 +62,17 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     if body.response_format is None:
         body.response_format = (body.text or {}).get("format")
     items, others, choice, prompt, masks = await in_thread(_prepared, host, served, body, key)
-    sampling = body.sampling(served, host.defaults, len(prompt.tokens), limit=body.max_output_tokens, masks=masks)
+    sampling = body.sampling(
+        served, host.defaults, limit=body.max_output_tokens, limit_name="max_output_tokens", masks=masks
+    )
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
         served, [prompt.tokens], sampling, prompt.question, body.priority, parsers[0].markers,
         speculation=body.speculation,
     )  # fmt: skip
-    answers = ChatAnswers(host.answers(continued, request), parsers)
+    answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *others, *_without_effect(body)]
+    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -97,6 +101,12 @@ def _without_effect(body: ResponseRequest) -> list[str]:
 
 
 def _require_supported(body: ResponseRequest) -> None:
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise ApiError(
+                400, f"{name} is what OpenAI's own server keeps; give its items as input, or previous_response_id",
+                param=name,
+            )  # fmt: skip
     if body.truncation not in (None, "disabled"):
         raise ApiError(
             400, f"truncation is {body.truncation!r}, and nothing is cut here; leave it out, or give disabled",
@@ -118,7 +128,8 @@ def _prepared(
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     tools, others = chat_tools(body.tools)
-    choice = choice_of(tools, chat_tool_choice(body.tool_choice), parallel=body.parallel_tool_calls)
+    chosen, strict = chat_tool_choice(body.tool_choice), has_strict(body.tools)
+    choice = choice_of(tools, chosen, parallel=body.parallel_tool_calls, strict=strict)
     effort = (body.reasoning or {}).get("effort")
     dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
     prompt = prompt_of(served, choice.shown(dialogue))
@@ -158,11 +169,8 @@ class _Writer:
 
     def ended(self, ended: ChatEnded) -> list[bytes]:
         frames = [frame for each in ended.events for frame in self._part(each)]
-        if not self._items:
-            frames += self._open("message")
-        is_complete = ended.completion.finish_reason not in _CUT
-        frames += self._close(is_complete=is_complete)
-        whole = self.whole(ended)
+        frames += self._last(ended)
+        whole = self._complete(ended)
         name = "response.completed" if whole["status"] == "completed" else "response.incomplete"
         return [*frames, self._event(name, {"response": whole})]
 
@@ -175,10 +183,22 @@ class _Writer:
         return [self._event("response.failed", {"response": form})]
 
     def whole(self, ended: ChatEnded) -> dict[str, Any]:
+        """The response that is not streamed."""
+        for part in ended.answer.parts:
+            if isinstance(part, Call):
+                self._part(CallBegun(0, part.id, part.name))
+                self._part(CallArguments(0, part.arguments))
+                if not ended.answer.is_cut or part is not ended.answer.parts[-1]:
+                    self._close()
+            else:
+                self._part(part)
+        self._last(ended)
+        return self._complete(ended)
+
+    def _complete(self, ended: ChatEnded) -> dict[str, Any]:
         """The complete response, which is kept."""
-        done = ended.completion
+        done, output = ended.completion, self._closed
         is_complete = done.finish_reason not in _CUT
-        output = self._closed or output_items(ended.answer, is_complete=is_complete)
         form = self._form(output, "completed" if is_complete else "incomplete")
         if not is_complete:
             form["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -194,9 +214,16 @@ class _Writer:
 
     # -- events
 
+    def _last(self, ended: ChatEnded) -> list[bytes]:
+        """The end of the last item; an answer without any has an empty message."""
+        frames = [] if self._items else self._open("message")
+        is_cut = ended.completion.finish_reason in _CUT or ended.answer.is_cut
+        return frames + self._close(is_complete=not is_cut)
+
     def _part(self, part: Event) -> list[bytes]:
         if isinstance(part, CallEnded):
-            return self._close(is_complete=part.is_valid)
+            closed = self._close(is_complete=part.is_valid)
+            return closed if part.is_valid else closed + self._part(Content(part.text))
         kind = {Reasoning: "reasoning", Content: "message"}.get(type(part), "function_call")
         frames: list[bytes] = []
         if isinstance(part, CallBegun) or not self._is_open or self._items[-1][1] != kind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.server.errors import ApiError
@@ -17,12 +17,21 @@ from hetero_kv.serving.sampling_settings import SamplingSettings
 MOST_CHOICES = 16
 #: The largest number of stop texts.
 MOST_STOPS = 64
+# Fields that have an effect on streams alone.
+_OF_STREAMS = ("stream_options", "return_progress", "return_tokens")
 
 
 class Fields(BaseModel):
-    """A request's body. Unknown fields are kept, and named in the response's header."""
+    """A request's body. Null leaves a field out. Unknown fields are kept, and named in the response's header."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None or name not in cls.model_fields}
 
     @property
     def unknown(self) -> list[str]:
@@ -53,15 +62,17 @@ class SamplingFields(Fields):
     user: Any = None
 
     def sampling(
-        self, served: ServedModel, defaults: SamplingSettings, prompt_tokens: int, *, limit: int | None,
+        self, served: ServedModel, defaults: SamplingSettings, *, limit: int | None, limit_name: str = "max_tokens",
         logprobs: int | None = None, masks: Sequence[TokenMask | None] = (None,),
     ) -> list[SamplingParams]:  # fmt: skip
         """The parameters of each answer.
 
         Args:
             limit: the longest answer, tokens; None, or -1 as of llama-server, for as many as fit.
+            limit_name: the request's field that has it.
             logprobs: the number of alternatives of each token; None for no log-probabilities.
-            masks: a mask for each answer; the number of answers follows from it.
+            masks: a mask for each answer; the number of answers follows from it. Each prompt's answers have the same
+                seeds.
 
         Raises ApiError 400 for a value out of range, naming its field.
         """
@@ -70,9 +81,8 @@ class SamplingFields(Fields):
             raise ApiError(400, f"stop has {len(stops)} texts; give at most {MOST_STOPS}", param="stop")
         limit = None if limit == -1 else limit
         if limit is not None and limit < 1:
-            raise ApiError(400, f"the longest answer is {limit} tokens; give at least 1", param="max_tokens")
+            raise ApiError(400, f"{limit_name} is {limit}; it must be at least 1", param=limit_name)
         penalty = self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty
-        room = served.engine.max_seq_len + 1 - prompt_tokens
         chosen: dict[str, Any] = {
             "temperature": _or(self.temperature, defaults.temperature),
             "top_p": _or(self.top_p, defaults.top_p),
@@ -82,16 +92,19 @@ class SamplingFields(Fields):
             "repetition_penalty": _or(penalty, defaults.repetition_penalty),
             "presence_penalty": _or(self.presence_penalty, defaults.presence_penalty),
             "frequency_penalty": _or(self.frequency_penalty, defaults.frequency_penalty),
-            "logit_bias": self._biases(),
+            "logit_bias": self._biases(served.engine.vocab_size),
             "stop": tuple(stops),
-            "max_new_tokens": max(1, room) if limit is None else limit,
+            # The engine knows how many fit behind each prompt.
+            "max_new_tokens": served.engine.max_seq_len if limit is None else limit,
             "logprobs": logprobs,
             "ignore_eos": self.ignore_eos,
         }
         seed = None if self.seed in (None, -1) else self.seed
         try:
             return [
-                SamplingParams(**chosen, seed=None if seed is None else (seed + number) % 2**63, mask=mask)
+                SamplingParams(
+                    **chosen, seed=None if seed is None else (seed + number % self.choices) % 2**63, mask=mask
+                )
                 for number, mask in enumerate(masks)
             ]
         except ConfigError as error:
@@ -99,10 +112,15 @@ class SamplingFields(Fields):
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
 
     def ignored(self, defaults: SamplingSettings) -> list[str]:
-        """Fields that have no effect: unknown ones, and sampling fields of greedy requests."""
+        """Fields that have no effect: unknown ones, sampling fields of greedy requests, those of streams elsewhere."""
         is_greedy = not _or(self.temperature, defaults.temperature)
         drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
-        return self.unknown + [f"{name} (temperature is 0)" for name in drawing if is_greedy]
+        streamed = [name for name in _OF_STREAMS if getattr(self, name, None) and not self.stream]
+        return [
+            *self.unknown,
+            *(f"{name} (temperature is 0)" for name in drawing if is_greedy),
+            *(f"{name} (stream is false)" for name in streamed),
+        ]
 
     @property
     def choices(self) -> int:
@@ -111,13 +129,20 @@ class SamplingFields(Fields):
             raise ApiError(400, f"n is {self.n}; it must be at most {MOST_CHOICES}", param="n")
         return self.n or 1
 
-    def _biases(self) -> dict[int, float]:
+    def _biases(self, vocab_size: int) -> dict[int, float]:
         try:
-            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+            biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError:
             raise ApiError(
                 400, "logit_bias has a name that is no token id; give numbers by token id", param="logit_bias"
             ) from None
+        for token in biases:
+            if not 0 <= token < vocab_size:
+                raise ApiError(
+                    400, f"logit_bias names token {token}; the model has tokens 0 to {vocab_size - 1}",
+                    param="logit_bias",
+                )  # fmt: skip
+        return biases
 
 
 def _or(value: Any, default: Any) -> Any:

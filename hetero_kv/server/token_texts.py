@@ -58,7 +58,10 @@ def _entry(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, pieces: list[Piece], offset: int) -> dict[str, Any]:
-    """Tokens' log-probabilities in completions' format; `offset` is where the first one's text begins."""
+    """Tokens' log-probabilities in completions' format; `offset` is where the first one's text begins.
+
+    A token that was drawn is also among its alternatives, as in OpenAI's API.
+    """
     offsets = [offset]
     for piece in pieces:
         offsets.append(offsets[-1] + len(piece.text))
@@ -66,7 +69,11 @@ def completion_logprobs(tokenizer: Any, pieces: list[Piece], offset: int) -> dic
         "tokens": [token_text(tokenizer, piece.token) for piece in pieces],
         "token_logprobs": [piece.logprob for piece in pieces],
         "top_logprobs": [
-            {token_text(tokenizer, token): value for token, value in piece.alternatives.items()} for piece in pieces
+            {
+                token_text(tokenizer, token): value
+                for token, value in {**piece.alternatives, piece.token: piece.logprob}.items()
+            }
+            for piece in pieces
         ],
         "text_offset": offsets[:-1],
     }

@@ -23,23 +23,43 @@ class RequestTools:
         tools: those in the prompt.
         chosen: "none", "auto", "required", or the function that must be called.
         is_parallel: whether an answer may have several calls.
+        is_strict: whether the request wants calls to keep their schemas.
     """
 
     tools: tuple[Any, ...] = ()
     chosen: ToolChoice = "auto"
     is_parallel: bool = True
+    is_strict: bool = False
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether an answer ends with its first call. A grammar sees to that where a call is required."""
+        return self.chosen == "auto" and not self.is_parallel
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of fields without effect: schemas bind only calls that are required."""
+        return ["tools.strict (tool_choice is auto)"] if self.is_strict and self.chosen == "auto" else []
 
     def shown(self, dialogue: Dialogue) -> Dialogue:
         """The conversation with the tools of the prompt."""
         return replace(dialogue, tools=self.tools)
 
     def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
-        """A mask for each answer. Raises ApiError 400 for two constraints, else as `masks_of`."""
-        if self.chosen in ("none", "auto"):
+        """A mask for each answer. A JSON value that is asked for may give way to calls that are allowed.
+
+        Raises ApiError 400 for two constraints, else as `masks_of`.
+        """
+        constraint, instead, chosen = constraint_of(body), None, self.chosen
+        if chosen == "auto" and self.tools and constraint is not None and constraint[0] in ("schema", "object"):
+            instead, chosen = {"type": "object"} if constraint[0] == "object" else constraint[1], "required"
+        elif chosen in ("none", "auto"):
             return list(masks_of(served, body, count, prompt.opening))
-        if constraint_of(body) is not None:
+        elif constraint is not None:
             raise ApiError(400, "tool_choice and response_format constrain one answer; give one of them")
-        grammar = served.form.call_grammar(prompt.opening, self.tools, self.chosen, is_parallel=self.is_parallel)
+        grammar = served.form.call_grammar(
+            prompt.opening, self.tools, chosen, is_parallel=self.is_parallel, instead=instead
+        )
         assert grammar is not None
         return [served.grammars.lark(grammar) for _ in range(count)]
 
@@ -49,8 +69,11 @@ class RequestTools:
         return [served.form.parser(prompt.opening, tools) for _ in range(count)]
 
 
-def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> RequestTools:
+def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool, strict: bool) -> RequestTools:
     """The choice of a request's `tools` and `tool_choice`.
+
+    Args:
+        parallel, strict: as `RequestTools` has them.
 
     Raises ApiError 400 for an invalid choice, or an unknown tool.
     """
@@ -62,7 +85,13 @@ def choice_of(tools: Sequence[Any] | None, chosen: Any, *, parallel: bool) -> Re
     except HeteroKVError as error:
         raise ApiError(400, str(error), param="tool_choice") from error
     # Tools that must not be called are not in the prompt. A named function is called once, as in OpenAI's API.
-    return RequestTools(() if chosen == "none" else given, chosen, parallel and isinstance(chosen, str))
+    return RequestTools(() if chosen == "none" else given, chosen, parallel and isinstance(chosen, str), strict)
+
+
+def has_strict(tools: Sequence[Any] | None) -> bool:
+    """Whether one of the tools, in any API's form, is strict."""
+    functions = [function for tool in tools or () for function in (tool, _function(tool)) if isinstance(function, dict)]
+    return any(function.get("strict") is True for function in functions)
 
 
 def _function(tool: Any) -> Any:

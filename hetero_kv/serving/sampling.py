@@ -14,6 +14,8 @@ from hetero_kv.errors import ConfigError
 
 #: The most alternatives whose log-probabilities a request may ask for, as in OpenAI's API.
 MOST_LOGPROBS = 20
+#: The largest numbers that are added to logits and divide them; float32, in which logits are, ends at 3e38.
+LARGEST = 1e30
 
 
 class TokenMask(Protocol):
@@ -47,7 +49,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token in the answer, as in OpenAI's API.
         frequency_penalty: subtracted once for every time that a token is in the answer.
         logit_bias: token id -> a number that is added to its logit.
-        seed: makes sampling repeatable, whatever other requests are computed at the same time; None draws a seed.
+        seed: makes sampling repeatable; None draws a seed. Other requests and known beginnings of the prompt change
+            nothing but the rounding of the model's logits.
         stop: non-empty texts; the first one that appears ends the answer, which ends before it. A text that spells a
             control token stands for that token, which has no text.
         ends: token ids that end the answer besides the model's own.
@@ -88,11 +91,14 @@ class SamplingParams:
         self._require("top_k", self.top_k >= 0, "at least 0; 0 samples from all tokens")
         self._require("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0; 1 for none")
+        penalty = self.repetition_penalty
+        self._require("repetition_penalty", 1 / LARGEST <= penalty <= LARGEST, "more than 0; 1 for none")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, math.isfinite(getattr(self, name)), "a finite number; 0 for none")
-        finite = all(math.isfinite(bias) for bias in self.logit_bias.values())
-        self._require("logit_bias", finite, "finite numbers by token id; -100 forbids a token in practice")
+            self._require(name, abs(getattr(self, name)) <= LARGEST, f"from -{LARGEST:g} to {LARGEST:g}; 0 for none")
+        small = all(abs(bias) <= LARGEST for bias in self.logit_bias.values())
+        self._require(
+            "logit_bias", small, f"from -{LARGEST:g} to {LARGEST:g} by token id; -100 forbids a token in practice"
+        )
         self._require("seed", self.seed is None or self.seed >= 0, "at least 0, or None")
         self._require("stop", all(self.stop), "non-empty texts")
         within = self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS

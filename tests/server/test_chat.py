@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from itertools import islice
 
 import httpx2 as httpx
 import openai
@@ -119,6 +120,22 @@ def test_a_document_is_uploaded_once_and_named_in_messages(client, served):
     client.files.delete(file.id)
     with pytest.raises(openai.NotFoundError, match="POST /v1/files"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+
+
+def test_documents_are_listed_page_by_page(client, http):
+    """Every page was the first one, so that a client that reads all of them never ended."""
+    names = [f"{number}.txt" for number in range(3)]
+    files = [client.files.create(file=(name, b"text"), purpose="user_data") for name in names]
+    pages = islice(client.files.list(limit=1), 9)
+    assert [each.filename for each in pages] == names[::-1]
+    assert [each.filename for each in client.files.list(order="asc", after=files[0].id)] == names[1:]
+    assert [http.get(f"/v1/files?{query}").status_code for query in ("after=x", "order=x", "limit=0")] == [
+        404,
+        400,
+        400,
+    ]
+    for file in files:
+        client.files.delete(file.id)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "..\\..\\x.txt", "/abs.txt", "a/b/c.txt"])
@@ -247,6 +264,16 @@ def test_documents_in_anthropics_form_are_read(claude, served):
     assert counted == len(served.engine.encode(plain))
 
 
+def test_documents_in_results_of_tools_are_read():
+    from hetero_kv.server.anthropic_messages import template_messages
+
+    document = {"type": "document", "source": {"type": "text", "data": "The key is 7."}}
+    content = [{"type": "text", "text": "Read:"}, document]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    (message,), _ = template_messages([{"role": "user", "content": [result]}], str)
+    assert message == {"role": "tool", "tool_call_id": "a", "content": "Read:\nThe key is 7."}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -256,7 +283,7 @@ def test_documents_in_anthropics_form_are_read(claude, served):
         ({"system": 5}, "system"),
         ({"tools": [5]}, "tools[0]"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "800"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "tokens > 800 maximum"),
     ],
 )
 def test_mistakes_have_anthropics_form(http, fields, words):

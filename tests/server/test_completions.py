@@ -73,6 +73,26 @@ def test_log_probabilities_are_the_models(client, served):
     assert len(logprobs.text_offset) == 4
 
 
+def test_a_drawn_token_is_among_its_alternatives(http):
+    body = {"prompt": "hello", "max_tokens": 6, "logprobs": 1, "temperature": 5.0, "seed": 1}
+    found = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    for token, value, best in zip(
+        *(found[f"{name}s"] for name in ("token", "token_logprob", "top_logprob")), strict=True
+    ):
+        assert best[token] == value
+    assert max(map(len, found["top_logprobs"])) == 2
+
+
+def test_reuse_and_priority_are_those_of_the_request(served, http, monkeypatch):
+    given, generate = [], served.engine.generate
+    monkeypatch.setattr(
+        served.engine, "generate", lambda *each, **fields: (given.append(fields), generate(*each, **fields))[1]
+    )
+    for fields in ({}, {"cache_prompt": False, "priority": 2}):
+        http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1, **fields})
+    assert [(each["reuses"], each["priority"]) for each in given] == [(True, 0), (False, 2)]
+
+
 def test_a_json_schema_is_followed(http):
     schema = {
         "type": "object",

@@ -117,6 +117,7 @@ def test_an_allowed_origin_may_use_the_server(served, tmp_path):
         )
         assert found.status_code == 200
         assert found.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "x-hetero-kv-ignored" in found.headers["access-control-expose-headers"]
 
 
 def test_unknown_routes_and_methods_are_errors_of_the_api(http):
@@ -246,3 +247,36 @@ def test_tokens_of_a_client_that_leaves_are_counted(served, tmp_path):
                 if number > 60:
                     break
         assert httpx.post(f"{address}/v1/completions", json=payload, timeout=30).status_code == 429
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/props", "/slots", "/metrics", "/v1/files"])
+def test_a_head_is_that_of_the_whole_response(http, path):
+    head, whole = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_said_to_be_json_is_told_what_to_say(http, kind):
+    """curl -d without a header sends a form; the error was about a dictionary."""
+    headers = {} if kind is None else {"content-type": kind}
+    found = http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert found.status_code == 415
+    assert f"Content-Type is {kind or 'missing'}; send JSON" in found.json()["error"]["message"]
+    said = {"content-type": "application/json; charset=utf-8"}
+    assert http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=said).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
+def test_a_body_that_python_cannot_read_is_told_why(http, content):
+    found = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert (found.status_code, "less deep and with shorter numbers" in found.text) == (400, True)
+
+
+def test_small_matters_of_http(http):
+    refused = http.put("/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+    # The names that OpenAI's and Anthropic's clients read.
+    headers = http.get("/health").headers
+    assert headers["request-id"] == headers["x-request-id"]

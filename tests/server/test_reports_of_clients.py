@@ -7,6 +7,10 @@ import json
 import httpx2 as httpx
 import pytest
 
+from hetero_kv.server.anthropic import MessagesRequest
+from hetero_kv.server.chat import ChatRequest
+from hetero_kv.server.completions import CompletionRequest
+from hetero_kv.server.responses import ResponseRequest
 from tests.server.running import CAPACITY, host_of, running, tiny_served
 from tests.support import tool_templates
 
@@ -135,15 +139,107 @@ def test_a_longest_answer_of_minus_one_is_as_long_as_fits(http, field):
     assert found["choices"][0]["finish_reason"] == "length"
 
 
-def test_null_means_that_a_field_is_left_out(http):
+@pytest.mark.parametrize(
+    ("route", "fields", "body"),
+    [
+        ("chat/completions", ChatRequest, {"messages": QUESTION, "max_completion_tokens": 3}),
+        ("completions", CompletionRequest, {"prompt": "hello", "max_tokens": 3}),
+        ("responses", ResponseRequest, {"input": "hello", "max_output_tokens": 3}),
+        ("messages", MessagesRequest, {"messages": QUESTION, "max_tokens": 3}),
+    ],
+)
+def test_null_means_that_a_field_is_left_out(http, route, fields, body):
     """BetterChatGPT 248 (of llama-cpp-python): max_tokens: null was an error of validation."""
-    names = (
-        "max_tokens temperature top_p n stop seed logit_bias presence_penalty tools tool_choice response_format user"
-    )
-    left_out = chat(http, max_completion_tokens=3)
-    found = chat(http, **dict.fromkeys(names.split()), max_completion_tokens=3)
+    found = http.post(f"/v1/{route}", json={**dict.fromkeys(fields.model_fields), **body})
     assert found.status_code == 200, found.text
-    assert found.json()["choices"] == left_out.json()["choices"]
+    left_out = http.post(f"/v1/{route}", json=body).json()
+    (part,) = {"choices", "output", "content"} & left_out.keys()
+    assert {**found.json()[part][0], "id": ""} == {**left_out[part][0], "id": ""}
+
+
+def test_what_no_stream_can_begin_with_is_a_400(http):
+    """Clients retry on an error of a stream that had begun."""
+    for stream in (False, True):
+        found = chat(http, logit_bias={"999999": 1}, stream=stream)
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("completions", {"prompt": "x", "stop": [1]}, "stop"),
+        ("completions", {"prompt": ["x", [1]]}, "prompt"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
+    error = http.post(f"/v1/{route}", json={"messages": QUESTION, **fields}).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "words"),
+    [
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    *QUESTION,
+                    {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+                    *QUESTION,
+                ]
+            },
+            "messages[1] has function_call; give it as tool_calls",
+        ),
+        ("chat/completions", {"messages": [{"role": "assistant", "audio": {"id": "x"}}, *QUESTION]}, "has audio"),
+        ("responses", {"input": "x", "conversation": "conv_1"}, "previous_response_id"),
+        ("responses", {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+    ],
+)
+def test_a_conversation_that_would_lack_something_is_refused(http, route, fields, words):
+    found = http.post(f"/v1/{route}", json={"max_tokens": 1, "max_output_tokens": 1, **fields})
+    assert (found.status_code, words in found.json()["error"]["message"]) == (400, True), found.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"messages": [{**QUESTION[0], "name": "Bob"}]}, "messages.name"),
+        ({"stream_options": {"include_usage": True}}, "stream_options (stream is false)"),
+        (
+            {"return_progress": True, "return_tokens": True},
+            "return_progress (stream is false),return_tokens (stream is f",
+        ),
+        ({"messages": [{**QUESTION[0], "name": None}], "return_progress": False}, None),
+    ],
+)
+def test_what_has_no_effect_is_named(http, fields, ignored):
+    header = chat(http, **fields).headers.get("x-hetero-kv-ignored")
+    assert header is None if ignored is None else header.startswith(ignored)
+
+
+def test_a_refusal_in_history_is_what_the_model_said(http):
+    said = [
+        chat(http, messages=[*QUESTION, {"role": "assistant", **answer}, *QUESTION]).json()["choices"][0]["message"]
+        for answer in ({"content": None, "refusal": "I can't."}, {"content": "I can't."}, {"content": ""})
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_an_answer_does_not_depend_on_the_prompts_beside_its_own(http):
+    """Neither its length nor its seed."""
+    prompts = [[5] * (CAPACITY - 40), [5] * (CAPACITY - 20)]
+    body = {"max_tokens": -1, "ignore_eos": True, "temperature": 1.0, "seed": 3, "logprobs": 0}
+    found = [
+        http.post("/v1/completions", json={**body, "prompt": prompt}).json() for prompt in ([*prompts], prompts[1])
+    ]
+    tokens = [[len(each["logprobs"]["tokens"]) for each in one["choices"]] for one in found]
+    assert tokens == [[41, 21], [21]]
+    assert found[0]["choices"][1]["text"] == found[1]["choices"][0]["text"]
 
 
 def test_ids_of_calls_that_are_null_are_no_error(caller):

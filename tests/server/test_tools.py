@@ -28,11 +28,24 @@ PAYLOAD = [{"role": "user", "content": "weather?"}]
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    """A server of a model whose template has tools in Hermes' form."""
+def caller():
+    """A model whose template has tools in Hermes' form."""
     found = tiny_served()
     found.tokenizer.chat_template = tool_templates.HERMES
-    with found.engine, running(host_of(found, folder=tmp_path_factory.mktemp("files"))) as where:
+    with found.engine:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(caller):
+    """Its tokenizer."""
+    return caller.tokenizer
+
+
+@pytest.fixture(scope="module")
+def address(caller, tmp_path_factory):
+    """A server of it."""
+    with running(host_of(caller, folder=tmp_path_factory.mktemp("files"))) as where:
         yield where
 
 
@@ -116,6 +129,24 @@ def test_responses_and_anthropics_messages_have_calls_too(client, address):
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}]},
         ]
         assert claude.messages.create(model="tiny", max_tokens=2, messages=history, tools=[schema]).usage.output_tokens
+
+
+@pytest.mark.parametrize("begins", ["<tool_call>", "{"])
+def test_an_answer_in_a_format_may_be_a_call_instead(client, tokenizer, begins):
+    """Of tools beside response_format, which agents send together, none could be called."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
+    (token,) = tokenizer.encode(begins, add_special_tokens=False)
+    fields = {"tools": TOOLS, "response_format": form, "parallel_tool_calls": False, "temperature": 1.0, "seed": 2}
+    found = client.chat.completions.create(
+        model="tiny", messages=PAYLOAD, max_tokens=300, logit_bias={str(token): 50}, **fields
+    ).choices[0]
+    if begins == "{":
+        assert list(json.loads(found.message.content)) == ["a"]
+        assert not found.message.tool_calls
+    else:
+        assert [call.function.name for call in found.message.tool_calls] == ["weather"]
+        assert json.loads(found.message.tool_calls[0].function.arguments)["city"] in ("Rome", "Oslo")
 
 
 def test_malformed_arguments_in_history_are_no_error(client):

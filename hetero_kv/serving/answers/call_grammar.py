@@ -80,6 +80,7 @@ def typed_parts(
 def lark_grammar(
     calls: Sequence[Sequence[Part]], markers: Mapping[str, int], *, before: Sequence[Part] = (),
     between: Sequence[Part] | None = None, after: Sequence[Part] = (), thought_end: str | None = None,
+    instead: Sequence[Part] | None = None,
 ) -> str:  # fmt: skip
     """A grammar in llguidance's dialect of Lark for one of the calls, or several.
 
@@ -89,12 +90,18 @@ def lark_grammar(
         before, after: the parts before and after all calls.
         between: the parts between two calls; None for a single call.
         thought_end: the text that ends a thought before the calls; None without a thought.
+        instead: the parts of an answer without calls; None if it must have one.
     """
     written = _Grammar(markers)
     call = " | ".join(f"call_{number}" for number in range(len(calls)))
     more = f" ({written.parts(between)} call)*" if between is not None else ""
     thought = "" if thought_end is None else f"{written.part(FreeText(Marker(thought_end)))} /[\\n]*/ "
-    rules = [f"start: {thought}{written.parts(before)} call{more} {written.parts(after)}".rstrip(), f"call: {call}"]
+    other = "" if instead is None else f" | {written.parts(instead)}"
+    rules = [
+        f"start: {thought}(calls{other})",
+        f"calls: {written.parts(before)} call{more} {written.parts(after)}".rstrip(),
+        f"call: {call}",
+    ]
     rules += [f"call_{number}: {written.parts(parts)}" for number, parts in enumerate(calls)]
     return "\n".join([*rules, *written.rules, ""])
 

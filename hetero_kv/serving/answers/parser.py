@@ -78,7 +78,13 @@ class AnswerForm:
         return AnswerParser(self._format, known, schemas, self._thought, self.opens_thought(prompt))
 
     def call_grammar(
-        self, prompt: Sequence[int], tools: Tools, tool_choice: ToolChoice = "required", *, is_parallel: bool = True
+        self,
+        prompt: Sequence[int],
+        tools: Tools,
+        tool_choice: ToolChoice = "required",
+        *,
+        is_parallel: bool = True,
+        instead: Mapping[str, Any] | bool | None = None,
     ) -> str | None:
         """A grammar in llguidance's dialect of Lark that forces the answer to call a tool; None if it need not.
 
@@ -90,6 +96,7 @@ class AnswerForm:
             tools: in OpenAI's format.
             tool_choice: "none", "auto", "required", or {"type": "function", "function": {"name": …}}.
             is_parallel: whether several calls are allowed.
+            instead: the schema of a JSON value that is an answer too; None if there must be a call.
 
         Raises HeteroKVError for an invalid choice, an unknown tool, or no tools at all.
         """
@@ -106,6 +113,7 @@ class AnswerForm:
             between=form.between if is_parallel else None,
             after=form.after,
             thought_end=self._thought[1] if self.opens_thought(prompt) else None,
+            instead=None if instead is None else [JsonValue(instead)],
         )
 
     def value_grammar(self, prompt: Sequence[int], schema: Mapping[str, Any] | bool) -> str:
