@@ -188,7 +188,7 @@ def test_a_prompt_that_is_too_long_is_said_with_both_numbers(page):
     expect(page.locator(".context-sum")).to_contain_text("more than the context's 800")
     ask(page)
     expect_answers(page, 1)
-    expect(page.locator(".note.is-error")).to_contain_text("takes 800 here")
+    expect(page.locator(".note.is-error")).to_contain_text("tokens > 800 maximum")
 
 
 def test_a_server_with_keys_is_asked_with_one(opened, served, tmp_path):
