@@ -55,10 +55,10 @@ class Cluster:
 
 @contextmanager
 def cluster_of(model: Path, *flags: str) -> Iterator[Cluster]:
-    """A cluster that answers with this model."""
+    """A cluster that answers with this model, in float32 on every CPU: answers are compared token by token."""
     command = [
         sys.executable, "-m", "hetero_kv", "serve", "--cluster", "--model", str(model), "--config", "dense",
-        "--port", "0", *flags,
+        "--dtype", "float32", "--port", "0", *flags,
     ]  # fmt: skip
     with _running(command, signal.SIGTERM, {}) as cluster:
         waited_for(lambda: cluster.address or cluster.process.poll() is not None, 180)

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.slow
 def configuration(folder):
     """One replica or two, which are soon more and soon fewer."""
     arguments = {
-        "model": str(tiny_folder(folder / "tiny")), "config": ["dense"], "max_seq_len": CAPACITY, "insecure": True,
-        "speculation": "off", "context_folder": str(folder / "contexts"), "file_folder": str(folder / "files"),
+        "model": str(tiny_folder(folder / "tiny")), "config": ["dense"], "max_seq_len": CAPACITY, "dtype": "float32",
+        "insecure": True, "speculation": "off", "context_folder": str(folder / "contexts"),
+        "file_folder": str(folder / "files"),
         "report_s": 0.2, "max_batch": 4, "replicas": "auto", "most_replicas": 2, "replica_cpus": 0,
     }  # fmt: skip
     scaling = {
