@@ -46,7 +46,7 @@ class RequestTools:
         return replace(dialogue, tools=self.tools)
 
     def masks(self, served: ServedModel, prompt: ChatPrompt, body: Constrained, count: int) -> list[GrammarMask | None]:
-        """A mask for each answer. A JSON value that is asked for may give way to calls that are allowed.
+        """A mask for each answer. A JSON value that the request requires may give way to calls that it allows.
 
         Raises ApiError 400 for two constraints, else as `masks_of`.
         """
