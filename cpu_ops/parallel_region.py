@@ -3,7 +3,7 @@
 Numba's `parallel=True` takes longer to compile a kernel than LLVM does: it searches the whole kernel for loops to fuse,
 and compiles each parallel loop again as a separate function. Here the part that every thread runs is an ordinary
 function `region(thread, threads, arguments)`, whose arguments are in memory. A single kernel calls all regions by
-address, on threads of ours (`thread_team`), or where there are none in a parallel loop on OpenMP's.
+address, on the threads of a team (`thread_team`), or where there is none in a parallel loop on OpenMP's.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,6 @@ def _region_signature(_: str) -> Any:
     return REGION
 
 
-@called_as("all threads")
-def _all_threads_signature(_: str) -> Any:
-    return types.int64(types.int64, types.int64, types.int64)
-
-
 @cache
 def all_threads() -> int:
     """Returns the address of the kernel that runs a region on all threads, the argument `run` of `run_region`."""
@@ -51,10 +46,10 @@ def all_threads() -> int:
 
 @cache
 def openmp_threads() -> int:
-    """As `all_threads`, on the threads of torch, for systems without a team of ours."""
+    """As `all_threads`, on OpenMP's threads, for systems without a team."""
     code_version = CODE_VERSION
 
-    @njit(_all_threads_signature(""), parallel=True, cache=True, nogil=True)
+    @njit(REGION, parallel=True, cache=True, nogil=True)
     def run(region, threads, arguments):
         # The index of Numba's parallel loops is unsigned.
         for thread in prange(threads):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from hetero_kv.cpu_ops.atomics import FUTEX, WAIT, WAKE, add_atomic, futex, load_atomic, pause, store_atomic
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.kernel_address import address_of
 
@@ -40,12 +40,7 @@ LEAST_SPINNING = 4.0
 #: Threads besides the caller's that the team has at most.
 MOST_WORKERS = 1023
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_MACHINE = platform.machine()
-#: The number of the system call futex, by machine.
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE)
-_WAIT, _WAKE = 128, 129
-
+_I64 = ir.IntType(64)
 # The team's block of memory: lines of 64 bytes, so that threads that write different lines do not disturb each other.
 _LINE = 64
 _REGION, _ARGUMENTS, _THREADS, _WORKERS, _MOST, _LEAST = range(0, 48, 8)
@@ -64,7 +59,7 @@ _BYTES = _SLOTS + MOST_WORKERS * _LINE
 
 def is_supported() -> bool:
     """Whether this system has a team: Linux on x86-64 or 64-bit ARM."""
-    return sys.platform == "linux" and _FUTEX is not None
+    return sys.platform == "linux" and FUTEX is not None
 
 
 @intrinsic
@@ -78,70 +73,6 @@ def _block(typingctx):
         return builder.ptrtoint(variable, _I64)
 
     return types.int64(), codegen
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.inttoptr(address, _I64.as_pointer())
-
-
-@intrinsic
-def _load(typingctx, address):
-    """The int64 at an address, read atomically, after everything that its writer wrote before."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
-        return builder.load_atomic(_pointer(builder, operands[0]), "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def _store(typingctx, address, value):
-    """Write an int64 atomically, after everything that this thread wrote before."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
-        builder.store_atomic(operands[1], _pointer(builder, operands[0]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _add(typingctx, address, value):
-    """Add to an int64 atomically; returns the sum."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
-        before = builder.atomic_rmw("add", _pointer(builder, operands[0]), operands[1], "seq_cst")
-        return builder.add(before, operands[1])
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _pause(typingctx):
-    """Let the core's other hardware thread run for a moment."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
-        is_arm = _MACHINE == "aarch64"
-        name = "llvm.aarch64.hint" if is_arm else "llvm.x86.sse2.pause"
-        kind = ir.FunctionType(ir.VoidType(), [_I32] if is_arm else [])
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(function, [ir.Constant(_I32, 1)] if is_arm else [])
-        return context.get_dummy_value()
-
-    return types.none(), codegen
-
-
-@intrinsic
-def _futex(typingctx, address, operation, value):
-    """The system call of this name: sleep while the int32 at an address is `value`, or wake who sleeps there."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
-        kind = ir.FunctionType(_I64, [_I64], var_arg=True)
-        function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-        zero = ir.Constant(_I64, 0)
-        return builder.call(function, [ir.Constant(_I64, _FUTEX), *operands, zero, zero, zero])
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -162,10 +93,10 @@ def _has_failed(typingctx, region, thread, threads, arguments):
 def _became(address, value, rounds):
     """Spin until the int64 at an address is `value`, for at most so many rounds. Returns whether it is."""
     for _ in range(rounds):
-        if _load(address) == value:
+        if load_atomic(address) == value:
             return True
-        _pause()
-    return _load(address) == value
+        pause()
+    return load_atomic(address) == value
 
 
 @cache
@@ -182,39 +113,39 @@ def _caller() -> Any:
         if region == 0:
             return block + 0 * code_version
         # A second caller, or a region that calls one, runs all parts by itself.
-        is_first = _add(block + _CALLERS, 1) == 1
-        called = max(0, min(threads - 1, _load(block + _WORKERS))) if is_first else 0
+        is_first = add_atomic(block + _CALLERS, 1) == 1
+        called = max(0, min(threads - 1, load_atomic(block + _WORKERS))) if is_first else 0
         if called:
-            _store(block + _REGION, region)
-            _store(block + _ARGUMENTS, arguments)
-            _store(block + _THREADS, threads)
-            _store(block + _REMAINING, called)
-            _store(block + _BEGUN, 0)
+            store_atomic(block + _REGION, region)
+            store_atomic(block + _ARGUMENTS, arguments)
+            store_atomic(block + _THREADS, threads)
+            store_atomic(block + _REMAINING, called)
+            store_atomic(block + _BEGUN, 0)
             for worker in range(called):
                 slot = block + _SLOTS + worker * _LINE
-                _add(slot, 1)
-                if _load(slot + _SLEEPS):
-                    _futex(slot, _WAKE, 1)
+                add_atomic(slot, 1)
+                if load_atomic(slot + _SLEEPS):
+                    futex(slot, WAKE, 1)
         failed = _has_failed(region, 0, threads, arguments)
         for thread in range(called + 1, threads):
             failed |= _has_failed(region, thread, threads, arguments)
         if called:
-            remaining, spins = block + _REMAINING, _load(block + _SPINS)
+            remaining, spins = block + _REMAINING, load_atomic(block + _SPINS)
             if _became(remaining, 0, spins):
-                most = _load(block + _MOST)
-                _store(block + _SPINS, min(most, spins + most // 128 + 1))
+                most = load_atomic(block + _MOST)
+                store_atomic(block + _SPINS, min(most, spins + most // 128 + 1))
             else:
-                if _load(block + _BEGUN) < called:
-                    _store(block + _SPINS, max(_load(block + _LEAST), spins // 2))
-                _store(block + _CALLER_SLEEPS, 1)
-                left = _load(remaining)
+                if load_atomic(block + _BEGUN) < called:
+                    store_atomic(block + _SPINS, max(load_atomic(block + _LEAST), spins // 2))
+                store_atomic(block + _CALLER_SLEEPS, 1)
+                left = load_atomic(remaining)
                 while left:
-                    _futex(remaining, _WAIT, left)
-                    left = _load(remaining)
-                _store(block + _CALLER_SLEEPS, 0)
-            failed |= _load(block + _FAILED)
-            _store(block + _FAILED, 0)
-        _add(block + _CALLERS, -1)
+                    futex(remaining, WAIT, left)
+                    left = load_atomic(remaining)
+                store_atomic(block + _CALLER_SLEEPS, 0)
+            failed |= load_atomic(block + _FAILED)
+            store_atomic(block + _FAILED, 0)
+        add_atomic(block + _CALLERS, -1)
         if failed:
             raise RuntimeError("a thread of a kernel failed, perhaps for lack of memory")
         return 0
@@ -231,18 +162,18 @@ def _worker() -> Any:
     def serve(block, worker, calls):
         slot = block + _SLOTS + worker * _LINE
         while block != 0 * code_version:
-            if not _became(slot, calls + 1, _load(block + _SPINS)):
-                _store(slot + _SLEEPS, 1)
-                while _load(slot) == calls:
-                    _futex(slot, _WAIT, calls & 0xFFFFFFFF)
-                _store(slot + _SLEEPS, 0)
+            if not _became(slot, calls + 1, load_atomic(block + _SPINS)):
+                store_atomic(slot + _SLEEPS, 1)
+                while load_atomic(slot) == calls:
+                    futex(slot, WAIT, calls & 0xFFFFFFFF)
+                store_atomic(slot + _SLEEPS, 0)
             calls += 1
-            _add(block + _BEGUN, 1)
-            threads, arguments = _load(block + _THREADS), _load(block + _ARGUMENTS)
-            if _has_failed(_load(block + _REGION), worker + 1, threads, arguments):
-                _store(block + _FAILED, 1)
-            if _add(block + _REMAINING, -1) == 0 and _load(block + _CALLER_SLEEPS):
-                _futex(block + _REMAINING, _WAKE, 1)
+            add_atomic(block + _BEGUN, 1)
+            threads, arguments = load_atomic(block + _THREADS), load_atomic(block + _ARGUMENTS)
+            if _has_failed(load_atomic(block + _REGION), worker + 1, threads, arguments):
+                store_atomic(block + _FAILED, 1)
+            if add_atomic(block + _REMAINING, -1) == 0 and load_atomic(block + _CALLER_SLEEPS):
+                futex(block + _REMAINING, WAKE, 1)
         return calls
 
     return serve
@@ -286,11 +217,11 @@ def _rounds_per_microsecond(block: _Block) -> float:
 
 def _start(block: _Block) -> None:
     """Start the workers, asleep, as many as Numba has threads besides the caller's."""
-    count = min(numba.config.NUMBA_NUM_THREADS - 1, MOST_WORKERS)
-    for worker in range(count):
+    # A call after a failed one goes on where that stopped: two threads of one slot would do their part twice.
+    for worker in range(block[_WORKERS], min(numba.config.NUMBA_NUM_THREADS - 1, MOST_WORKERS)):
         arguments = block.address, worker, block[_SLOTS + worker * _LINE]
         threading.Thread(target=_worker(), args=arguments, name=f"kernel-{worker + 1}", daemon=True).start()
-    block[_WORKERS] = count
+        block[_WORKERS] = worker + 1
 
 
 _starting = threading.Lock()

@@ -70,7 +70,7 @@ def layer_window(module: nn.Module) -> int | None:
 
 
 def is_chunked(module: nn.Module) -> bool:
-    """Whether a query sees the keys of its own chunk of the text, and none of earlier chunks (Llama 4)."""
+    """Whether a query sees the keys of the chunk that it is in, and none of earlier chunks (Llama 4)."""
     types = getattr(module.config, "layer_types", None)
     return types is not None and types[module.layer_idx] == CHUNKED
 

@@ -61,7 +61,7 @@ class ChatAnswers(Source):
             number = item.choice
             parser, answer = self._parsers[number], answers[number]
             if isinstance(item, Token):
-                events = self._wanted(answer, parser.add(item.piece))
+                events = self._up_to_first_call(answer, parser.add(item.piece))
                 if self._ends_with_call and any(isinstance(event, CallEnded) and event.is_valid for event in events):
                     self._answers.end(number)
                 answer.add(events)
@@ -71,14 +71,14 @@ class ChatAnswers(Source):
                     thought[number] = counts[number]
                 yield ChatToken(number, item.piece, counts[number] - 1, events)
             else:
-                events = self._wanted(answer, parser.end(item.completion.text))
+                events = self._up_to_first_call(answer, parser.end(item.completion.text))
                 if item.completion.finish_reason != "end":
                     # A call that is cut off stays as far as it came. One that the model left is text.
                     events = [event for event in events if not isinstance(event, CallEnded) or event.is_valid]
                 answer.add(events)
                 yield ChatEnded(number, item.completion, events, answer, thought[number])
 
-    def _wanted(self, answer: Answer, events: Sequence[Event]) -> Sequence[Event]:
+    def _up_to_first_call(self, answer: Answer, events: Sequence[Event]) -> Sequence[Event]:
         """The events up to the first call, where an answer ends with it."""
         if not self._ends_with_call:
             return events

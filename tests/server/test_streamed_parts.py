@@ -56,7 +56,7 @@ def client(tmp_path_factory):
         yield client
 
 
-def asked(client, route, body):
+def both_ways(client, route, body):
     """The whole answer to a request, and the events of its stream."""
     whole = client.post(route, json=body)
     assert whole.status_code == 200, whole.text
@@ -68,7 +68,7 @@ def asked(client, route, body):
 def test_chat_completions(client, name):
     text, limit, expected, has_invalid = ANSWERS[name]
     body = {"messages": QUESTION, "tools": [TOOL], "grammar": grammar_of(text), "max_tokens": limit}
-    whole, chunks = asked(client, "/v1/chat/completions", body)
+    whole, chunks = both_ways(client, "/v1/chat/completions", body)
     (choice,) = whole["choices"]
     message = choice["message"]
     calls = [each["function"]["arguments"] for each in message.get("tool_calls", ())]
@@ -90,7 +90,7 @@ def test_an_answer_ends_with_its_first_call_where_that_is_asked_for(client, is_p
     grammar, tools = grammar_of(f"I look.{CALL}\n{CALL}"), [TOOL]
     one = {"max_tokens": 200, "messages": QUESTION, "grammar": grammar}
     body = {**one, "tools": tools, "parallel_tool_calls": is_parallel, "n": 2}
-    whole, chunks = asked(client, "/v1/chat/completions", body)
+    whole, chunks = both_ways(client, "/v1/chat/completions", body)
     count = 2 if is_parallel else 1
     for choice in whole["choices"]:
         assert [len(choice["message"]["tool_calls"]), choice["finish_reason"]] == [count, "tool_calls"]
@@ -100,12 +100,12 @@ def test_an_answer_ends_with_its_first_call_where_that_is_asked_for(client, is_p
     functions = [{"type": "function", **TOOL["function"]}]
     body = {"input": "x", "grammar": grammar, "tools": functions, "parallel_tool_calls": is_parallel}
     for response in (
-        each["response"] for each in asked(client, "/v1/responses", body)[1] if "completed" in each["type"]
+        each["response"] for each in both_ways(client, "/v1/responses", body)[1] if "completed" in each["type"]
     ):
         assert [each["type"] for each in response["output"]] == ["message", *["function_call"] * count]
     choice = {"type": "auto", "disable_parallel_tool_use": not is_parallel}
     body = {**one, "tools": [{"name": "weather", "input_schema": SCHEMA}], "tool_choice": choice}
-    whole, _ = asked(client, "/v1/messages", body)
+    whole, _ = both_ways(client, "/v1/messages", body)
     assert [len(whole["content"]), whole["stop_reason"]] == [1 + count, "tool_use"]
 
 
@@ -122,7 +122,7 @@ def test_responses(client, name):
     text, limit, expected, has_invalid = ANSWERS[name]
     tool = {"type": "function", **TOOL["function"]}
     body = {"input": "weather?", "tools": [tool], "grammar": grammar_of(text), "max_output_tokens": limit}
-    whole, events = asked(client, "/v1/responses", body)
+    whole, events = both_ways(client, "/v1/responses", body)
     kinds = {"reasoning": "thought", "message": "text", "function_call": "call"}
 
     def parts(output):
@@ -147,7 +147,7 @@ def test_messages(client, name):
     text, limit, expected, has_invalid = ANSWERS[name]
     tool = {"name": "weather", "input_schema": SCHEMA}
     body = {"messages": QUESTION, "tools": [tool], "grammar": grammar_of(text), "max_tokens": limit}
-    whole, events = asked(client, "/v1/messages", body)
+    whole, events = both_ways(client, "/v1/messages", body)
     kinds = {"thinking": "thought", "text": "text", "tool_use": "call"}
     found = [(kinds[each["type"]], each.get("thinking", each.get("text"))) for each in whole["content"]]
     assert found == [(kind, None if kind == "call" else part) for kind, part in expected]

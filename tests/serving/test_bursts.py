@@ -82,7 +82,7 @@ def test_a_loop_that_closes_while_it_is_woken_ends_no_answer(monkeypatch):
     waiting = loop.create_task(anext(reader))
     loop.run_until_complete(asyncio.wait([waiting], timeout=0.01))
     loop.close()
-    # Closed by its thread since it was asked.
+    # Its thread closed it meanwhile.
     monkeypatch.setattr(loop, "is_closed", lambda: False)
     stream.put(PIECES[0])
     stream.complete(Completion("", tuple(PIECES[:1]), "end", None, 1, 0, None, 0.0))

@@ -106,7 +106,7 @@ def test_what_other_threads_read_while_requests_are_sorted_is_whole():
 
 def test_kept_sequences_are_never_seen_as_none():
     class Known:
-        """A kept sequence; asked for its cache, it reads as another thread might at that moment."""
+        """A kept sequence that reads, when its cache is read, as another thread might at that moment."""
 
         @property
         def cache(self):
