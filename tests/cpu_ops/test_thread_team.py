@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -105,6 +106,34 @@ def test_a_part_that_fails_is_an_error_once_all_have_ended(thread):
     np.testing.assert_array_equal(counts[:4, 0], [each != thread for each in range(4)])
     run(counts, 4)
     np.testing.assert_array_equal(counts[:4, 0], [1 + (each != thread) for each in range(4)])
+
+
+def test_a_start_that_failed_goes_on_where_it_stopped(monkeypatch):
+    started, left = [], [1, 5]
+
+    class Thread:
+        def __init__(self, args, **_):
+            self.worker = args[1]
+
+        def start(self):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+            started.append(self.worker)
+
+    class Block(defaultdict):
+        address = 0
+
+    block = Block(int)
+    monkeypatch.setattr(thread_team.threading, "Thread", Thread)
+    monkeypatch.setattr(thread_team.numba.config, "NUMBA_NUM_THREADS", 4)
+    with pytest.raises(RuntimeError, match="can't start"):
+        thread_team._start(block)
+    assert block[thread_team._WORKERS] == 1
+    del left[0]
+    thread_team._start(block)
+    assert started == [0, 1, 2]
+    assert block[thread_team._WORKERS] == 3
 
 
 FORKED = """
