@@ -69,8 +69,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         body.response_format = form
     choice, prompt, others, masks = await in_thread(_constrained, host, served, body, request.state.key)
     fields = SamplingFields(
-        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
-    )
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed,
+        speculation=body.speculation,
+    )  # fmt: skip
     sampling = fields.sampling(served, host.defaults, limit=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
@@ -78,7 +79,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     )
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused, *choice.unused]
+    unknown = [*body.unknown, *others, *fields.ignored(served, host.defaults), *prompt.unused, *choice.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)

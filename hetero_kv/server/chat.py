@@ -81,7 +81,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.speculation,
     )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
+    unknown = [*body.ignored(served, host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str) -> array[int]:
         return host.recent.add(response_id, served, prompt.tokens, request.state.key)

@@ -64,8 +64,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     answers = host.answers(continued, request)
     writer = _Writer(served, body)
     if body.stream:
-        return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))
-    return response(json_response(writer.whole(await completed(answers, request))), body.ignored(host.defaults))
+        return response(
+            EventStream(answers, writer, host.settings.ping_s, request), body.ignored(served, host.defaults)
+        )
+    return response(json_response(writer.whole(await completed(answers, request))), body.ignored(served, host.defaults))
 
 
 def _require_supported(body: CompletionRequest) -> None:

@@ -72,7 +72,7 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
+    unknown = [*body.ignored(served, host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
