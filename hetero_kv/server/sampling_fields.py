@@ -40,6 +40,12 @@ class Fields(BaseModel):
         return sorted(self.model_extra or {})
 
 
+class StreamOptions(Fields):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
 class SamplingFields(Fields):
     """The sampling fields that OpenAI's APIs have in common, with llama-server's further ones."""
 
@@ -121,13 +127,16 @@ class SamplingFields(Fields):
         """
         is_greedy = not _or(self.temperature, defaults.temperature)
         drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
-        streamed = [name for name in _OF_STREAMS if getattr(self, name, None) and not self.stream]
+        fields = type(self).model_fields
+        streamed = [name for name in _OF_STREAMS if name in fields and getattr(self, name) and not self.stream]
+        options = getattr(self, "stream_options", None) if self.stream and "stream_options" in fields else None
         why_not = None if self.speculation is None else served.engine.ways[self.speculation]
         return [
             *self.unknown,
             *([] if why_not is None else [f"speculation ({why_not})"]),
             *(f"{name} (temperature is 0)" for name in drawing if is_greedy),
             *(f"{name} (stream is false)" for name in streamed),
+            *(f"stream_options.{name}" for name in (() if options is None else options.unknown)),
         ]
 
     @property
