@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded,
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
+_logger = logging.getLogger(__name__)
 router = APIRouter()
 # What OpenAI's own server includes.
 _LOGPROBS = "message.output_text.logprobs"
@@ -150,7 +152,12 @@ def _prepared(
 
 def _keep(host: Host, body: ResponseRequest, found: dict[str, Any], items: list[Any], key: str) -> None:
     if body.store:
-        host.responses.put(found, items, key)
+        try:
+            host.responses.put(found, items, key)
+        except OSError as error:
+            # The answer is worth more than its copy.
+            _logger.warning("the response %s is not stored: %s", found["id"], error)
+            found["store"] = False
 
 
 class _Writer:
