@@ -50,10 +50,11 @@ test-page: $(TESTED)  ## the server's page in a browser: Debian's chromium, or C
 	$(BIN)/python -m pytest -m slow tests/server/page $(ARGS)
 
 # In environments of their own, whose packages would change those of the others.
-test-agents: $(TESTED)  ## a coding agent edits a file by the server and the default model; minutes
+test-agents: $(TESTED)  ## a coding agent edits a file by the server and the default model, LangChain asks; minutes
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check mini-swe-agent
-	MINI_SWE_AGENT=$(CURDIR)/.venv-agents/bin/mini $(BIN)/python -m pytest -m slow tests/server/test_agents.py $(ARGS)
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check mini-swe-agent langchain-openai
+	MINI_SWE_AGENT=$(CURDIR)/.venv-agents/bin/mini LANGCHAIN_PYTHON=$(CURDIR)/.venv-agents/bin/python \
+		$(BIN)/python -m pytest -m slow tests/server/test_agents.py tests/server/test_langchain.py $(ARGS)
 
 test-schema: $(TESTED)  ## random requests by the server's OpenAPI document; SECONDS=300
 	$(PYTHON) -m venv .venv-schema

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from hetero_kv.errors import shown
 from hetero_kv.server.anthropic_messages import openai_tool_choice, openai_tools, system_text, template_messages
 from hetero_kv.server.chat_answers import ChatAnswers, ChatEnded, ChatToken
 from hetero_kv.server.chat_prompt import ChatPrompt, Dialogue, prompt_of
@@ -69,8 +70,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         body.response_format = form
     choice, prompt, others, masks = await in_thread(_constrained, host, served, body, request.state.key)
     fields = SamplingFields(
-        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed
-    )
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences, seed=body.seed,
+        speculation=body.speculation,
+    )  # fmt: skip
     sampling = fields.sampling(served, host.defaults, limit=body.max_tokens, masks=masks)
     parsers = choice.parsers(served, prompt, 1)
     continued = GenerationRequest(
@@ -78,8 +80,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     )
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, len(prompt.tokens))
-    unknown = [*body.unknown, *others, *fields.ignored(host.defaults), *prompt.unused, *choice.unused]
+    unknown = [*body.unknown, *others, *fields.ignored(served, host.defaults), *prompt.unused, *choice.unused]
     unknown += [f"thinking.{name}" for name in body.thinking or {} if name != "type"]
+    unknown += [f"output_config.{name}" for name in body.output_config or {} if name not in ("effort", "format")]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -102,13 +105,17 @@ def _prepared(
     if system := system_text(body.system):
         found.insert(0, {"role": "system", "content": system})
     kind = (body.thinking or {}).get("type")
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        raise ApiError(400, f"thinking has the type {shown(kind, 80)}; give enabled, adaptive or disabled")
     thinks = host.defaults.thinks if kind is None else kind != "disabled"
     is_parallel = not (isinstance(body.tool_choice, dict) and body.tool_choice.get("disable_parallel_tool_use"))
     tools, others = openai_tools(body.tools)
     chosen, strict = openai_tool_choice(body.tool_choice), has_strict(body.tools)
     choice = choice_of(tools, chosen, parallel=is_parallel, strict=strict)
     effort = (getattr(body, "output_config", None) or {}).get("effort")
-    dialogue = Dialogue(found, question, thinks=thinks, effort=effort if isinstance(effort, str) else None)
+    if not isinstance(effort, str | None):
+        raise ApiError(400, f"output_config.effort is {shown(effort, 80)}; give a word")
+    dialogue = Dialogue(found, question, thinks=thinks, effort=effort)
     return choice, prompt_of(served, choice.shown(dialogue)), others
 
 

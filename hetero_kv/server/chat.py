@@ -18,7 +18,7 @@ from hetero_kv.server.generation import GenerationRequest
 from hetero_kv.server.host import EventStream, Host, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.messages import chat_messages
-from hetero_kv.server.sampling_fields import SamplingFields
+from hetero_kv.server.sampling_fields import SamplingFields, StreamOptions
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import chat_logprobs
@@ -40,7 +40,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -81,7 +81,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         body.speculation,
     )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
+    unknown = [*body.ignored(served, host.defaults), *prompt.unused, *choice.unused, *(["store"] if body.store else [])]
 
     def remember(response_id: str) -> array[int]:
         return host.recent.add(response_id, served, prompt.tokens, request.state.key)
@@ -171,7 +171,7 @@ class _Writer:
 
     def finish(self, ended: list[ChatEnded]) -> list[bytes]:
         frames = []
-        if (self._body.stream_options or {}).get("include_usage"):
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
             frames.append(event({**self._form([]), "usage": self._usage(ended)}))
         return [*frames, event("[DONE]")]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.models.chat_template import thinking_variable
 from hetero_kv.models.messages import END_OF_THOUGHT
 from hetero_kv.server.errors import ApiError
@@ -14,6 +14,7 @@ from hetero_kv.server.served import ServedModel
 
 #: Efforts at which a model that can only switch thinking on and off does not think.
 _NO_EFFORT = ("none", "minimal")
+_EFFORTS = (*_NO_EFFORT, "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,20 @@ def prompt_of(served: ServedModel, dialogue: Dialogue) -> ChatPrompt:
 
 
 def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and which of them it does not have."""
+    """The template's variables, and which of them it does not have.
+
+    Raises ApiError 400 for an effort that neither the template nor OpenAI's or Anthropic's API has.
+    """
     known, given = served.turns.variables, dict(dialogue.variables)
     thinks, effort, unused = dialogue.thinks, dialogue.effort, []
     if effort is not None:
         if "reasoning_effort" in known:
             given["reasoning_effort"] = effort
+        elif effort not in _EFFORTS:
+            raise ApiError(
+                400, f"the reasoning effort is {shown(effort, 80)}; give one of {', '.join(_EFFORTS)}",
+                param="reasoning_effort",
+            )  # fmt: skip
         elif thinks is None:
             thinks = effort not in _NO_EFFORT
     if thinks is not None:

@@ -15,7 +15,7 @@ from hetero_kv.server.errors import ApiError, error_body
 from hetero_kv.server.generation import Ended, GenerationRequest, Token
 from hetero_kv.server.host import EventStream, completed, host_of, in_thread, response
 from hetero_kv.server.json_response import json_response
-from hetero_kv.server.sampling_fields import SamplingFields
+from hetero_kv.server.sampling_fields import SamplingFields, StreamOptions
 from hetero_kv.server.served import ServedModel
 from hetero_kv.server.streaming import event
 from hetero_kv.server.token_texts import completion_logprobs
@@ -37,7 +37,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     return_progress: bool = False
     cache_prompt: bool = True
     # Whether control tokens in the prompt's text count as such; a text prompt has no other way to write them.
@@ -64,8 +64,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     answers = host.answers(continued, request)
     writer = _Writer(served, body)
     if body.stream:
-        return response(EventStream(answers, writer, host.settings.ping_s, request), body.ignored(host.defaults))
-    return response(json_response(writer.whole(await completed(answers, request))), body.ignored(host.defaults))
+        return response(
+            EventStream(answers, writer, host.settings.ping_s, request), body.ignored(served, host.defaults)
+        )
+    return response(json_response(writer.whole(await completed(answers, request))), body.ignored(served, host.defaults))
 
 
 def _require_supported(body: CompletionRequest) -> None:
@@ -144,7 +146,7 @@ class _Writer:
 
     def finish(self, ended: list[Ended]) -> list[bytes]:
         frames = []
-        if (self._body.stream_options or {}).get("include_usage"):
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
             counts = usage([each.completion for each in ended], self._body.choices)
             frames.append(event({**self._form([]), "usage": counts}))
         return [*frames, event("[DONE]")]

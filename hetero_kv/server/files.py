@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hetero_kv.durable_file import write_atomically
 from hetero_kv.server.errors import ApiError
 from hetero_kv.server.keys import owner_of
 
+_logger = logging.getLogger(__name__)
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
@@ -68,7 +71,7 @@ class Files:
     def add(self, content: bytes, filename: str, purpose: str, key: str) -> StoredFile:
         """Keep the text of an upload: plain text, PDF, DOCX or HTML.
 
-        Raises ConfigError if it has no text, ApiError 507 where the folder is full.
+        Raises ConfigError if it has no text, ApiError 507 where the folder or its disk is full.
         """
         name = Path(filename.replace("\\", "/")).name[:200] or "document"
         text = document_from(content, name).text.encode()
@@ -82,9 +85,18 @@ class Files:
                     507, f"uploaded documents take {used:,} of {self._limit:,} bytes, and this one's text has "
                     f"{len(text):,}; delete some, or start the server with a larger --file_gb", code="files_full",
                 )  # fmt: skip
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomically(self._folder / f"{stored.id}.txt", text)
-            write_atomically(self._folder / f"{stored.id}.json", json.dumps(asdict(stored)).encode())
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_atomically(self._folder / f"{stored.id}.txt", text)
+                write_atomically(self._folder / f"{stored.id}.json", json.dumps(asdict(stored)).encode())
+            except OSError as error:
+                self._remove(stored.id)
+                _logger.warning("an upload cannot be stored in %s: %s", self._folder, error)
+                # Without the server's paths.
+                raise ApiError(
+                    507, f"the document cannot be stored ({error.strerror}); free disk space at the server's "
+                    "--file_folder, or choose another folder", code="files_full",
+                ) from error  # fmt: skip
         return stored
 
     def get(self, file_id: str, key: str) -> StoredFile:
@@ -107,9 +119,12 @@ class Files:
 
     def delete(self, file_id: str, key: str) -> None:
         """Remove a document of this key. Raises ApiError 404 as `get`."""
-        stored = self.get(file_id, key)
+        self._remove(self.get(file_id, key).id)
+
+    def _remove(self, file_id: str) -> None:
         for suffix in ("json", "txt"):
-            (self._folder / f"{stored.id}.{suffix}").unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (self._folder / f"{file_id}.{suffix}").unlink()
 
     def _all(self) -> list[StoredFile]:
         paths = self._folder.glob("file-*.json") if self._folder.is_dir() else ()

@@ -34,6 +34,8 @@ def item_messages(items: Any, file_text: FileText) -> tuple[list[dict[str, Any]]
         if not isinstance(item, dict):
             raise ApiError(400, f"{place} is {shown(item, 80)}; give an object", param=place)
         match item.get("type", "message"):
+            case "message" if item.get("content") is None:
+                raise ApiError(400, f"{place} has no content; give a text or a list of parts", param=place)
             case "message":
                 content = content_text(item.get("content"), place, file_text)
                 role = item.get("role", "user")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -24,7 +25,10 @@ from hetero_kv.serving.answers import Call, CallArguments, CallBegun, CallEnded,
 from hetero_kv.serving.grammar import GrammarMask
 from hetero_kv.serving.stream import Progress
 
+_logger = logging.getLogger(__name__)
 router = APIRouter()
+# What OpenAI's own server includes.
+_LOGPROBS = "message.output_text.logprobs"
 # The reasons of incomplete answers.
 _CUT = ("max_new_tokens", "full")
 
@@ -46,7 +50,8 @@ class ResponseRequest(SamplingFields):
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
-    include: Any = None
+    include: list[Any] | None = None
+    top_logprobs: int | None = None
     # As in the other APIs here.
     response_format: dict[str, Any] | None = None
     json_schema: Any = None
@@ -72,7 +77,7 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     )  # fmt: skip
     answers = ChatAnswers(host.answers(continued, request), parsers, ends_with_call=choice.ends_with_call)
     writer = _Writer(served, body, lambda found, output: _keep(host, body, found, [*items, *output], key))
-    unknown = [*body.ignored(host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
+    unknown = [*body.ignored(served, host.defaults), *prompt.unused, *choice.unused, *others, *_without_effect(body)]
     if body.stream:
         return response(EventStream(answers, writer, host.settings.ping_s, request), unknown)
     (ended,) = await completed(answers, request)
@@ -97,7 +102,9 @@ def _without_effect(body: ResponseRequest) -> list[str]:
     """Fields of OpenAI's API that have no effect here."""
     nested = {"reasoning": (body.reasoning, ("effort",)), "text": (body.text, ("format",))}
     inner = [f"{name}.{key}" for name, (value, used) in nested.items() for key in value or {} if key not in used]
-    return inner + (["include"] if body.include else [])
+    given = body.input if isinstance(body.input, list) else ()
+    sealed = any(isinstance(item, dict) and item.get("encrypted_content") for item in given)
+    return [*inner, *(["include"] if body.include else []), *(["input.encrypted_content"] if sealed else [])]
 
 
 def _require_supported(body: ResponseRequest) -> None:
@@ -111,6 +118,11 @@ def _require_supported(body: ResponseRequest) -> None:
         raise ApiError(
             400, f"truncation is {body.truncation!r}, and nothing is cut here; leave it out, or give disabled",
             param="truncation",
+        )  # fmt: skip
+    if body.top_logprobs or _LOGPROBS in (body.include or ()):
+        raise ApiError(
+            400, "a response has no log-probabilities here; ask /v1/chat/completions for them, or leave out "
+            f"top_logprobs and {_LOGPROBS}", param="top_logprobs" if body.top_logprobs else "include",
         )  # fmt: skip
     if body.choices != 1:
         raise ApiError(400, f"n is {body.n}; a response has one answer", param="n")
@@ -131,6 +143,8 @@ def _prepared(
     chosen, strict = chat_tool_choice(body.tool_choice), has_strict(body.tools)
     choice = choice_of(tools, chosen, parallel=body.parallel_tool_calls, strict=strict)
     effort = (body.reasoning or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise ApiError(400, f"reasoning.effort is {shown(effort, 80)}; give a word", param="reasoning")
     dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
     prompt = prompt_of(served, choice.shown(dialogue))
     return list(items), others, choice, prompt, choice.masks(served, prompt, body, 1)
@@ -138,7 +152,12 @@ def _prepared(
 
 def _keep(host: Host, body: ResponseRequest, found: dict[str, Any], items: list[Any], key: str) -> None:
     if body.store:
-        host.responses.put(found, items, key)
+        try:
+            host.responses.put(found, items, key)
+        except OSError as error:
+            # The answer is worth more than its copy.
+            _logger.warning("the response %s is not stored: %s", found["id"], error)
+            found["store"] = False
 
 
 class _Writer:

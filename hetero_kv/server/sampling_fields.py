@@ -12,6 +12,7 @@ from hetero_kv.server.errors import ApiError
 from hetero_kv.server.served import ServedModel
 from hetero_kv.serving.sampling import SamplingParams, TokenMask
 from hetero_kv.serving.sampling_settings import SamplingSettings
+from hetero_kv.serving.speculation.ways import require_way
 
 #: The largest number of answers to one request.
 MOST_CHOICES = 16
@@ -37,6 +38,12 @@ class Fields(BaseModel):
     def unknown(self) -> list[str]:
         """Fields that have no effect."""
         return sorted(self.model_extra or {})
+
+
+class StreamOptions(Fields):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
 
 
 class SamplingFields(Fields):
@@ -101,6 +108,8 @@ class SamplingFields(Fields):
         }
         seed = None if self.seed in (None, -1) else self.seed
         try:
+            if self.speculation is not None:
+                require_way(self.speculation, served.engine.ways)
             return [
                 SamplingParams(
                     **chosen, seed=None if seed is None else (seed + number % self.choices) % 2**63, mask=mask
@@ -111,15 +120,23 @@ class SamplingFields(Fields):
             # The message begins with the setting's name.
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
 
-    def ignored(self, defaults: SamplingSettings) -> list[str]:
-        """Fields that have no effect: unknown ones, sampling fields of greedy requests, those of streams elsewhere."""
+    def ignored(self, served: ServedModel, defaults: SamplingSettings) -> list[str]:
+        """Fields that have no effect: unknown ones, sampling fields of greedy requests, those of streams elsewhere.
+
+        Also `speculation` where the model's rules allow no such guesses.
+        """
         is_greedy = not _or(self.temperature, defaults.temperature)
         drawing = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) is not None]
-        streamed = [name for name in _OF_STREAMS if getattr(self, name, None) and not self.stream]
+        fields = type(self).model_fields
+        streamed = [name for name in _OF_STREAMS if name in fields and getattr(self, name) and not self.stream]
+        options = getattr(self, "stream_options", None) if self.stream and "stream_options" in fields else None
+        why_not = None if self.speculation is None else served.engine.ways[self.speculation]
         return [
             *self.unknown,
+            *([] if why_not is None else [f"speculation ({why_not})"]),
             *(f"{name} (temperature is 0)" for name in drawing if is_greedy),
             *(f"{name} (stream is false)" for name in streamed),
+            *(f"stream_options.{name}" for name in (() if options is None else options.unknown)),
         ]
 
     @property

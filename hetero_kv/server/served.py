@@ -36,6 +36,9 @@ class ServedEngine(Protocol):
     @property
     def ends(self) -> frozenset[int]: ...
 
+    @property
+    def ways(self) -> Mapping[str, str | None]: ...
+
     def status(self) -> EngineStatus: ...
 
     def generate(

@@ -204,6 +204,11 @@ class Engine:
         """How tokens are guessed unless a request says; `off` if the model or its rules cannot verify guesses."""
         return self._speculation.in_effect()
 
+    @property
+    def ways(self) -> Mapping[str, str | None]:
+        """The values of `speculation` that a request may give, each with the reason why it has no effect, or None."""
+        return self._speculation.ways
+
     def status(self) -> EngineStatus:
         """The engine's present state. Any thread may call it, also during a step."""
         store = self._store

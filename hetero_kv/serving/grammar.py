@@ -18,6 +18,9 @@ from hetero_kv.errors import ConfigError, HeteroKVError, shortened
 
 #: The longest grammar or schema, characters.
 LONGEST = 1 << 20
+# llguidance tokenizes a text that a grammar forces, and takes what spells a control token for that token, which the
+# grammar then does not allow. Without it, every token that continues such a text is allowed.
+_UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 
 
 class GrammarText(NamedTuple):
@@ -106,8 +109,11 @@ class Grammars:
             raise ConfigError(f"{name} has {len(text):,} characters; give at most {LONGEST:,}")
         try:
             grammar = getattr(LLMatcher, compiler)(text)
-            fault = LLMatcher.validate_grammar(grammar, self._tokenizer)
-            matcher = None if fault else LLMatcher(self._tokenizer, grammar, log_level=0)
+            unforced = LLMatcher.grammar_from_lark(_lark(compiler, grammar, text) + _UNFORCED)
+            fault = LLMatcher.validate_grammar(unforced, self._tokenizer)
+            matcher = None if fault else LLMatcher(self._tokenizer, unforced, log_level=0)
+            # Places in errors are those of the text as it was written.
+            fault = fault and (LLMatcher.validate_grammar(grammar, self._tokenizer) or fault)
             fault = fault or (matcher.get_error() if matcher is not None and matcher.is_error() else "")
         except (ValueError, TypeError, RecursionError) as error:
             fault = str(error)
@@ -139,3 +145,14 @@ class Grammars:
                 "space before it; use neither"
             )
         return compiled
+
+
+def _lark(compiler: str, grammar: str, text: str) -> str:
+    """A grammar in llguidance's form of Lark; `grammar` is what the compiler made of `text`."""
+    match compiler:
+        case "grammar_from_json_schema":
+            return f"start: %json {text}"
+        case "grammar_from_regex":
+            # The library has escaped it.
+            return str(json.loads(grammar)["grammars"][0]["lark_grammar"])
+    return text

@@ -44,3 +44,17 @@ def test_engines_share_a_draft_model_and_one_with_other_tokens_does_without(monk
     assert draft.for_further(replace(first, name="another", tokenizer=Numbers())) == "auto"
     assert "another: speculation is auto, because the draft model has other tokens" in caplog.text
     assert models_to_load._SharedDraft("lookup").of(first) == "lookup"
+
+
+def test_a_way_that_the_rules_do_not_allow_is_named_as_without_effect(tmp_path):
+    served = tiny_served("h2o")
+    with served.engine, running(host_of(served, folder=tmp_path)) as address:
+        found = [
+            httpx.post(
+                f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 1, "speculation": way}, timeout=60
+            )
+            for way in ("lookup", "off")
+        ]
+    ignored = [each.headers.get("x-hetero-kv-ignored", "") for each in found]
+    assert ignored[0].startswith("speculation (model.layers.0.self_attn")
+    assert ignored[1] == ""

@@ -123,7 +123,10 @@ def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
             httpx.post(f"{address}/v1/{route}", json={**body, "speculation": way}, timeout=60).json()
             for way in ("off", "lookup")
         )
-        refused = httpx.post(f"{address}/v1/{route}", json={**body, "speculation": "guess"})
+        refused = [
+            httpx.post(f"{address}/v1/{route}", json={**body, "speculation": "guess", "stream": stream})
+            for stream in (False, True)
+        ]
         lines = httpx.get(f"{address}/metrics").text.splitlines()
     if route == "messages":
         assert found["content"] == without["content"]
@@ -138,4 +141,4 @@ def test_guesses_change_no_answer_and_are_counted(route, tmp_path):
         assert f'hetero_kv_drafted_tokens_total{{model="tiny:dense"}} {timings["draft_n"]}.0' in lines
     drafted = [line for line in lines if line.startswith('hetero_kv_drafted_tokens_total{model="tiny:dense"}')]
     assert float(drafted[0].split()[-1]) > 0
-    assert (refused.status_code, "speculation" in refused.text) == (400, True)
+    assert [(each.status_code, "speculation" in each.text) for each in refused] == [(400, True)] * 2

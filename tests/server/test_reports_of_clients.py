@@ -198,6 +198,15 @@ def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
         ("chat/completions", {"messages": [{"role": "assistant", "audio": {"id": "x"}}, *QUESTION]}, "has audio"),
         ("responses", {"input": "x", "conversation": "conv_1"}, "previous_response_id"),
         ("responses", {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+        ("responses", {"input": "x", "top_logprobs": 2}, "log-probabilities"),
+        ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "log-probabilities"),
+        ("responses", {"input": [{}]}, "input[0] has no content"),
+        ("responses", {"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort is 5"),
+        ("responses", {"input": "x", "reasoning": {"effort": "huge"}}, "the reasoning effort is 'huge'"),
+        ("chat/completions", {"messages": QUESTION, "reasoning_effort": "huge"}, "the reasoning effort is 'huge'"),
+        ("chat/completions", {"messages": QUESTION, "stream_options": {"include_usage": "all"}}, "include_usage"),
+        ("messages", {"messages": QUESTION, "thinking": {"type": "on"}}, "thinking has the type 'on'"),
+        ("messages", {"messages": QUESTION, "output_config": {"effort": 5}}, "output_config.effort is 5"),
     ],
 )
 def test_a_conversation_that_would_lack_something_is_refused(http, route, fields, words):
@@ -220,6 +229,22 @@ def test_a_conversation_that_would_lack_something_is_refused(http, route, fields
 def test_what_has_no_effect_is_named(http, fields, ignored):
     header = chat(http, **fields).headers.get("x-hetero-kv-ignored")
     assert header is None if ignored is None else header.startswith(ignored)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "ignored"),
+    [
+        ("responses", {"stream_options": {"a": 1}}, "stream_options"),
+        ("responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.encrypted_content"),
+        ("messages", {"output_config": {"effort": "low", "a": 1}}, "reasoning_effort,output_config.a"),
+        ("chat/completions", {"stream": True, "stream_options": {"include_usage": True, "a": 1}}, "stream_options.a"),
+    ],
+)
+def test_parts_of_fields_without_effect_are_named_once(http, route, fields, ignored):
+    body = {"input": "x"} if route == "responses" else {"messages": QUESTION}
+    longest = "max_output_tokens" if route == "responses" else "max_tokens"
+    found = http.post(f"/v1/{route}", json={**body, longest: 1, **fields})
+    assert (found.status_code, found.headers["x-hetero-kv-ignored"]) == (200, ignored)
 
 
 def test_a_refusal_in_history_is_what_the_model_said(http):

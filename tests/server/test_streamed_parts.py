@@ -17,7 +17,8 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 QUESTION = [{"role": "user", "content": "weather?"}]
 BEGUN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
-CALL = BEGUN + 'me"}}\n</tool_call>'
+# Without a line's end before <: the vocabulary has a token of both, which the model may write as well.
+CALL = BEGUN + 'me"}}</tool_call>'
 MALFORMED = '<tool_call>\n{"name": "weather", "arguments": {"city": 1 2}}\n</tool_call> more'
 
 

@@ -47,6 +47,19 @@ def test_a_regular_expression_and_a_lark_grammar_are_followed():
     assert drawn(GRAMMARS.lark('start: "yes" | "no"'), 1) in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: GRAMMARS.schema({"const": "a<|im_end|>"}),
+        lambda: GRAMMARS.lark('%llguidance {"no_forcing": false}\nstart: "\\"a<|im_end|>\\""'),
+        lambda: GRAMMARS.regex(r'"a<\|im_end\|>"'),
+    ],
+    ids=["schema", "lark", "regex"],
+)
+def test_a_text_that_spells_a_control_token_can_be_required(mask):
+    assert drawn(mask(), 0) == '"a<|im_end|>"'
+
+
 def test_tokens_beyond_the_tokenizers_are_forbidden():
     logits = torch.zeros(len(TOKENIZER) + 5)
     GRAMMARS.regex("(.|\n)*").apply(logits)

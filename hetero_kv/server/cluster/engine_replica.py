@@ -51,7 +51,7 @@ class EngineReplica:
         return [
             ModelFacts(
                 each.model, each.recipe, each.tokenizer, each.context_length, each.engine.vocab_size,
-                each.engine.max_seq_len, each.engine.ends,
+                each.engine.max_seq_len, each.engine.ends, each.engine.ways,
             )
             for each in self._served.values()
         ]  # fmt: skip

@@ -74,7 +74,7 @@ class ModelFacts:
 
     Attributes:
         model, recipe, tokenizer, context_length: as of `ServedModel`.
-        vocab_size, max_seq_len, ends: as of `Engine`.
+        vocab_size, max_seq_len, ends, ways: as of `Engine`.
     """
 
     model: str
@@ -84,3 +84,4 @@ class ModelFacts:
     vocab_size: int
     max_seq_len: int
     ends: frozenset[int]
+    ways: Mapping[str, str | None]

@@ -81,6 +81,11 @@ class RemoteEngine:
         """See `Engine`."""
         return self._facts.ends
 
+    @property
+    def ways(self) -> Mapping[str, str | None]:
+        """See `Engine`; those of the replica that told them."""
+        return self._facts.ways
+
     def status(self) -> EngineStatus:
         """All replicas as one engine: it is idle as long as the one that computed last."""
         return together(self._placement.statuses(self._model))

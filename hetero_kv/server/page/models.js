@@ -24,11 +24,13 @@ export class Models {
 
   /** The id that a conversation uses: its own, or the first one where the server does not offer it. */
   of(conversation) {
+    // What is offered is not known yet.
+    if (!this.all.length) return conversation.model;
     const isOffered = this.all.some(({ id }) => id === conversation.model);
-    if (!isOffered && conversation.model && this.all.length) {
+    if (!isOffered && conversation.model) {
       toast(`The server does not offer ${conversation.model} any more; ${this.all[0].id} answers instead.`);
     }
-    if (!isOffered) conversation.model = this.all[0]?.id ?? null;
+    if (!isOffered) conversation.model = this.all[0].id;
     return conversation.model;
   }
 

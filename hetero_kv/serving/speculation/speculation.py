@@ -15,7 +15,7 @@ from hetero_kv.serving.speculation.drafter import Drafter
 from hetero_kv.serving.speculation.lookup_drafter import LookupDrafter
 from hetero_kv.serving.speculation.model_drafter import ModelDrafter
 from hetero_kv.serving.speculation.sparse_draft import SparseDraft, SparseDrafter
-from hetero_kv.serving.speculation.ways import require_way
+from hetero_kv.serving.speculation.ways import WAYS, require_way
 
 _logger = logging.getLogger(__name__)
 # The share of an answer's time that guesses of a draft model may save: 1.5 times the speed.
@@ -47,7 +47,16 @@ class Speculation:
 
     def require(self, way: str) -> str:
         """A way that a sequence may say. Raises ConfigError for another one, which may be a model to load."""
-        return require_way(way, None if self.draft is None else self.draft.name)
+        return require_way(way, self._named)
+
+    @property
+    def ways(self) -> dict[str, str | None]:
+        """The ways that a sequence may say, each with the reason why nothing is guessed so; None where it is."""
+        return {way: self._why_not(way) for way in self._named}
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        return WAYS if self.draft is None else (*WAYS, self.draft.name)
 
     def in_effect(self, way: str | None = None) -> str:
         """What a sequence gets that says `way`; None for one that says nothing. Logs once why it is `off`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,19 +16,18 @@ Way = Literal["off", "lookup", "sparse", "auto"]
 WAYS: tuple[str, ...] = get_args(Way)
 
 
-def require_way(value: str, draft: str | None = None) -> str:
+def require_way(value: str, ways: Collection[str] = WAYS) -> str:
     """The way to guess, of a request or an engine.
 
     Args:
-        draft: the name of the draft model that is loaded, which is a way too.
+        ways: those that there are; the name of the draft model that is loaded is one too.
 
     Raises ConfigError for another value.
     """
-    if value in WAYS or value == draft:
+    if value in ways:
         return value
-    named = WAYS if draft is None else (*WAYS, draft)
     raise ConfigError(
-        f"speculation is {value!r}; it must be one of {', '.join(named)}; a draft model must be loaded from the start "
+        f"speculation is {value!r}; it must be one of {', '.join(ways)}; a draft model must be loaded from the start "
         "(--speculation PATH)"
     )
 

@@ -158,3 +158,8 @@ def test_a_report_of_another_version_leaves_its_replica_unknown(replica, caplog)
     assert "cannot be read" in caplog.text
     assert placement.ranked(remote_request([1, 2]), ["first"]) == ["first"]
     assert placement.statuses(MODEL) == []
+
+
+def test_the_ingress_knows_the_ways_to_guess_without_asking_a_replica(replica):
+    (facts,) = replica.facts()
+    assert facts.ways == {"off": None, "lookup": None, "sparse": None, "auto": None}

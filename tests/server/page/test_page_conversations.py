@@ -28,6 +28,21 @@ def test_a_reload_keeps_the_conversation(page):
     expect_answers(page, 2)
 
 
+def test_a_reload_keeps_the_model_of_the_conversation(page):
+    models = [{"id": f"tiny:{recipe}", "meta": {"n_ctx": 800}} for recipe in ("dense", "adaptive")]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    sent = answer_with(page, text_chunks("Yes."))
+    page.reload()
+    page.select_option("#model", "tiny:adaptive")
+    ask(page, "Before the reload?")
+    expect_answers(page, 1)
+    page.reload()
+    expect(page.locator("#model")).to_have_value("tiny:adaptive")
+    ask(page, "And now?")
+    expect_answers(page, 2)
+    assert [body["model"] for body in sent] == ["tiny:adaptive"] * 2
+
+
 def test_an_answer_that_a_reload_broke_off_says_so(page):
     ask(page)
     expect(page.locator(".answer .prose p").first).not_to_be_empty()
