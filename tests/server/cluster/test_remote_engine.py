@@ -1,0 +1,110 @@
+"""The engine of an ingress, before replicas that are a script."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hetero_kv import SamplingParams
+from hetero_kv.server.cluster.messages import ModelFacts, NextPieces, Taken
+from hetero_kv.server.cluster.settings import ClusterSettings
+from hetero_kv.server.errors import ApiError
+from hetero_kv.serving.stream import Completion, Piece
+
+pytest.importorskip("ray")
+
+import grpc
+from ray.exceptions import ActorDiedError
+
+from hetero_kv.server.cluster.remote_engine import RemoteEngine
+
+FACTS = ModelFacts("tiny", "dense", None, 2048, 288, 1_000_000, frozenset([0]))
+DONE = Completion("abcd", (), "max_new_tokens", None, 3, 0, None, 1.0)
+
+
+def pieces(*tokens):
+    return NextPieces([Piece(token, chr(token)) for token in tokens])
+
+
+def broken(code):
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+class Replicas:
+    """A handle of replicas whose n-th answer is the n-th script: messages, and an error that ends it."""
+
+    app_name = deployment_name = "scripted"
+
+    def __init__(self, *scripts):
+        self.scripts = list(scripts)
+        self.options_of, self.requests, self.cancelled = [], [], 0
+
+    def options(self, **options):
+        self.options_of.append(options)
+        return self
+
+    @property
+    def generate(self):
+        return self
+
+    def remote(self, request):
+        self.requests.append(request)
+        replicas, script = self, iter(self.scripts.pop(0))
+
+        class Response:
+            async def __anext__(self):
+                found = next(script, StopAsyncIteration())
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+
+            def cancel(self):
+                replicas.cancelled += 1
+
+        return Response()
+
+
+def answer(replicas, prompt=(1, 2, 3), **sampling):
+    async def read():
+        engine = RemoteEngine("tiny:dense", FACTS, replicas, ClusterSettings())
+        return await engine.generate(prompt, SamplingParams(max_new_tokens=4, **sampling))
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorDiedError(),
+        broken(grpc.StatusCode.UNAVAILABLE),
+        broken(grpc.StatusCode.INTERNAL),
+        broken(grpc.StatusCode.CANCELLED),
+        StopAsyncIteration(),
+    ],
+)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_an_answer_goes_on_behind_its_last_token_however_the_replica_is_lost(error, sampling):
+    replicas = Replicas([Taken("one"), pieces(97, 98), error], [Taken("two"), pieces(99, 100), DONE])
+    found = answer(replicas, **sampling)
+    assert (found.tokens, found.text) == ((97, 98, 99, 100), "abcd")
+    first, second = replicas.requests
+    assert second.arguments["answered"] == [97, 98]
+    # The random numbers go on too.
+    assert first.sampling.is_greedy or (first.sampling.seed is not None and first.sampling.seed == second.sampling.seed)
+    assert replicas.cancelled == 1
+
+
+def test_an_answer_that_four_replicas_lose_is_an_error_of_the_server():
+    with pytest.raises(
+        ApiError, match=r"the answer was lost: replica one is gone \(AioRpcError\); ask again"
+    ) as raised:
+        answer(Replicas(*[[Taken("one"), broken(grpc.StatusCode.UNAVAILABLE)] for _ in range(4)]))
+    assert (raised.value.status, raised.value.code) == (503, "replica_lost")
+
+
+@pytest.mark.parametrize(("tokens", "is_direct"), [(3, True), (100_000, False)])
+def test_what_may_not_fit_into_a_message_of_grpc_goes_through_objects(tokens, is_direct):
+    replicas = Replicas([Taken("one"), pieces(97), DONE])
+    answer(replicas, [1] * tokens)
+    assert replicas.options_of[-1]["_by_reference"] is not is_direct
