@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from hetero_kv.errors import HeteroKVError
@@ -200,7 +200,7 @@ class RemoteEngine:
                         stream.progress = message.progress
                     elif isinstance(message, Exception):
                         raise message
-        except (RayServeException, RayError, HeteroKVError) as error:
+        except Exception as error:
             _logger.warning("no prefill replica has computed a prompt (%s); the one that answers does", error)
             return request
         finally:
@@ -221,8 +221,14 @@ class RemoteEngine:
                     yield message
         except TimeoutError:
             raise ReplicaLostError(f"replica {name} said nothing for {self._settings.silent_s:g} s") from None
-        except (RayActorError, StopAsyncIteration, grpc.RpcError) as error:
+        except (RayActorError, RequestCancelledError, StopAsyncIteration, grpc.RpcError) as error:
             raise ReplicaLostError(f"replica {name} is gone ({type(error).__name__})") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Of gRPC: the replica has ended its side.
+            raise ReplicaLostError(f"replica {name} has dropped the request") from error
         finally:
             if not is_over:
                 response.cancel()

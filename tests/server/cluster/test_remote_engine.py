@@ -16,6 +16,7 @@ pytest.importorskip("ray")
 
 import grpc
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import RequestCancelledError
 
 from hetero_kv.server.cluster.remote_engine import RemoteEngine
 
@@ -48,6 +49,8 @@ class Replicas:
     def generate(self):
         return self
 
+    prefill = generate
+
     def remote(self, request):
         self.requests.append(request)
         replicas, script = self, iter(self.scripts.pop(0))
@@ -57,7 +60,7 @@ class Replicas:
                 found = next(script, StopAsyncIteration())
                 if isinstance(found, BaseException):
                     raise found
-                return found
+                return await found if asyncio.iscoroutine(found) else found
 
             def cancel(self):
                 replicas.cancelled += 1
@@ -65,9 +68,10 @@ class Replicas:
         return Response()
 
 
-def answer(replicas, prompt=(1, 2, 3), **sampling):
+def answer(replicas, prompt=(1, 2, 3), prefill=None, **sampling):
     async def read():
-        engine = RemoteEngine("tiny:dense", FACTS, replicas, ClusterSettings())
+        settings = ClusterSettings(prefill_tokens=1)
+        engine = RemoteEngine("tiny:dense", FACTS, replicas, settings, prefill)
         return await engine.generate(prompt, SamplingParams(max_new_tokens=4, **sampling))
 
     return asyncio.run(read())
@@ -81,6 +85,8 @@ def answer(replicas, prompt=(1, 2, 3), **sampling):
         broken(grpc.StatusCode.INTERNAL),
         broken(grpc.StatusCode.CANCELLED),
         StopAsyncIteration(),
+        asyncio.CancelledError(),
+        RequestCancelledError(),
     ],
 )
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
@@ -108,3 +114,32 @@ def test_what_may_not_fit_into_a_message_of_grpc_goes_through_objects(tokens, is
     replicas = Replicas([Taken("one"), pieces(97), DONE])
     answer(replicas, [1] * tokens)
     assert replicas.options_of[-1]["_by_reference"] is not is_direct
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no space left"), broken(grpc.StatusCode.INTERNAL), asyncio.CancelledError()]
+)
+def test_what_no_prefill_replica_computes_the_one_that_answers_does(error):
+    replicas = Replicas([Taken("one"), pieces(97, 98, 99, 100), DONE])
+    assert answer(replicas, prefill=Replicas([Taken("first"), error])).text == "abcd"
+    assert replicas.requests[0].routed.stored_tokens == 0
+
+
+def test_a_cancelled_answer_is_cancelled_at_its_replica_and_goes_on_nowhere():
+    class Endless:
+        def __iter__(self):
+            yield Taken("one")
+            yield pieces(97)
+            yield asyncio.sleep(60)
+
+    replicas = Replicas(Endless())
+
+    async def read():
+        stream = RemoteEngine("tiny:dense", FACTS, replicas, ClusterSettings()).generate([1, 2, 3])
+        async for _ in stream:
+            stream.cancel()
+        return await stream
+
+    found = asyncio.run(read())
+    assert (found.finish_reason, found.tokens) == ("stopped", (97,))
+    assert (len(replicas.requests), replicas.cancelled) == (1, 1)
