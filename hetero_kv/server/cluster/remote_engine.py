@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import pickle
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -34,8 +35,8 @@ from hetero_kv.serving.stream import Completion, ResultStream, Stream
 _logger = logging.getLogger(__name__)
 #: How many replicas are tried for one request.
 _ATTEMPTS = 4
-#: Requests of more tokens than this, prompt and answer, go through Ray's objects: a message of gRPC has at most 4 MB.
-_MOST_DIRECT = 100_000
+#: Requests of more bytes, or for longer answers, go through Ray's objects: a message of gRPC has at most 4 MB.
+_MOST_BYTES, _LONGEST_ANSWER = 3_000_000, 100_000
 
 
 class ReplicaLostError(HeteroKVError):
@@ -236,7 +237,8 @@ class RemoteEngine:
 
 def _way(handle: DeploymentHandle, request: RemoteRequest) -> DeploymentHandle:
     """How a request goes to a replica: by gRPC, which takes half the CPU time of Ray's objects for each message."""
-    if request.sampling is None or len(request.tokens) + request.sampling.max_new_tokens > _MOST_DIRECT:
+    sampling = request.sampling
+    if sampling is None or sampling.max_new_tokens > _LONGEST_ANSWER or len(pickle.dumps(request)) > _MOST_BYTES:
         return handle.options(stream=True, _by_reference=True)
     return handle.options(
         stream=True, _by_reference=False, request_serialization="pickle", response_serialization="pickle"

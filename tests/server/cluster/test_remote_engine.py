@@ -10,6 +10,7 @@ from hetero_kv import SamplingParams
 from hetero_kv.server.cluster.messages import ModelFacts, NextPieces, Taken
 from hetero_kv.server.cluster.settings import ClusterSettings
 from hetero_kv.server.errors import ApiError
+from hetero_kv.serving.grammar import GrammarMask, GrammarText
 from hetero_kv.serving.stream import Completion, Piece
 
 pytest.importorskip("ray")
@@ -72,7 +73,7 @@ def answer(replicas, prompt=(1, 2, 3), prefill=None, **sampling):
     async def read():
         settings = ClusterSettings(prefill_tokens=1)
         engine = RemoteEngine("tiny:dense", FACTS, replicas, settings, prefill)
-        return await engine.generate(prompt, SamplingParams(max_new_tokens=4, **sampling))
+        return await engine.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}))
 
     return asyncio.run(read())
 
@@ -109,10 +110,21 @@ def test_an_answer_that_four_replicas_lose_is_an_error_of_the_server():
     assert (raised.value.status, raised.value.code) == (503, "replica_lost")
 
 
-@pytest.mark.parametrize(("tokens", "is_direct"), [(3, True), (100_000, False)])
-def test_what_may_not_fit_into_a_message_of_grpc_goes_through_objects(tokens, is_direct):
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "is_direct"),
+    [
+        (3, {}, True),
+        (900_000, {}, False),
+        (3, {"max_new_tokens": 200_000}, False),
+        (3, {"mask": GrammarMask.__new__(GrammarMask)}, False),
+    ],
+    ids=["short", "long prompt", "long answer", "long grammar"],
+)
+def test_what_may_not_fit_into_a_message_of_grpc_goes_through_objects(prompt, sampling, is_direct):
+    if "mask" in sampling:
+        sampling["mask"].grammar = GrammarText("the regular expression", "grammar_from_regex", "a" * 5_000_000)
     replicas = Replicas([Taken("one"), pieces(97), DONE])
-    answer(replicas, [1] * tokens)
+    answer(replicas, [1] * prompt, **sampling)
     assert replicas.options_of[-1]["_by_reference"] is not is_direct
 
 
