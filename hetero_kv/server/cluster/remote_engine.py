@@ -62,10 +62,9 @@ class RemoteEngine:
         prefill: DeploymentHandle | None = None,
     ) -> None:  # fmt: skip
         self._model, self._facts, self._settings = model, facts, settings
-        self._handle, self._prefill = handle, None
+        self._handle, self._prefill = handle, prefill
         self._placement = placement_of(handle.app_name, handle.deployment_name, settings.report_s)
         if prefill is not None:
-            self._prefill = prefill
             self._prefill_placement = placement_of(prefill.app_name, prefill.deployment_name, settings.report_s)
         # The event loop itself keeps no reference.
         self._tasks: dict[ResultStream[Any], asyncio.Task[None]] = {}
