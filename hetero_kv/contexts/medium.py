@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -101,13 +102,14 @@ class Medium:
         seconds: how long a call may take.
 
     Attributes:
+        address: as messages show it, without a password.
         failures: how often it did not answer.
 
     Raises ConfigError for a protocol that fsspec does not know, or whose package is missing.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
-        self.address, self._seconds = address, seconds
+        self.address, self._seconds = without_password(address), seconds
         self._files, self._root = _file_system(address)
         protocol = self._files.protocol
         self._writes_whole = not _WRITES_WHOLE.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
@@ -115,9 +117,9 @@ class Medium:
         # Whether the marker was ever seen.
         self._is_known = False
         self._counting = threading.Lock()
-        self._away = _Outage(address, "is not reachable", "is reachable again", "requests go on without it")
+        self._away = _Outage(self.address, "is not reachable", "is reachable again", "requests go on without it")
         self._unwritable = _Outage(
-            address, "cannot be written", "can be written again", "contexts wait on this machine's disk"
+            self.address, "cannot be written", "can be written again", "contexts wait on this machine's disk"
         )
 
     @property
@@ -251,24 +253,30 @@ def at_once(work: Callable[[S], T], items: Iterable[S]) -> list[T]:
             raise
 
 
+def without_password(address: str) -> str:
+    """An address as logs and errors show it: user:password@ is user:***@."""
+    return re.sub(r"(://[^/:@]*):[^/]*@", r"\1:***@", address)
+
+
 def _file_system(address: str) -> tuple[Any, str]:
     """fsspec's file system of an address, and the path in it."""
+    shown = without_password(address)
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise ConfigError(
-            f"context_folder {address} is an address, for which fsspec is missing; pip install 'hetero-kv[cluster]', "
+            f"context_folder {shown} is an address, for which fsspec is missing; pip install 'hetero-kv[cluster]', "
             "or name a folder"
         ) from error
     try:
         files, root = url_to_fs(address)
     except ImportError as error:
         raise ConfigError(
-            f"context_folder {address} needs a package that is missing: {brief_error(error)}; or name a folder"
+            f"context_folder {shown} needs a package that is missing: {brief_error(error)}; or name a folder"
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"context_folder {address} is no address for fsspec ({brief_error(error)}); give one such as "
+            f"context_folder {shown} is no address for fsspec ({brief_error(error)}); give one such as "
             "s3://bucket/contexts or file:///mnt/contexts, or a folder"
         ) from error
     return files, root.rstrip("/")

@@ -65,7 +65,7 @@ class SharedContextStore(ContextStore):
     def __init__(self, address: str, limit: int | None, folder: Path, local_limit: int | None, wait_s: float) -> None:
         self._medium = Medium(address, wait_s)
         super().__init__(folder, limit)
-        self.where, self.wait_s = address, wait_s
+        self.where, self.wait_s = self._medium.address, wait_s
         self._disk = DiskCache(self.folder, local_limit)
         self._uploads = Uploads(self._medium, self.folder, self._prune_at_times)
         self._cards = Cards(self._medium, self._disk, self._uploads, lambda: self._index)

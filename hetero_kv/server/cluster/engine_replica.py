@@ -25,6 +25,8 @@ ALIVE_S = 0.5
 #: Tokens of an answer are sent together that come within so many seconds for each answer at a time, but no longer than
 #: the second number: a message takes Ray a millisecond and more, in which the engine's thread waits.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.025, 0.1
+# The most tokens of a message, which with 20 alternatives each take some 0.3 MB.
+_MOST_PIECES = 500
 
 
 class EngineReplica:
@@ -95,8 +97,14 @@ class EngineReplica:
         try:
             stream = ask(self._served[request.model])
             async for pieces in ticking(stream.bursts(self._pause_s), ALIVE_S):
-                yield Alive(stream.progress) if pieces is None else NextPieces(pieces)
-            yield await stream
+                if pieces is None:
+                    yield Alive(stream.progress)
+                    continue
+                for first in range(0, len(pieces), _MOST_PIECES):
+                    yield NextPieces(pieces[first : first + _MOST_PIECES])
+            result = await stream
+            # Its tokens have been sent.
+            yield replace(result, pieces=()) if isinstance(result, Completion) else result
         except Exception as error:
             if not isinstance(error, HeteroKVError) and not is_out_of_memory(error):
                 # A fault of ours, which Ray logs here.

@@ -64,7 +64,7 @@ class NextPieces:
 
 
 #: What a replica sends: `Taken` at first, `Alive` while nothing else comes, the answer's tokens, and at the end the
-#: result, or an error that is the request's own.
+#: result, a completion without the tokens that were sent, or an error that is the request's own.
 Message = Taken | Alive | NextPieces | Completion | Attended | Exception
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hetero_kv.contexts.medium import UnreachableError
+from hetero_kv.errors import ConfigError
 from tests.contexts.shared.machines import TOKENS, document, fetched, identity_of, objects, upload, wait_until
 from tests.support.faulty_files import FaultyFiles
 
@@ -55,6 +56,14 @@ def test_an_address_that_is_gone_is_used_again_when_it_is_back(model, machine, c
     assert one.failures >= 2
     assert caplog.text.count("requests go on without it") == 1
     assert "faulty://contexts is reachable again" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["faulty://me:s3cret@host/contexts", "unknown://me:s3cret@host/contexts"])
+def test_no_message_has_the_password_of_an_address(model, machine, caplog, address):
+    FaultyFiles.error = OSError("Connection refused")
+    with pytest.raises((UnreachableError, ConfigError), match=r"://me:\*\*\*@host/contexts is ") as raised:
+        machine("one", address).contexts()
+    assert "s3cret" not in f"{raised.value}{caplog.text}"
 
 
 def test_an_address_that_hangs_is_given_up_in_time(model, machine):

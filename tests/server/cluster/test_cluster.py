@@ -83,6 +83,16 @@ def test_answers_of_all_kinds_come_through_the_ingress(cluster):
     assert 'hetero_kv_kept_prefixes{model="tiny:dense"}' in httpx.get(f"{address}/metrics", timeout=60).text
 
 
+def test_bodies_of_many_megabytes_pass_both_ways(cluster):
+    # A message of gRPC has 4 MB unless it is told otherwise.
+    content = b"abcdefgh" * (1 << 20)
+    files = {"file": ("long.txt", content, "text/plain")}
+    uploaded = httpx.post(f"{cluster.address}/v1/files", files=files, timeout=120)
+    assert uploaded.status_code == 200, uploaded.text
+    found = httpx.get(f"{cluster.address}/v1/files/{uploaded.json()['id']}/content", timeout=120)
+    assert found.content == content
+
+
 def test_a_long_prompt_is_computed_by_a_prefill_replica_and_resumed_from_the_folder(cluster):
     prompt = document(50) * 4
     first = ask(cluster, prompt)
