@@ -65,6 +65,37 @@ def test_a_conversation_is_that_with_the_cpu(llama, way, graphs):
     torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
 
 
+#: Blocks stay packed in the slots: keys and values alike, keys as differences, and each of another format.
+PACKED = {
+    "q8_0": {"kv_type": "Q8_0"},
+    "q4_0": {"kv_type": "Q4_0"},
+    "values": {"value_type": "Q4_0"},
+    "keys": {"key_type": "Q8_0", "key_offset": "block_mean"},
+    "differences": {"key_offset": "block_mean"},
+}
+
+
+@pytest.mark.parametrize("way", with_slow(list(PACKED), slow=["values", "keys", "differences"]))
+def test_packed_blocks_are_attended_to_as_by_the_cpu(gpu, way):
+    model, found, read = llama_on_gpu(head_dim=32), {}, {}
+    settings = {"block_size": 16, "dense_layer_num": 0, "top_k_blocks": 2, **PACKED[way]}
+    for attend_on in ("cpu", "gpu"):
+        cache = injected(model, attend_on, cuda_graphs="on", **settings)
+        found[attend_on] = torch.cat([conversation(model, cache), *told(model, cache, random_tokens(6, seed=7))])
+        read[attend_on] = cache.statistics["attended_blocks"]
+        eject(model)
+    assert read["gpu"] == read["cpu"]
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+    # What a block takes in DRAM crosses the bus, and is what a slot takes.
+    pool, resident = cache.layers[1].pool, cache.layers[1].resident
+    of_block = sum(array[0].nbytes for array in (pool.keys, pool.values, pool.key_offsets) if array is not None)
+    plain = [kind.is_plain for kind in (pool.key_storage, pool.value_storage)]
+    if not any(plain):
+        assert sum(part.nbytes for part in resident._slots if part is not None) == 2 * of_block
+    del cache, pool, resident
+    gc.collect()
+
+
 @torch.no_grad()
 def test_a_covering_budget_is_full_attention(llama):
     tokens = random_tokens(75)
@@ -169,7 +200,7 @@ def test_a_pool_that_is_written_while_it_is_read_is_seen(gpu, llama):
     resident, pool = cache.layers[1].resident, cache.layers[1].pool
     table = cache.groups[0].device_tokens[cache.layers[1].layout].table
     chosen = torch.zeros_like(resident._ids)
-    fetch(pool.keys, table, chosen, chosen, resident._keys)
+    fetch(pool.keys, table, chosen, chosen, resident._slots.keys)
     pool.keys.add_(1.0)
     with pytest.raises(SimulatedCudaError, match="host memory was written while a kernel may still read it"):
         torch.cuda.synchronize()
