@@ -128,9 +128,17 @@ RESIDENT = (
 )
 
 
-def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers as a pool stores them."""
-    return {8: storage.Q8_0, 4: storage.Q4_0}[bits].encode(numbers) if bits else numbers
+def stored(shape: tuple[int, ...], bits: int, dtype: torch.dtype, has_offsets: bool) -> torch.Tensor:
+    """Numbers as a pool stores them; packed and offset ones are exact in bfloat16, which the interpreter cuts off."""
+    if not bits and not has_offsets:
+        return random(*shape, dtype=dtype)
+    codes = torch.randint(-127 if bits == 8 else -8, 128 if bits == 8 else 8, shape, generator=GENERATOR)
+    if not bits:
+        return codes.to(dtype) / 4
+    # The largest number of a group decides its scale.
+    codes[..., :: storage.ggml.GROUP] = 127 if bits == 8 else -8
+    kind, scale = (storage.Q8_0, 1 / 64) if bits == 8 else (storage.Q4_0, 1 / 4)
+    return kind.encode(codes.float() * scale)
 
 
 def resident(dtype: torch.dtype, case: Resident) -> tuple[float, float, bool]:
@@ -142,12 +150,16 @@ def resident(dtype: torch.dtype, case: Resident) -> tuple[float, float, bool]:
     # One place of a dense window lies behind all that it may hold.
     places = case.initial + 70 if case.initial < 90 else 91
     window = [random(batch, kv_heads, places, dim, dtype=dtype) for dim in dims]
+    of_slots = batch, kv_heads, case.slots
     slots = Slots(
         *(
-            packed(random(batch, kv_heads, case.slots, case.block_size, dim, dtype=dtype), bits)
-            for dim, bits in zip(dims, (case.k_bits, case.v_bits), strict=True)
+            stored((*of_slots, case.block_size, dim), bits, dtype, has_offsets)
+            for dim, bits, has_offsets in (
+                (case.k_dim, case.k_bits, case.has_offsets),
+                (case.v_dim, case.v_bits, False),
+            )
         ),
-        random(batch, kv_heads, case.slots, 1, case.k_dim, dtype=torch.float16) if case.has_offsets else None,
+        stored((*of_slots, 1, case.k_dim), 0, torch.float16, True) if case.has_offsets else None,
     )
     ids = torch.arange(case.slots).expand(batch, kv_heads, -1).clone()
     ids[..., : case.empty] = -3

@@ -9,12 +9,14 @@ import torch
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.evals.generation import greedy
 from hetero_kv.families.retrieval import resident_context
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops.resident_slots import fetch
+from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
-from tests.operators.resident_models import ALL, injected, llama_on_gpu, random_tokens, told
+from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
 from tests.support.simulated_cuda import SimulatedCudaError
 from tests.support.slow_variants import with_slow
 
@@ -77,22 +79,22 @@ PACKED = {
 
 @pytest.mark.parametrize("way", with_slow(list(PACKED), slow=["values", "keys", "differences"]))
 def test_packed_blocks_are_attended_to_as_by_the_cpu(gpu, way):
-    model, found, read = llama_on_gpu(head_dim=32), {}, {}
+    model, found = llama_on_gpu(head_dim=32), {}
     settings = {"block_size": 16, "dense_layer_num": 0, "top_k_blocks": 2, **PACKED[way]}
     for attend_on in ("cpu", "gpu"):
         cache = injected(model, attend_on, cuda_graphs="on", **settings)
-        found[attend_on] = torch.cat([conversation(model, cache), *told(model, cache, random_tokens(6, seed=7))])
-        read[attend_on] = cache.statistics["attended_blocks"]
-        eject(model)
-    assert read["gpu"] == read["cpu"]
+        found[attend_on] = conversation(model, cache)
+        planned = Footprint.of(model.hetero_kv_injection).memory(400, 1).sizes
+        if attend_on == "cpu":
+            eject(model)
     torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
-    # What a block takes in DRAM crosses the bus, and is what a slot takes.
-    pool, resident = cache.layers[1].pool, cache.layers[1].resident
+    assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
+    # What a block takes in DRAM crosses the bus.
+    other, pool = HeteroCache(model), cache.layers[1].pool
+    told(model, other, random_tokens(81), prompt=80)
     of_block = sum(array[0].nbytes for array in (pool.keys, pool.values, pool.key_offsets) if array is not None)
-    plain = [kind.is_plain for kind in (pool.key_storage, pool.value_storage)]
-    if not any(plain):
-        assert sum(part.nbytes for part in resident._slots if part is not None) == 2 * of_block
-    del cache, pool, resident
+    assert other.statistics["dram_bytes_read"] == [2 * of_block] * LAYERS
+    del cache, other, pool
     gc.collect()
 
 
