@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from hetero_kv.gpu_ops.slot_formats import Slots, unpacked
 from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.gpu_ops.window_step import SPLITS
 
@@ -24,7 +25,7 @@ def attend(
     window: tuple[torch.Tensor, torch.Tensor],
     initial: int,
     ids: torch.Tensor,
-    slots: tuple[torch.Tensor, torch.Tensor],
+    slots: Slots,
     numbers: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -45,7 +46,7 @@ def attend_in_torch(
     window: tuple[torch.Tensor, torch.Tensor],
     initial: int,
     ids: torch.Tensor,
-    slots: tuple[torch.Tensor, torch.Tensor],
+    slots: Slots,
     numbers: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -60,7 +61,7 @@ def attend_in_torch(
         window: keys and values [batch, kv_heads, capacity, dim], contiguous: `initial` places for the first tokens,
             and a ring of the others for the newest ones.
         ids: [batch, kv_heads, n] int64, the block in each slot; negative for none.
-        slots: keys and values [batch, kv_heads, n, block_size, dim], contiguous.
+        slots: the blocks; packed ones are unpacked to the queries' dtype.
         numbers: [NUMBERS] int64 on the device.
         scale, softcap: as in `gpu_ops.tiled_attention`.
         sent: receives key and value, in their shapes, as float32; contiguous.
@@ -82,7 +83,7 @@ def attend_in_torch(
     parts = [(keys[:, :, own], values[:, :, own]) for own in at.split(-(-len(at) // splits))]
     found = [tiled_attention(queries, *part, scale, softcap) for part in parts]
     if ids.shape[2]:
-        found.append(_attention_to_slots(queries, ids, slots, scale, softcap))
+        found.append(_attention_to_slots(queries, ids, slots, v.shape[3], scale, softcap, q.dtype))
     out = queries.new_zeros(batch, kv_heads, splits * (2 if ids.shape[2] else 1), queries.shape[2], v.shape[3])
     lse = torch.full(out.shape[:4], float("-inf"))
     for place, (attended, logarithm) in enumerate(found):
@@ -91,14 +92,17 @@ def attend_in_torch(
 
 
 def _attention_to_slots(
-    queries: torch.Tensor, ids: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], scale: float,
-    softcap: float | None,
+    queries: torch.Tensor, ids: torch.Tensor, slots: Slots, v_dim: int, scale: float, softcap: float | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    keys, values = (part.flatten(2, 3).float() for part in slots)
+    keys, values = unpacked(slots.keys, queries.shape[3]), unpacked(slots.values, v_dim)
+    if slots.offsets is not None:
+        keys = keys + slots.offsets.float()
+    keys, values = (part.to(dtype).float().flatten(2, 3) for part in (keys, values))
     scores = queries @ keys.mT * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    is_empty = (ids < 0).repeat_interleave(slots[0].shape[3], dim=2)[:, :, None]
+    is_empty = (ids < 0).repeat_interleave(slots.keys.shape[3], dim=2)[:, :, None]
     scores = scores.masked_fill(is_empty, float("-inf"))
     lse = scores.logsumexp(dim=3)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, Slots, bits_of
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
@@ -17,12 +18,26 @@ from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 _TILE_BYTES = 8 << 10
 
 
+@triton.jit
+def _unpacked(vector, number, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
+    """Numbers of vectors that begin at the addresses `vector`, of groups of `BYTES` bytes: float32."""
+    group, within = vector + number // 32 * BYTES, number % 32
+    scale = tl.load(group.to(tl.pointer_type(tl.float16)), mask=is_there, other=0.0).to(tl.float32)
+    if BITS == 8:
+        code = tl.load(group + 2 + within, mask=is_there, other=0).to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        both = tl.load(group + 2 + within % 16, mask=is_there, other=0).to(tl.int32)
+        code = tl.where(within < 16, both & 15, both >> 4) - 8
+    return scale * code.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["initial", "ring", "slots"])
 def _attend_resident(
-    q, k, v, keys, values, ids, slot_keys, slot_values, numbers, sent_k, sent_v, lse, out, initial, ring, slots,
-    scale, softcap, kv_heads, q0, q1, k0, k1, v0, v1, keys0, keys1, values0, values1,
+    q, k, v, keys, values, ids, slot_keys, slot_values, offsets, numbers, sent_k, sent_v, lse, out, initial, ring,
+    slots, scale, softcap, kv_heads, q0, q1, k0, k1, v0, v1, keys0, keys1, values0, values1,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SLOT_TOKENS: tl.constexpr,
     SOFTCAPPED: tl.constexpr, PRECISION: tl.constexpr, WINDOW_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    K_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -55,8 +70,12 @@ def _attend_resident(
     part = tl.where(is_window, split, split - WINDOW_SPLITS)
     splits = tl.where(is_window, WINDOW_SPLITS, SPLITS - WINDOW_SPLITS)
     share = tl.cdiv(tl.cdiv(total, splits), BLOCK_KEYS) * BLOCK_KEYS
-    keys = tl.where(is_window, keys, slot_keys + each * slots * SLOT_TOKENS * K_DIM)
-    values = tl.where(is_window, values, slot_values + each * slots * SLOT_TOKENS * V_DIM)
+    slot_keys += each * slots * SLOT_TOKENS * (K_DIM if K_BITS == 0 else K_DIM // 32 * K_BYTES)
+    slot_values += each * slots * SLOT_TOKENS * (V_DIM if V_BITS == 0 else V_DIM // 32 * V_BYTES)
+    if K_BITS == 0:
+        keys = tl.where(is_window, keys, slot_keys)
+    if V_BITS == 0:
+        values = tl.where(is_window, values, slot_values)
     attended = tl.zeros([BLOCK_GROUP, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_GROUP], tl.float32)
@@ -70,7 +89,20 @@ def _attend_resident(
         is_new = is_window & (at == new_slot)
         # No load's mask comes from this one, which Triton 3.6 does not compile.
         block = tl.load(ids + each * slots + index // SLOT_TOKENS, mask=is_key & (split >= WINDOW_SPLITS), other=0)
-        tile = tl.load(keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_k[:, None] & is_key[None, :], other=0.0)
+        is_there, in_slots = is_k[:, None] & is_key[None, :], split >= WINDOW_SPLITS
+        tile = tl.load(
+            keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_there & (is_window | (K_BITS == 0)), other=0.0
+        )
+        if K_BITS > 0:
+            vectors = slot_keys + at[None, :] * (K_DIM // 32 * K_BYTES)
+            own = _unpacked(vectors, k_at[:, None], is_there & in_slots, K_BITS, K_BYTES)
+            # Added to an offset before it is rounded.
+            tile = tl.where(is_window, tile.to(tl.float32), own)
+        if HAS_OFFSETS:
+            first = (each * slots + index // SLOT_TOKENS) * K_DIM
+            added = tl.load(offsets + first[None, :] + k_at[:, None], mask=is_there & in_slots, other=0.0)
+            tile = tile.to(tl.float32) + added.to(tl.float32)
+        tile = tile.to(new_key.dtype)
         tile = tl.where(is_new[None, :], new_key[:, None], tile)
         scores = tl.dot(queries, tile, input_precision=PRECISION) * scale
         if SOFTCAPPED:
@@ -81,7 +113,14 @@ def _attend_resident(
         base = tl.where(highest == float("-inf"), 0.0, highest)
         shrunk, weights = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
         weight = weight * shrunk + tl.sum(weights, 1)
-        tile = tl.load(values + at[:, None] * V_DIM + v_at[None, :], mask=is_key[:, None] & is_v[None, :], other=0.0)
+        is_there = is_key[:, None] & is_v[None, :]
+        tile = tl.load(
+            values + at[:, None] * V_DIM + v_at[None, :], mask=is_there & (is_window | (V_BITS == 0)), other=0.0
+        )
+        if V_BITS > 0:
+            vectors = slot_values + at[:, None] * (V_DIM // 32 * V_BYTES)
+            own = _unpacked(vectors, v_at[None, :], is_there & in_slots, V_BITS, V_BYTES)
+            tile = tl.where(is_window, tile, own.to(tile.dtype))
         tile = tl.where(is_new[:, None], new_value[None, :], tile)
         attended = tl.dot(weights.to(tile.dtype), tile, attended * shrunk[:, None], input_precision=PRECISION)
         largest = highest
@@ -105,7 +144,7 @@ def attend(
     window: tuple[torch.Tensor, torch.Tensor],
     initial: int,
     ids: torch.Tensor,
-    slots: tuple[torch.Tensor, torch.Tensor],
+    slots: Slots,
     numbers: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -116,16 +155,17 @@ def attend(
     batch, heads, _, k_dim = q.shape
     kv_heads, v_dim, count = k.shape[1], v.shape[3], ids.shape[2]
     group, whole = heads // kv_heads, splits * (2 if count else 1)
-    keys, values = window
+    (keys, values), (k_bits, v_bits) = window, (bits_of(slots.keys, k_dim), bits_of(slots.values, v_dim))
     out = torch.empty((batch, kv_heads, whole, group, v_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((batch, kv_heads, whole, group), dtype=torch.float32, device=q.device)
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     _attend_resident[(whole, batch * kv_heads)](
-        q, k, v, keys, values, ids, *slots, numbers, *sent, lse, out, initial, keys.shape[2] - initial, count,
-        scale, softcap or 0.0, kv_heads,
+        q, k, v, keys, values, ids, slots.keys, slots.values, ids if slots.offsets is None else slots.offsets, numbers,
+        *sent, lse, out, initial, keys.shape[2] - initial, count, scale, softcap or 0.0, kv_heads,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SLOT_TOKENS=slots[0].shape[3], SOFTCAPPED=bool(softcap),
-        PRECISION=precision_of(q), WINDOW_SPLITS=splits, SPLITS=whole,
+        GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SLOT_TOKENS=slots.keys.shape[3], SOFTCAPPED=bool(softcap),
+        K_BITS=k_bits, K_BYTES=GROUP_BYTES.get(k_bits, 0), V_BITS=v_bits, V_BYTES=GROUP_BYTES.get(v_bits, 0),
+        HAS_OFFSETS=slots.offsets is not None, PRECISION=precision_of(q), WINDOW_SPLITS=splits, SPLITS=whole,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_KEYS=max(16, min(64, _TILE_BYTES // (max(block_k, block_v) * q.element_size()))),
         BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.gpu_ops.draws import FACTORS
 from hetero_kv.gpu_ops.rotary import RotaryLayout
+from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, Slots
 from hetero_kv.gpu_ops.triton_kernels import (
     block_choice,
     cached_entries,
@@ -132,11 +133,17 @@ def choosing(n: int, largest: bool, softmax: bool, is_shared: bool) -> Callable[
     return lambda: block_choice.choose(zeros(1, 8, 4, 8192), count, n, largest, softmax, is_shared)
 
 
-def attending_resident(dtype: torch.dtype, dim: int, slots: int, softcap: float | None) -> Callable[[], Any]:
+def attending_resident(
+    dtype: torch.dtype, dim: int, slots: int, softcap: float | None, bits: int = 0
+) -> Callable[[], Any]:
     q, k = zeros(1, 1, 32, dim, dtype=dtype).transpose(1, 2), zeros(1, 1, 8, dim, dtype=dtype).transpose(1, 2)
     window, kept = zeros(1, 8, 352, dim, dtype=dtype), zeros(1, 8, slots, 16, dim, dtype=dtype)
     ids, numbers, sent = torch.zeros(1, 8, slots, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), zeros(*k.shape)
-    places = (window, window), 16, ids, (kept, kept), numbers
+    places = (window, window), 16, ids, Slots(kept, kept), numbers
+    if bits:
+        stored = torch.zeros(1, 8, slots, 16, dim // 32 * GROUP_BYTES[bits], dtype=torch.uint8)
+        offsets = zeros(1, 8, slots, 1, dim, dtype=HALF) if bits == 4 else None
+        places = (window, window), 16, ids, Slots(stored, stored, offsets), numbers
     return lambda: resident_attention.attend(q, k, k, *places, 0.1, softcap, (sent, sent), 16)
 
 
@@ -248,6 +255,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attend to slots, bfloat16": attending_resident(BRAIN, DIM, 256, None),
     "attend to slots, float16, soft-capped": attending_resident(HALF, 256, 256, 30.0),
     "attend to slots, float32": attending_resident(SINGLE, 256, 256, None),
+    "attend to slots in Q8_0, bfloat16": attending_resident(BRAIN, DIM, 256, None, bits=8),
+    "attend to slots in Q4_0, float16": attending_resident(HALF, DIM, 256, None, bits=4),
     "attend to a window alone, bfloat16": attending_resident(BRAIN, DIM, 0, None),
     "place": placing,
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),

@@ -9,8 +9,10 @@ import torch
 from hetero_kv.gpu_ops.block_choice import best_blocks_in_torch, block_scores_in_torch
 from hetero_kv.gpu_ops.resident_attention import attend_in_torch
 from hetero_kv.gpu_ops.resident_slots import placed_in_torch
+from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.triton_kernels import block_choice, resident_attention, resident_slots, window_step
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch
+from hetero_kv.store import storage
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, difference, multiplied, random
 
 
@@ -110,6 +112,9 @@ class Resident(NamedTuple):
     k_dim: int = 16
     v_dim: int = 16
     softcap: float | None = None
+    k_bits: int = 0
+    v_bits: int = 0
+    has_offsets: bool = False
 
 
 RESIDENT = (
@@ -117,7 +122,23 @@ RESIDENT = (
     Resident(19, 0, 20, slots=3, empty=3, softcap=3.0),
     Resident(60, 40, 90, slots=0, empty=0, k_dim=200, kv_heads=1),
     Resident(95, 0, 0, block_size=3, slots=40, empty=0, group=17, kv_heads=1),
+    Resident(200, 150, 20, block_size=16, k_dim=32, v_dim=96, k_bits=8, v_bits=4, batch=2),
+    Resident(70, 50, 20, block_size=16, k_dim=96, v_dim=32, k_bits=4, has_offsets=True, slots=6),
+    Resident(70, 50, 20, block_size=5, v_dim=64, v_bits=8, has_offsets=True),
 )
+
+
+def stored(shape: tuple[int, ...], bits: int, dtype: torch.dtype, has_offsets: bool) -> torch.Tensor:
+    """Numbers as a pool stores them; packed and offset ones are exact in bfloat16, which the interpreter cuts off."""
+    if not bits and not has_offsets:
+        return random(*shape, dtype=dtype)
+    codes = torch.randint(-127 if bits == 8 else -8, 128 if bits == 8 else 8, shape, generator=GENERATOR)
+    if not bits:
+        return codes.to(dtype) / 4
+    # The largest number of a group decides its scale.
+    codes[..., :: storage.ggml.GROUP] = 127 if bits == 8 else -8
+    kind, scale = (storage.Q8_0, 1 / 64) if bits == 8 else (storage.Q4_0, 1 / 4)
+    return kind.encode(codes.float() * scale)
 
 
 def resident(dtype: torch.dtype, case: Resident) -> tuple[float, float, bool]:
@@ -129,7 +150,17 @@ def resident(dtype: torch.dtype, case: Resident) -> tuple[float, float, bool]:
     # One place of a dense window lies behind all that it may hold.
     places = case.initial + 70 if case.initial < 90 else 91
     window = [random(batch, kv_heads, places, dim, dtype=dtype) for dim in dims]
-    slots = tuple(random(batch, kv_heads, case.slots, case.block_size, dim, dtype=dtype) for dim in dims)
+    of_slots = batch, kv_heads, case.slots
+    slots = Slots(
+        *(
+            stored((*of_slots, case.block_size, dim), bits, dtype, has_offsets)
+            for dim, bits, has_offsets in (
+                (case.k_dim, case.k_bits, case.has_offsets),
+                (case.v_dim, case.v_bits, False),
+            )
+        ),
+        stored((*of_slots, 1, case.k_dim), 0, torch.float16, True) if case.has_offsets else None,
+    )
     ids = torch.arange(case.slots).expand(batch, kv_heads, -1).clone()
     ids[..., : case.empty] = -3
     numbers = torch.tensor([case.past, case.local_start, 9])

@@ -15,9 +15,9 @@ LAYERS, BLOCK = 2, 8
 ALL = 10**6
 
 
-def llama_on_gpu():
+def llama_on_gpu(**config):
     """A tiny Llama of two layers in float32 on the simulated GPU."""
-    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS))
+    return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS, **config))
 
 
 def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, **kwargs):

@@ -9,12 +9,14 @@ import torch
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.evals.generation import greedy
 from hetero_kv.families.retrieval import resident_context
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops.resident_slots import fetch
+from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
-from tests.operators.resident_models import ALL, injected, llama_on_gpu, random_tokens, told
+from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
 from tests.support.simulated_cuda import SimulatedCudaError
 from tests.support.slow_variants import with_slow
 
@@ -63,6 +65,37 @@ def test_a_conversation_is_that_with_the_cpu(llama, way, graphs):
         found[attend_on] = conversation(llama, injected(llama, attend_on, cuda_graphs=graphs, **WAYS[way]))
         eject(llama)
     torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+
+
+#: Blocks stay packed in the slots: keys and values alike, keys as differences, and each of another format.
+PACKED = {
+    "q8_0": {"kv_type": "Q8_0"},
+    "q4_0": {"kv_type": "Q4_0"},
+    "values": {"value_type": "Q4_0"},
+    "keys": {"key_type": "Q8_0", "key_offset": "block_mean"},
+    "differences": {"key_offset": "block_mean"},
+}
+
+
+@pytest.mark.parametrize("way", with_slow(list(PACKED), slow=["values", "keys", "differences"]))
+def test_packed_blocks_are_attended_to_as_by_the_cpu(gpu, way):
+    model, found = llama_on_gpu(head_dim=32), {}
+    settings = {"block_size": 16, "dense_layer_num": 0, "top_k_blocks": 2, **PACKED[way]}
+    for attend_on in ("cpu", "gpu"):
+        cache = injected(model, attend_on, cuda_graphs="on", **settings)
+        found[attend_on] = conversation(model, cache)
+        planned = Footprint.of(model.hetero_kv_injection).memory(400, 1).sizes
+        if attend_on == "cpu":
+            eject(model)
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+    assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
+    # What a block takes in DRAM crosses the bus.
+    other, pool = HeteroCache(model), cache.layers[1].pool
+    told(model, other, random_tokens(81), prompt=80)
+    of_block = sum(array[0].nbytes for array in (pool.keys, pool.values, pool.key_offsets) if array is not None)
+    assert other.statistics["dram_bytes_read"] == [2 * of_block] * LAYERS
+    del cache, other, pool
+    gc.collect()
 
 
 @torch.no_grad()
@@ -169,7 +202,7 @@ def test_a_pool_that_is_written_while_it_is_read_is_seen(gpu, llama):
     resident, pool = cache.layers[1].resident, cache.layers[1].pool
     table = cache.groups[0].device_tokens[cache.layers[1].layout].table
     chosen = torch.zeros_like(resident._ids)
-    fetch(pool.keys, table, chosen, chosen, resident._keys)
+    fetch(pool.keys, table, chosen, chosen, resident._slots.keys)
     pool.keys.add_(1.0)
     with pytest.raises(SimulatedCudaError, match="host memory was written while a kernel may still read it"):
         torch.cuda.synchronize()

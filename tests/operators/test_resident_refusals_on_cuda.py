@@ -59,7 +59,7 @@ def test_a_greedy_answer_of_numbers_that_are_none_is_refused(llama):
         ("adaptive", {}, "estimated attention masses"),
         ("ktransformers", {}, "DYNAMIC counts the attention"),
         ("snapkv", {}, "preselect_block"),
-        ("quest", {"kv_type": "Q8_0", "block_size": 32}, "stored in Q8_0"),
+        ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
         ("quest", {"token_step": 2}, "token_step"),
         ("loki", {}, "chooser"),
         ("self_extend_quest", {}, "positions are grouped"),

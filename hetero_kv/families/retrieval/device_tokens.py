@@ -11,7 +11,7 @@ import torch
 from hetero_kv.engine.deferred_readback import HostCopy
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
-from hetero_kv.families.retrieval.resident_context import SentToken
+from hetero_kv.families.retrieval.resident_context import SentToken, fetched_arrays
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
 
@@ -98,7 +98,7 @@ class DeviceTokens:
         attended = min(resident.choice.blocks, context)
         taken = SelectionStatistics(attended, scored=context if attended else 0)
         layer.read = layer.read.plus(layer.reading.of_step(step.length, context, taken))
-        of_head = (pool.keys[0].nbytes + pool.values[0].nbytes) // pool.keys.shape[1]
+        of_head = sum(array[0].nbytes for array in fetched_arrays(pool)) // pool.keys.shape[1]
         layer.from_dram = layer.from_dram.plus(missed * of_head / len(step.group.sequences))
 
     def _split(self, numbers: torch.Tensor) -> list[SentToken]:

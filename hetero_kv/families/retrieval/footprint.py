@@ -83,6 +83,8 @@ class PagedFootprint(LayerFootprint):
         observed: length of the observation window; at most the question's.
         index_bytes: bytes of a block's representatives that a GPU has; 0 where the CPU chooses.
         slots: the most blocks that a GPU has slots for.
+        packed: bytes of a key and of a value that stay packed in slots; 0 for one in the model's dtype.
+        offset_bytes: bytes of a block's key offset.
         has_whole_window: whether a GPU has all tokens in its window.
     """
 
@@ -91,6 +93,8 @@ class PagedFootprint(LayerFootprint):
     observed: int = 0
     index_bytes: int = 0
     slots: int = 0
+    packed: tuple[int, int] = (0, 0)
+    offset_bytes: int = 0
     has_whole_window: bool = False
 
     @classmethod
@@ -116,6 +120,11 @@ class PagedFootprint(LayerFootprint):
             observed=observed,
             index_bytes=settings.stored_representatives * shape.kv_heads * kinds[2].bytes_per_vector(shape.k_dim),
             slots=0 if resident is None else resident.blocks,
+            packed=(
+                _packed_bytes(settings.key_storage, shape.k_dim),
+                _packed_bytes(settings.value_storage, shape.v_dim),
+            ),
+            offset_bytes=shape.kv_heads * FP16.bytes_per_vector(shape.k_dim) if settings.offset_keys else 0,
             has_whole_window=has_whole_window,
         )
 
@@ -138,9 +147,19 @@ class PagedFootprint(LayerFootprint):
                 yield MemoryShare(RESIDENT, demand.sequences * self.kv_bytes(demand.tokens, demand))
             if self.slots:
                 blocks = math.ceil(demand.tokens / self.block_size)
-                slots = self.kv_bytes(min(self.slots, blocks) * self.block_size, demand)
-                ids = min(self.slots, blocks) * self.shape.kv_heads * _ID_BYTES
-                yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots + ids))
+                of_slot = self._slot_bytes(demand) + self.shape.kv_heads * _ID_BYTES
+                slots = min(self.slots, blocks) * of_slot
+                yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots))
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)
+
+    def _slot_bytes(self, demand: MemoryDemand) -> int:
+        """Bytes of a block in a GPU's slot."""
+        (key, value), shape = self.packed, self.shape
+        of_token = (key or shape.k_dim * demand.element) + (value or shape.v_dim * demand.element)
+        return self.block_size * shape.kv_heads * of_token + self.offset_bytes
+
+
+def _packed_bytes(kind: StorageType, dim: int) -> int:
+    return 0 if kind.is_plain else kind.bytes_per_vector(dim)

@@ -19,6 +19,7 @@ from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
 from hetero_kv.gpu_ops.host_copies import on_device
 from hetero_kv.gpu_ops.resident_attention import CONTEXT, attend
 from hetero_kv.gpu_ops.resident_slots import NONE, fetch, placed
+from hetero_kv.gpu_ops.slot_formats import Slots, as_words
 from hetero_kv.gpu_ops.window_step import join_parts
 from hetero_kv.store.pool import BlockPool
 
@@ -70,9 +71,7 @@ class ResidentContext:
         of_index = (capacity if count else 0, batch, kv_heads, *represented.shape[2:])
         self._vectors = represented.new_zeros(of_index, device=like_keys.device)
         self._ids = torch.full((batch, kv_heads, count), NONE, device=like_keys.device)
-        self._keys, self._values = (
-            like.new_zeros(batch, kv_heads, count, pool.block_size, like.shape[3]) for like in (like_keys, like_values)
-        )
+        self._slots = _slots(pool, (batch, kv_heads, count), like_keys, like_values)
         #: Blocks of the Context whose representatives are here.
         self._indexed = 0
 
@@ -113,7 +112,7 @@ class ResidentContext:
         for row, blocks in enumerate(context):
             if len(blocks):
                 stored = torch.from_numpy(blocks.astype(np.int64))[ids[row].clamp(min=0)]
-                for array, slots in ((pool.keys, self._keys), (pool.values, self._values)):
+                for array, slots in zip(fetched_arrays(pool), self._parts, strict=True):
                     slots[row].copy_(on_device(array[stored, heads], device))
         self._ids.copy_(on_device(ids, device))
 
@@ -142,7 +141,7 @@ class ResidentContext:
         """
         if self._ids.shape[2]:
             self._load_best(call, pool, numbers[CONTEXT:], table, sent.missed)
-        places = (window.keys, window.values), window.initial, self._ids, (self._keys, self._values), numbers
+        places = (window.keys, window.values), window.initial, self._ids, self._slots, numbers
         parts, logarithms = attend(call.q, call.k, call.v, *places, call.scale, call.softcap, (sent.key, sent.value))
         out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
@@ -158,20 +157,43 @@ class ResidentContext:
         chosen = best_blocks(scores, count, self._ids.shape[2], choice.largest, is_shared=choice.is_shared)
         after, misses, into = placed(self._ids, chosen, missed)
         self._ids.copy_(after)
-        fetch(pool.keys, table, misses, into, self._keys)
-        fetch(pool.values, table, misses, into, self._values)
+        for stored, slots in zip(fetched_arrays(pool), self._parts, strict=True):
+            fetch(as_words(stored), table, misses, into, as_words(slots))
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        """The slots of each of `fetched_arrays`."""
+        return [part for part in self._slots if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(part.nbytes for part in (self._vectors, self._ids, self._keys, self._values))
+        return sum(part.nbytes for part in (self._vectors, self._ids, *self._parts))
 
     def selected(self, rows: list[int]) -> ResidentContext:
         """New memory, whose row i is a copy of row `rows[i]`."""
         new = copy.copy(self)
         # Slices, because indexing with a list would copy it to the device, and the host would wait for that.
         new._vectors = torch.cat([self._vectors[:, row : row + 1] for row in rows], dim=1)
-        new._ids, new._keys, new._values = (
-            torch.cat([part[row : row + 1] for row in rows]) for part in (self._ids, self._keys, self._values)
-        )
+        new._ids, *slots = (torch.cat([part[row : row + 1] for row in rows]) for part in (self._ids, *self._parts))
+        new._slots = Slots(*slots)
         return new
+
+
+def fetched_arrays(pool: BlockPool) -> list[torch.Tensor]:
+    """What a GPU reads of a block: keys, values, and the offset of keys that have one."""
+    return [array for array in (pool.keys, pool.values, pool.key_offsets) if array is not None]
+
+
+def _slots(pool: BlockPool, shape: tuple[int, int, int], like_keys: torch.Tensor, like_values: torch.Tensor) -> Slots:
+    """Empty slots: plain numbers in the model's dtype, packed ones and key offsets as they are stored."""
+
+    def memory(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return like_keys.new_zeros(*shape, *stored.shape[2:], dtype=dtype)
+
+    offsets = pool.key_offsets
+    return Slots(
+        memory(pool.keys, like_keys.dtype if pool.key_storage.is_plain else pool.keys.dtype),
+        memory(pool.values, like_values.dtype if pool.value_storage.is_plain else pool.values.dtype),
+        None if offsets is None else memory(offsets, offsets.dtype),
+    )

@@ -59,10 +59,8 @@ class ResidentDecode(WindowedDecode):
             return "preselect_block restricts the choice to blocks that the CPU keeps"
         if settings.layer_step > 1 or settings.token_step > 1:
             return "a choice is used again by other layers or tokens (layer_step, token_step)"
-        kinds = settings.key_storage, settings.value_storage, settings.representative_kind()
-        packed = [kind.name for kind in kinds if not kind.is_plain]
-        if packed or settings.offset_keys:
-            return f"keys or values are stored in {packed[0] if packed else 'differences'}, which the CPU decodes"
+        if not (kind := settings.representative_kind()).is_plain:
+            return f"representatives are stored in {kind.name}, which the CPU decodes"
         if self.engine.measure_recall:
             return "measure_recall compares with attention to all blocks, which the CPU computes"
         return None

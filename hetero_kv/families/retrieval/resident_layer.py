@@ -20,7 +20,7 @@ from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext
+from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext, fetched_arrays
 from hetero_kv.families.retrieval.statistics import DRAM_BYTES
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.pool import BlockPool
@@ -88,7 +88,7 @@ class ResidentLayer(RetrievalLayer):
         if not self._choice.blocks:
             return True
         assert self.pool is not None
-        store, arrays = self.group.store, (self.pool.keys, self.pool.values)
+        store, arrays = self.group.store, fetched_arrays(self.pool)
         # In the store, which forks share, because memory can be page-locked only once.
         if self.layer_idx not in store.mapped:
             store.mapped[self.layer_idx] = tuple(MappedMemory(array, device) for array in arrays)

@@ -27,6 +27,7 @@ from hetero_kv.gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_t
 from hetero_kv.gpu_ops.resident_attention import attend_in_torch
 from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
+from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
@@ -174,11 +175,12 @@ def _choose_blocks(
 
 
 def _attend_resident(
-    q: Any, k: Any, v: Any, keys: Any, values: Any, ids: Any, slot_keys: Any, slot_values: Any, numbers: Any,
-    sent_k: Any, sent_v: Any, lse: Any, out: Any, initial: int, ring: int, slots: int, scale: float, softcap: float,
-    *_: Any, **fixed: Any,
+    q: Any, k: Any, v: Any, keys: Any, values: Any, ids: Any, slot_keys: Any, slot_values: Any, offsets: Any,
+    numbers: Any, sent_k: Any, sent_v: Any, lse: Any, out: Any, initial: int, ring: int, slots: int, scale: float,
+    softcap: float, *_: Any, **fixed: Any,
 ) -> None:  # fmt: skip
-    places = (keys, values), initial, ids, (slot_keys, slot_values), numbers
+    kept = Slots(slot_keys, slot_values, offsets if fixed["HAS_OFFSETS"] else None)
+    places = (keys, values), initial, ids, kept, numbers
     attended = attend_in_torch(q, k, v, *places, scale, softcap, (sent_k, sent_v), fixed["WINDOW_SPLITS"])
     out.copy_(attended[0])
     lse.copy_(attended[1])
