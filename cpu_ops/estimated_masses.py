@@ -167,22 +167,6 @@ def logaddexp(first, second):
     return most + np.log2(np.float32(1) + exp2((least - most) * LOG2_E)) * LN_2
 
 
-@njit(types.float64(_LSE, _LSE), cache=True, nogil=True, error_model="numpy")
-def covered_share(attended, total):
-    """Returns the mean over query heads of the share of `attended` in `total`.
-
-    Both are log-sum-exps [rows, kv_heads, group] float32.
-
-    NaN if any of them is NaN.
-    """
-    sum_of_shares = 0.0
-    for row in range(total.shape[0]):
-        for head in range(total.shape[1]):
-            for query in range(total.shape[2]):
-                sum_of_shares += np.exp(attended[row, head, query] - total[row, head, query])
-    return sum_of_shares / total.size
-
-
 @njit(cache=True, nogil=True)
 def take_out(log_masses, positions):
     """Set the mass of blocks at positions [rows, 1 or kv_heads, n] to 0; negative positions are padding."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,6 +139,12 @@ class PoolArrays:
         for name, each in (auxiliary or {}).items():
             of_pool = num_blocks, kv_heads, *each.shape
             self.auxiliary[name], self.auxiliary_kernel_arrays[name] = _reserved(of_pool, each.dim, each.storage)
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for pools whose blocks are stored, and have arrays derived from them, in the same way."""
+        storages = self.key_storage, self.value_storage, self.representative_storage
+        return *storages, *[(name, each.shape[1:]) for name, each in self.arrays.items()]
 
     @property
     def bytes_per_block(self) -> int:

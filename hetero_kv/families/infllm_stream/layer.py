@@ -45,7 +45,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
     def representatives_before(self, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Representatives of the Context's blocks before block `end` of the sequence being prefilled.
 
-        vectors_of: as `RetrievalPrefill.vectors_of`. Returns [batch, kv_heads, blocks, k_dim] float32.
+        vectors_of: `representatives.Representing`. Returns [batch, kv_heads, blocks, k_dim] float32.
         """
         size, sink = self.layout.block_size, self.layout.sink_blocks
         parts = [] if self._represented is None else [self._represented]

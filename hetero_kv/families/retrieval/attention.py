@@ -79,7 +79,7 @@ class RetrievalAttention(ResidentDecode):
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
         native = self._native_of(layer, blocks, call, dtype)
         closes = blocks.newly_finalized[0] != blocks.newly_finalized[1]
-        is_stored = closes or not native.stores
+        is_stored = not native.stores
         if is_stored:
             layer.store_token(step, call.k, call.v)
         if closes:
@@ -125,35 +125,28 @@ class RetrievalAttention(ResidentDecode):
         if len(prepared) == 1:
             return True
         layers = [step.group.layers[self.layer_idx] for step, _ in prepared]
-        pool, lengths = layers[0].pool, [step.length for step, _ in prepared]
-        # With one schedule, a selection is stored in each group; blocks in files are requested for each.
-        return (
-            pool is not None
-            and not pool.reads_ahead()
-            and all(layer.pool is pool for layer in layers)
-            and (
-                not any(self._chooses(layers[0].layout.context_blocks(length)) for length in lengths)
-                or (
-                    self.settings.layer_step == self.settings.token_step == 1
-                    and all(layer.state.candidates is None for layer in layers)
-                )
-            )
-        )
+        pool = layers[0].pool
+        if pool is None or pool.reads_ahead() or any(layer.pool is not pool for layer in layers):
+            # Blocks in files are requested for each group.
+            return False
+        # With a schedule, a selection is stored in each group.
+        has_schedule = self.settings.layer_step * self.settings.token_step > 1
+        if not has_schedule and all(layer.state.candidates is None for layer in layers):
+            return True
+        return not any(self._chooses(layers[0].layout.context_blocks(step.length)) for step, _ in prepared)
 
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
     ) -> None:
-        groups, start = [], prepared[0][0].rows.start
+        groups = []
         for step, _ in prepared:
             layer = step.group.layers[self.layer_idx]
             blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
             # Without a budget nothing is derived from a block.
             closes = self.budget is not None and blocks.newly_finalized[0] != blocks.newly_finalized[1]
             if closes:
-                own = slice(step.rows.start - start, step.rows.stop - start)
-                layer.store_token(step, *(tensor[own] for tensor in arrays.new))
                 self._finalize_blocks(layer, step)
-            groups.append(GroupRows(layer, step, blocks, closes))
+            groups.append(GroupRows(layer, step, blocks, is_stored=False))
         native, q, k, v = prepared[0][1], arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
         estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)

@@ -11,13 +11,12 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST
-from hetero_kv.cpu_ops.estimated_masses import covered_share
 from hetero_kv.cpu_ops.retrieval_step import BY_MEAN_SCORE, RetrievalStep, StepEstimates, StepPool
 from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
-from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows, parts_of
+from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
@@ -78,11 +77,8 @@ class RetrievalDecode(RetrievalPrefill):
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
         `StepEstimates` and each group's selection statistics; None if nothing is estimated.
         """
-        contexts = [group.context_blocks for group in groups]
-        chosen = [self._chooses(context) for context in contexts]
-        chooses = any(chosen)
-        table, ranges = DecodedRows.of(groups, tuple(chooses and not each for each in chosen))
-        layer, kv_heads = groups[0].layer, lse.shape[1]
+        table, ranges, contexts, chosen, *_ = rows = DecodedRows.of(groups, self.covering)
+        layer, kv_heads, chooses = groups[0].layer, lse.shape[1], any(chosen)
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if chooses:
             # Several groups choose together only where all of them choose as one does.
@@ -90,11 +86,6 @@ class RetrievalDecode(RetrievalPrefill):
             which, positions, allowed = self._choice(
                 groups[index].layer, groups[index].step, len(table), kv_heads, contexts[index]
             )
-        is_scored = which == CHOSEN
-        taken = [
-            SelectionStatistics(min(positions.shape[2], context) if each else context)
-            for context, each in zip(contexts, chosen, strict=True)
-        ]
         estimates = None
         if native.estimates:
             tokens = NOTHING_FORBIDDEN
@@ -112,12 +103,18 @@ class RetrievalDecode(RetrievalPrefill):
         arguments: tuple[Any, ...] = *inputs, which, *others
         with one_kernel_at_a_time:
             stored = native(*arguments)
-        if estimates is not None:
+        taken = [
+            SelectionStatistics(min(positions.shape[2], context) if chose else context)
+            for context, chose in zip(contexts, chosen, strict=True)
+        ]
+        if chooses and estimates is not None:
+            counts = (rows.means(estimates.taken) / positions.shape[1]).tolist()
+            attended_in = layer.layout.block_size if native.by_token else 1
             taken = [
-                each if not chose else self._counted(native, layer, counts, positions.shape[1])
-                for each, chose, counts in zip(taken, chosen, parts_of(groups, estimates.taken), strict=True)
+                SelectionStatistics(of_group[0] / attended_in, *of_group[1:]) if chose else each
+                for each, chose, of_group in zip(taken, chosen, counts, strict=True)
             ]
-        elif is_scored:
+        elif which == CHOSEN:
             taken = [
                 each._replace(scored=allowed.shape[2] or context) if chose else each
                 for each, chose, context in zip(taken, chosen, contexts, strict=True)
@@ -134,12 +131,6 @@ class RetrievalDecode(RetrievalPrefill):
             chosen_by = (each[0] if len(each) else none for each in (positions, recorded))
             layer.chosen = chosen_of_context(ids, size, which, *chosen_by)
         return None if estimates is None else (estimates.masses, taken)
-
-    @staticmethod
-    def _counted(native: RetrievalStep, layer: RetrievalLayer, counts: np.ndarray, lists: int) -> SelectionStatistics:
-        """The statistics of a step from `StepEstimates.taken` of a group's rows, with so many lists each."""
-        attended, *others = (counts.sum(axis=0) / (len(counts) * lists)).tolist()
-        return SelectionStatistics(attended / layer.layout.block_size if native.by_token else attended, *others)
 
     def _record_token(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, total: torch.Tensor,
@@ -181,13 +172,14 @@ class RetrievalDecode(RetrievalPrefill):
 
         masses: as those of `StepEstimates`, of the rows of all groups.
         """
-        attended, total = (parts_of(groups, each) for each in masses)
-        for group, of_group, *own in zip(groups, taken, attended, total, strict=True):
-            state, covered = group.layer.state, covered_share(*own)
+        attended, total = masses.reshape(2, masses.shape[1], -1)
+        shares = DecodedRows.of(groups, self.covering).means(np.exp(attended - total, dtype=np.float64)).mean(axis=1)
+        for group, of_group, share in zip(groups, taken, shares.tolist(), strict=True):
+            state = group.layer.state
             # NaN means that nothing was estimated.
-            share = state.share.plus(covered) if covered == covered else state.share
+            counted = state.share.plus(share) if share == share else state.share
             blocks = state.blocks.plus(of_group.attended) if self.targets else state.blocks
-            group.layer.state = replace(state, share=share, blocks=blocks)
+            group.layer.state = state.counted(counted, blocks)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int

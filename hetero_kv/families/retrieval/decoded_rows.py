@@ -37,54 +37,61 @@ class GroupRows(NamedTuple):
 
 
 class DecodedRows(NamedTuple):
-    """Rows as `RetrievalStep` takes them.
+    """Rows as `RetrievalStep` takes them, and what their groups choose from.
 
     Attributes:
         table: [rows, blocks] int32, padded with -1; without attention sink and recent window if these are on a device.
         ranges: [3, rows] int64.
+        contexts: the number of blocks in each group's Context.
+        chosen: whether each group's rows choose among these blocks, instead of attending to all of them.
+        sizes: each group's number of rows.
+        starts: [groups] int64, each group's first row.
     """
 
     table: np.ndarray
     ranges: np.ndarray
+    contexts: list[int]
+    chosen: list[bool]
+    sizes: list[int]
+    starts: np.ndarray
 
     @classmethod
-    def of(cls, groups: list[GroupRows], dense: tuple[bool, ...]) -> DecodedRows:
+    def of(cls, groups: list[GroupRows], covering: int | None) -> DecodedRows:
         """Rows of several groups, in the order of the batch; computed once for all layers of a forward.
 
-        dense: for each group whether its rows attend to all of their Context while others choose; their Context is
-        then empty.
+        covering: up to so many blocks a Context is attended to as a whole; None: any number.
         """
         first = groups[0]
-        key = id(first.layer.layout), first.layer.window is None, dense, *[group.is_stored for group in groups]
+        key = id(first.layer.layout), first.layer.window is None, covering, *[group.is_stored for group in groups]
         found = first.step.computed.get(key)
         if found is None:
-            found = first.step.computed[key] = cls._joined(
-                [_of_group(*each) for each in zip(groups, dense, strict=True)]
-            )
+            found = first.step.computed[key] = cls._joined(groups, covering)
         return found
 
     @classmethod
-    def _joined(cls, parts: list[DecodedRows]) -> DecodedRows:
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.table.shape[1] for part in parts)
+    def _joined(cls, groups: list[GroupRows], covering: int | None) -> DecodedRows:
+        contexts = [group.context_blocks for group in groups]
+        chosen = [covering is not None and covering < context for context in contexts]
+        # While others choose, a group that attends to all of its Context has an empty one.
+        parts = [_of_group(group, any(chosen) and not chooses) for group, chooses in zip(groups, chosen, strict=True)]
+        width, sizes = max(table.shape[1] for table, _ in parts), [len(table) for table, _ in parts]
         tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, _ in parts]
-        return cls(np.concatenate(tables), np.concatenate([part.ranges for part in parts], axis=1))
+        table = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        ranges = np.concatenate([each for _, each in parts], axis=1)
+        return cls(table, ranges, contexts, chosen, sizes, np.cumsum([0, *sizes[:-1]]))
+
+    def means(self, of_rows: np.ndarray) -> np.ndarray:
+        """The mean of each group's rows: [groups, numbers] float64 from [rows, numbers]."""
+        if len(self.sizes) == len(of_rows):
+            return of_rows
+        return np.add.reduceat(of_rows, self.starts) / np.array(self.sizes)[:, None]
 
 
-def parts_of(groups: list[GroupRows], array: np.ndarray) -> list[np.ndarray]:
-    """The rows of each group in an array [rows, ...]."""
-    if len(groups) == 1:
-        return [array]
-    start = groups[0].step.rows.start
-    return [array[group.step.rows.start - start : group.step.rows.stop - start] for group in groups]
-
-
-def _of_group(group: GroupRows, dense: bool) -> DecodedRows:
+def _of_group(group: GroupRows, is_dense: bool) -> tuple[np.ndarray, np.ndarray]:
     table, end = group.blocks.table, group.blocks.finalized
     first = end - group.context_blocks
     if group.layer.window is not None:
         # The window's device attends to the attention sink and the recent window.
         table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
     position = _STORED if group.is_stored else group.step.past
-    return DecodedRows(table, row_ranges(len(table), position, end if dense else first, end))
+    return table, row_ranges(len(table), position, end if is_dense else first, end)

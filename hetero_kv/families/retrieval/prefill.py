@@ -14,10 +14,12 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.block_choice import choice_of
 from hetero_kv.families.retrieval.budgets import layer_budget
+from hetero_kv.families.retrieval.entering_blocks import represented_with_others
 from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
+from hetero_kv.families.retrieval.representatives import Representing
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.short_turn import received_attention
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
@@ -40,6 +42,8 @@ class RetrievalPrefill(ExactPrefill):
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.representative_type = representatives.get(settings.representative_type)
+        by_mean = settings.representative_reduce == "mean"
+        self.vectors_of = Representing(self.representative_type, settings.representative_num, by_mean)
         self.shared = settings.head_select_mode == "SHARED"
         layers = self._own_config.num_hidden_layers
         self.budget = layer_budget("top_k_blocks", settings.top_k_blocks, self.layer_idx, layers)
@@ -125,6 +129,15 @@ class RetrievalPrefill(ExactPrefill):
         if self.budget is None or start >= end:
             return
         assert pool is not None
+        if not represented_with_others(layer, step, start, end):
+            self._represent(layer, step, start, end)
+        if self.settings.group_blocks > 1:
+            self._finalize_groups(layer, blocks.table, start, end)
+
+    def _represent(self, layer: RetrievalLayer, step: Step, start: int, end: int) -> None:
+        """Compute the representatives of the blocks [start, end) of one layer."""
+        pool, table = layer.pool, step.blocks(layer.layout).table
+        assert pool is not None
         layer.accumulate_pending(step.past)
         accumulated = layer.take_accumulated(start, end) if self.accumulates else None
         written, stop = layer.writing, end
@@ -133,25 +146,12 @@ class RetrievalPrefill(ExactPrefill):
             stop = max(start, min(end, written.first_block))
         for first in range(start, stop, _FINALIZED_AT_ONCE):
             part = slice(first, min(first + _FINALIZED_AT_ONCE, stop))
-            for row, table in enumerate(blocks.table):
-                ids = torch.from_numpy(table[part].astype(np.int64))
+            for row, blocks in enumerate(table):
+                ids = torch.from_numpy(blocks[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
                 pool.represent(ids, self.vectors_of(pool.decoded_keys(ids).float(), received))
         if written is not None and accumulated is not None:
             written.send_represented(stop, end, accumulated[:, stop - start :], self.vectors_of)
-        if self.settings.group_blocks > 1:
-            self._finalize_groups(layer, blocks.table, start, end)
-
-    def vectors_of(self, keys: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """The representatives of blocks with keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
-
-        received: [blocks, kv_heads, block_size], the attention that each key has received.
-
-        Returns [blocks, kv_heads, vectors, k_dim].
-        """
-        vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
-        # The mean of all q·r_i equals q·(the mean of all r_i), so the mean vector suffices.
-        return vectors.mean(dim=2, keepdim=True) if self.settings.representative_reduce == "mean" else vectors
 
     def _finalize_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
         """Compute the representatives of the groups whose last blocks, [start, end), enter the Context."""

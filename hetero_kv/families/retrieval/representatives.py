@@ -49,6 +49,32 @@ class RepresentativeType:
     combined: Combine | None = None
 
 
+@dataclass(frozen=True)
+class Representing:
+    """How an operator represents blocks; equal ones compute the same from the same keys.
+
+    Attributes:
+        type: the type of representatives.
+        representative_num: as written in YAML.
+        by_mean: whether a block has the mean of its representatives instead of each: the mean of all q·r_i equals
+            q·(the mean of all r_i).
+    """
+
+    type: RepresentativeType
+    representative_num: int
+    by_mean: bool = False
+
+    def __call__(self, keys: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
+        """The representatives of blocks with keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
+
+        received: [blocks, kv_heads, block_size], the attention that each key has received.
+
+        Returns [blocks, kv_heads, vectors, k_dim].
+        """
+        vectors = self.type.compute(keys, self.representative_num, received)
+        return vectors.mean(dim=2, keepdim=True) if self.by_mean else vectors
+
+
 _REGISTRY: dict[str, RepresentativeType] = {}
 
 

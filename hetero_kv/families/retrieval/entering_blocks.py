@@ -1,0 +1,65 @@
+"""Representatives of blocks that enter the Context, of all layers that store alike in one computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hetero_kv.engine.step import Step
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.representatives import Representing
+from hetero_kv.store.pool import BlockPool
+
+# The most blocks whose keys are in memory as float32 at a time.
+_AT_ONCE = 256
+_REPRESENTED = "layers whose entering blocks are represented"
+
+
+def represented_with_others(layer: RetrievalLayer, step: Step, start: int, end: int) -> bool:
+    """Compute the arrays derived from the blocks [start, end), which enter the Context in this step, in all layers.
+
+    A block that leaves the recent window was full before the step, in every layer. One computation for all layers takes
+    little longer than one for each. The first layer that asks computes it, for those of its kind.
+
+    Returns whether the layer's blocks have these arrays; False if it must compute them on its own: blocks with
+    tokens of this step or in the buffer of a prompt, representatives that depend on more than the keys, or many blocks.
+    """
+    done: set[int] = step.computed.setdefault(_REPRESENTED, set())
+    if id(layer) in done:
+        return True
+    represent = layer.vectors_of
+    is_full = end * layer.layout.block_size <= step.group.length
+    if not (is_full and isinstance(represent, Representing) and layer.writing is layer.window is None):
+        return False
+    pools = {id(each): each.pool for each in step.group.layers if _is_like(each, layer) and each.pool is not None}
+    ids = torch.from_numpy(step.blocks(layer.layout).table[:, start:end].astype(np.int64).ravel())
+    if len(pools) * len(ids) > _AT_ONCE:
+        return False
+    _represent(list(pools.values()), ids, represent)
+    done.update(pools)
+    return True
+
+
+def _is_like(other: object, layer: RetrievalLayer) -> bool:
+    return (
+        type(other) is type(layer)
+        and isinstance(other, RetrievalLayer)
+        and other.layout == layer.layout
+        and other.vectors_of == layer.vectors_of
+        and other.writing is other.window is None
+        and other.pool is not None
+        and layer.pool is not None
+        and other.pool.form == layer.pool.form
+    )
+
+
+def _represent(pools: Sequence[BlockPool], ids: torch.Tensor, represent: Representing) -> None:
+    first = pools[0]
+    needed = {"keys": True, "key_offsets": first.key_offsets is not None, "values": first.value_means is not None}
+    names = [name for name, is_needed in needed.items() if is_needed]
+    stored = {name: torch.cat([getattr(pool, name).index_select(0, ids) for pool in pools]) for name in names}
+    for name, made in first.derived_of(stored, represent(first.decoded(stored).float())).items():
+        for pool, part in zip(pools, made.split(len(ids)), strict=True):
+            getattr(pool, name).index_copy_(0, ids, part)
