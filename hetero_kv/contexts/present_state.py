@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from hetero_kv.contexts.active_state import ActivePart, active_parts, descriptio
 from hetero_kv.contexts.active_tensors import own_tensors
 from hetero_kv.engine.errors import ContextError
 
-# Compared numbers per tensor: a change of `tensor.data` leaves no other trace.
-_LOOKED_AT = 16
+# Compared bytes per tensor: a change of `tensor.data` leaves no other trace.
+_LOOKED_AT = 64
 
 
 class _TensorSample(NamedTuple):
@@ -65,8 +66,11 @@ def _description_or_hooks(part: ActivePart) -> Any:
 
 
 def _some_bytes(tensor: torch.Tensor) -> bytes:
-    """A sample of a CPU tensor's numbers at equal steps; b"" for others, which would need a device synchronisation."""
+    """A sample of a CPU tensor's bytes at equal steps; b"" for others, which would need a device synchronisation."""
     if type(tensor) not in PLAIN_TENSORS or tensor.device.type != "cpu" or not tensor.numel():
         return b""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].contiguous().view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().contiguous()
+    # An odd step comes upon signs and exponents too. Slices of torch's take five times as long.
+    step = dense.nbytes // _LOOKED_AT | 1
+    memory = (ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())
+    return memoryview(memory)[: _LOOKED_AT * step : step].tobytes()
