@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 
 import pytest
+import yaml
 from torch import nn
 
 from hetero_kv.errors import LONGEST_TEXT, ConfigError, HeteroKVError
@@ -287,3 +288,13 @@ def test_a_settings_file_that_no_file_can_be_is_an_error_and_not_written(tmp_pat
 
 def test_values_within_the_limits_are_taken():
     assert settings_from_mapping(EngineSettings, {"chunk_size": LARGEST}, where="here").chunk_size == LARGEST
+
+
+def test_a_text_is_parsed_once_and_each_caller_gets_its_own_values(monkeypatch):
+    text = "a: {b: [1]}  # read by several callers"
+    first = parse_yaml(text, "a file")
+    first["a"]["b"].append(2)
+    monkeypatch.setattr(yaml, "load", None)
+    second = parse_yaml(text, "a file")
+    assert second == {"a": {"b": [1]}}
+    assert second["a"].line == second.key_lines["a"] == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,13 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     if len(text) > MOST_BYTES:
         raise _too_long(source)
+    # Callers may change what they get.
+    return deepcopy(_parsed(text, source))
+
+
+# A command reads the settings file several times, and PyYAML takes 10 ms for its comments.
+@lru_cache(maxsize=4)
+def _parsed(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_LocatedLoader)
     except yaml.MarkedYAMLError as error:
