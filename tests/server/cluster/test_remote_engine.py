@@ -21,7 +21,7 @@ from ray.serve.exceptions import RequestCancelledError
 
 from hetero_kv.server.cluster.remote_engine import RemoteEngine
 
-FACTS = ModelFacts("tiny", "dense", None, 2048, 288, 1_000_000, frozenset([0]))
+FACTS = ModelFacts("tiny", "dense", None, 2048, 288, 1_000_000, frozenset([0]), {"off": None})
 DONE = Completion("abcd", (), "max_new_tokens", None, 3, 0, None, 1.0)
 
 
