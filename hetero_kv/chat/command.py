@@ -11,7 +11,6 @@ from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import ChatQuestion, question_of
 from hetero_kv.errors import ConfigError
 from hetero_kv.start_up.collection import collection_deferred
-from hetero_kv.start_up.torch_library import load_torch_library
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession
@@ -126,7 +125,6 @@ def _opened(options: ChatOptions) -> ChatSession:
         from hetero_kv.planning.read_ahead import read_ahead
 
         read_ahead(options.model, options.gguf_path, with_weights=options.mode == "long_context")
-        load_torch_library()
         from hetero_kv.chat.session import open_session
 
         return open_session(options)

@@ -13,7 +13,6 @@ from hetero_kv.server.settings import ServedContextSettings, ServerSettings
 from hetero_kv.serving.sampling_settings import SamplingSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.start_up.collection import collection_deferred
-from hetero_kv.start_up.torch_library import load_torch_library
 
 _MISSING = "the server needs FastAPI and others; pip install 'hetero-kv[server]', or `make serve` in the repository"
 _MISSING_RAY = "a cluster needs Ray Serve; pip install 'hetero-kv[cluster]', or `make cluster` in the repository"
@@ -95,7 +94,6 @@ def run(flags: argparse.Namespace) -> int:
         with collection_deferred():
             if found.cluster is None:
                 read_ahead(flags.model, flags.gguf_path)
-            load_torch_library()
             from hetero_kv.server.launch import serve
             from hetero_kv.server.plan import ServerPlan
     except ImportError as error:
