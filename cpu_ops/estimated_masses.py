@@ -1,14 +1,12 @@
 """Estimated attention shares of the blocks of a Context, and the fewest blocks that reach a target share."""
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2
 from hetero_kv.cpu_ops.row_maximum import row_max
 from hetero_kv.cpu_ops.top_k import LOWEST, SIGN, number_above, order
-
-_LSE = types.Array(types.float32, 3, "C")
 
 
 @njit(cache=True, nogil=True)

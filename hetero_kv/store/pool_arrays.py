@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -157,18 +157,6 @@ class PoolArrays:
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
         return {name: array for name, array in kept.items() if array is not None} | self.auxiliary
 
-    def represent(self, ids: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Make `vectors` [blocks, kv_heads, representative_num, k_dim] the representatives of full blocks.
-
-        Also computes the other derived arrays. With `key_codes`, the first vector must be the mean of the block's keys.
-
-        ids: [blocks] int64.
-        """
-        sources: tuple[str, ...] = () if self.key_codes is None else ("keys", "key_offsets")
-        sources += () if self.value_means is None else ("values",)
-        stored = {name: array[ids] for name, array in self.arrays.items() if name in sources}
-        self.put(ids, self.derived_of(stored, vectors))
-
     def encoded(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns whole blocks [..., kv_heads, block_size, dim], on any device, in their stored form, by array name."""
         made = {}
@@ -216,6 +204,24 @@ class PoolArrays:
         # Keys may be of a wider type: numbers beyond this type's range become its largest.
         largest = self.representative_storage.largest
         return self.representative_storage.encode(vectors if largest is None else vectors.clamp(-largest, largest))
+
+
+def represent_blocks(
+    pools: Sequence[PoolArrays], ids: torch.Tensor, represent: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Compute the arrays derived from full blocks, of several pools of one `form` at once.
+
+    ids: [blocks] int64, in every pool.
+    represent: keys [blocks, kv_heads, block_size, k_dim] float32 -> representatives [blocks, kv_heads,
+        representative_num, k_dim]. With `key_codes`, the first vector must be the mean of the block's keys.
+    """
+    first = pools[0]
+    needed = {"keys": True, "key_offsets": first.key_offsets is not None, "values": first.value_means is not None}
+    names = [name for name, is_needed in needed.items() if is_needed]
+    stored = {name: torch.cat([getattr(pool, name).index_select(0, ids) for pool in pools]) for name in names}
+    for name, made in first.derived_of(stored, represent(first.decoded(stored).float())).items():
+        for pool, part in zip(pools, made.split(len(ids)), strict=True):
+            getattr(pool, name).index_copy_(0, ids, part)
 
 
 def offset_of(keys: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import represent_blocks
 from tests.support.caches import append, forward, new_cache
 
 
@@ -35,7 +36,7 @@ def tokens(count, seed=0, batch=1):
 def test_representatives_of_huge_keys_are_finite(kind):
     pool = BlockPool(2, 1, 4, 32, 32, storage.FP32, 1, value_means=True, representative_storage=kind)
     pool.write(np.array([1], np.int32), 0, torch.full((1, 4, 32), 1e5), torch.ones(1, 4, 32))
-    pool.represent(torch.tensor([1]), torch.full((1, 1, 1, 32), 1e5))
+    represent_blocks([pool], torch.tensor([1]), lambda keys: torch.full((1, 1, 1, 32), 1e5))
     assert kind.decode(pool.representatives[1]).float() == pytest.approx(torch.full((1, 1, 32), 65504.0), rel=1e-3)
     assert kind.decode(pool.value_means[1]).float() == pytest.approx(torch.ones(1, 1, 32), rel=1e-3)
 

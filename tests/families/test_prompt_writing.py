@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hetero_kv.gpu_ops.prefetch import Prefetch
 from hetero_kv.gpu_ops.write_out import WriteOut
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import represent_blocks
 from tests.support.devices import simulated_cuda
 
 pytestmark = pytest.mark.cuda
@@ -69,7 +72,7 @@ def test_the_pool_equals_the_cpus(gpu, kind, more, past, chunk):
     stored_by_the_cpu(theirs, past, keys[:, :, past:], values[:, :, past:])
     first, end = -(-past // SIZE), (past + 61) // SIZE - 1
     for ids in torch.from_numpy(TABLE[:, first:end].astype(np.int64)):
-        theirs.represent(ids, mean_of(theirs.decoded_keys(ids).float()))
+        represent_blocks([theirs], ids, mean_of)
 
     new = (t[:, :, past:].to(DEVICE) for t in (keys, values))
     buffer = PrefillBuffer(*(torch.empty_like(t) for t in new), past, past, first=past)
@@ -120,7 +123,7 @@ def test_representatives_that_need_received_attention_wait_for_it(gpu):
         return representatives.get("DYNAMIC").compute(keys, 1, seen)
 
     for row, ids in enumerate(torch.from_numpy(TABLE[:, 1:6].astype(np.int64))):
-        theirs.represent(ids, chosen(theirs.decoded_keys(ids).float(), received[row]))
+        represent_blocks([theirs], ids, partial(chosen, seen=received[row]))
     buffer = PrefillBuffer(keys.to(DEVICE), values.to(DEVICE), 0, 100)
     gpu.record.clear()
     prompt = PromptWriting(ours, buffer, TABLE, WriteOut(DEVICE))

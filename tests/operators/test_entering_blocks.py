@@ -43,6 +43,7 @@ def test_all_layers_derive_the_same_as_each_alone(llama, monkeypatch, settings, 
         for row in range(rows):
             for block in layer.block_ids(row)[first : layer.context_end]:
                 one = torch.tensor([int(block)])
-                pool.represent(one, of(layer.vectors_of, pool.decoded_keys(one).float()))
+                alone = of(layer.vectors_of, pool.decoded_keys(one).float())
+                pool.put(one, pool.derived_of({name: pool.arrays[name][one] for name in ("keys", "values")}, alone))
         for name, array in kept.items():
             assert torch.equal(array, getattr(pool, name)), name

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.representatives import Representing
-from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool_arrays import represent_blocks
 
 # The most blocks whose keys are in memory as float32 at a time.
 _AT_ONCE = 256
@@ -33,11 +31,11 @@ def represented_with_others(layer: RetrievalLayer, step: Step, start: int, end: 
     is_full = end * layer.layout.block_size <= step.group.length
     if not (is_full and isinstance(represent, Representing) and layer.writing is layer.window is None):
         return False
-    pools = {id(each): each.pool for each in step.group.layers if _is_like(each, layer) and each.pool is not None}
+    pools = {id(each): each.pool for each in step.group.layers if _is_like(each, layer)}
     ids = torch.from_numpy(step.blocks(layer.layout).table[:, start:end].astype(np.int64).ravel())
     if len(pools) * len(ids) > _AT_ONCE:
         return False
-    _represent(list(pools.values()), ids, represent)
+    represent_blocks(list(pools.values()), ids, represent)
     done.update(pools)
     return True
 
@@ -53,13 +51,3 @@ def _is_like(other: object, layer: RetrievalLayer) -> bool:
         and layer.pool is not None
         and other.pool.form == layer.pool.form
     )
-
-
-def _represent(pools: Sequence[BlockPool], ids: torch.Tensor, represent: Representing) -> None:
-    first = pools[0]
-    needed = {"keys": True, "key_offsets": first.key_offsets is not None, "values": first.value_means is not None}
-    names = [name for name, is_needed in needed.items() if is_needed]
-    stored = {name: torch.cat([getattr(pool, name).index_select(0, ids) for pool in pools]) for name in names}
-    for name, made in first.derived_of(stored, represent(first.decoded(stored).float())).items():
-        for pool, part in zip(pools, made.split(len(ids)), strict=True):
-            getattr(pool, name).index_copy_(0, ids, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
+from hetero_kv.store.pool_arrays import represent_blocks
 
 # Blocks per computation of representatives: bounds the float32 copy of their keys.
 _FINALIZED_AT_ONCE = 64
@@ -149,7 +151,7 @@ class RetrievalPrefill(ExactPrefill):
             for row, blocks in enumerate(table):
                 ids = torch.from_numpy(blocks[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
-                pool.represent(ids, self.vectors_of(pool.decoded_keys(ids).float(), received))
+                represent_blocks([pool], ids, partial(self.vectors_of, received=received))
         if written is not None and accumulated is not None:
             written.send_represented(stop, end, accumulated[:, stop - start :], self.vectors_of)
 
