@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, brief_error
 from hetero_kv.serving.checkpoints import Checkpoints, KeptCheckpoint
 from hetero_kv.serving.memory import Goal, Memory
-from hetero_kv.serving.prefixes import Known, ResidentPrefixes
+from hetero_kv.serving.prefixes import ResidentPrefixes, sequences_of
+from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.reuse import Reuse
@@ -27,13 +26,14 @@ class Admission:
 
     A request is admitted when there are blocks for its prompt and for the next tokens of every request (`Memory`). When
     blocks run out, or a more urgent request needs them, the least urgent request is preempted, among equals the newest.
-    Its sequence is written to the disk, and it waits ahead of others of its priority.
+    Its sequence is written to the disk, and it continues ahead of later requests of its priority.
 
     Args:
         queues: the requests.
         memory: plans the blocks.
         swaps: stores the sequences of preempted requests.
         prefixes: sequences whose prefixes prompts can reuse.
+        order: of the prompts.
         new_cache: creates an empty cache in the store.
         checkpoints: of requests whose layers do not keep every token.
         max_batch: the most requests that are answered at a time.
@@ -41,9 +41,10 @@ class Admission:
 
     def __init__(
         self, queues: Queues, memory: Memory, swaps: SwapFolder, prefixes: ResidentPrefixes,
-        new_cache: Callable[[], HeteroCache], checkpoints: Checkpoints, max_batch: int,
+        order: PromptOrder, new_cache: Callable[[], HeteroCache], checkpoints: Checkpoints, max_batch: int,
     ) -> None:  # fmt: skip
         self._queues, self._memory, self._swaps, self._prefixes = queues, memory, swaps, prefixes
+        self._order = order
         self._new_cache, self._checkpoints, self._max_batch = new_cache, checkpoints, max_batch
         # The request that found no memory, and the number of departures at that moment.
         self._blocked: tuple[Request, int] | None = None
@@ -52,15 +53,15 @@ class Admission:
     # -- admission
 
     def admit(self) -> None:
-        """Admit the first waiting request, if there is a row and memory for it."""
+        """Admit the waiting request that comes next, if there is a row and memory for it."""
         queues = self._queues
         if queues.departures != self._departures:
             # Try the disk again if it was full.
             self._departures, self._swaps.error = queues.departures, None
-        if queues.prefilling is not None or not queues.waiting or len(queues.running) == self._max_batch:
+        if len(queues.running) + len(queues.prefilling) >= self._max_batch:
             return
-        request = queues.waiting[0]
-        if self._blocked == (request, queues.departures):
+        request = self._order.first_waiting()
+        if request is None or self._blocked == (request, queues.departures):
             return
         cache = None
         try:
@@ -81,7 +82,7 @@ class Admission:
         if request.swapped is None:
             request.begin(reuse, checkpoints)
             self._checkpoints.use(checkpoints)
-            queues.prefilling = request
+            queues.prefilling.append(request)
         else:
             request.drop_swapped()
             queues.answer(request)
@@ -92,10 +93,7 @@ class Admission:
             return self._new_cache(), request.reuse, ()
         if not request.reuses:
             return self._new_cache(), Reuse(reason="off"), ()
-        live = [
-            Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints), each.tenant)
-            for each, cache in with_caches(self._queues.running)
-        ]
+        live = sequences_of(self._queues.running)
         prefix = self._prefixes.find(request.tokens, live, request.tenant, partial(self._reusable, request))
         resident = self._new_cache() if prefix.cache is None else prefix.cache
         try:
@@ -121,7 +119,7 @@ class Admission:
         if not stored.has_here(context, tokens):
             return resident, reuse if request.is_store_away else missed
         empty = self._new_cache()
-        (_, needed), *others = self._entering(request, empty, self._queues.running)
+        (_, needed), *others = self._entering(request, empty, self._admitted)
         if not self._memory.fits([(empty, max(needed, context.tokens)), *others]):
             return resident, missed
         loaded = stored.load(context, tokens, resident.tokenizer)
@@ -144,19 +142,22 @@ class Admission:
         Raises HeteroKVError if the request can never be admitted, or no other request will free blocks.
         """
         self._memory.require_possible(request, cache.groups[0].layouts)
-        running = self._queues.running
-        while not self._memory.fits(self._entering(request, cache, running)):
-            if not running:
+        while not self._memory.fits(self._entering(request, cache, admitted := self._admitted)):
+            if not admitted:
                 raise HeteroKVError(
                     "the store has too few free blocks for the request, and no other one has them; reset other caches "
                     "in the store, or give the engine more tokens (kv_tokens)"
                 )
-            less_urgent = [each for each in running if each.priority > request.priority]
-            others = [each for each in running if each not in less_urgent]
+            less_urgent = [each for each in admitted if each.priority > request.priority]
+            others = [each for each in admitted if each not in less_urgent]
             is_enough = self._memory.fits(self._entering(request, cache, others), without=less_urgent)
             if not less_urgent or not is_enough or not self.preempt(max(less_urgent, key=_urgency)):
                 return False
         return True
+
+    @property
+    def _admitted(self) -> list[Request]:
+        return [*self._queues.running, *self._queues.prefilling]
 
     def _entering(self, request: Request, cache: HeteroCache, others: Sequence[Request]) -> list[Goal]:
         return [self._memory.entering(request, cache), *(self._memory.entering(*each) for each in with_caches(others))]
@@ -174,10 +175,9 @@ class Admission:
         return list(self._queues.running)
 
     def _next(self, rows: Sequence[Request]) -> list[Goal]:
-        """The blocks for another token of every row, and for the prompt in progress."""
+        """The blocks for another token of every row, and for the prompts in progress."""
         goals = [(cache, request.stored + 1) for request, cache in with_caches(rows)]
-        passing = [] if self._queues.prefilling is None else [self._queues.prefilling]
-        return goals + [(cache, len(request.tokens)) for request, cache in with_caches(passing)]
+        return goals + [(cache, len(request.tokens)) for request, cache in with_caches(self._queues.prefilling)]
 
     def _least_urgent(self) -> Request:
         """The request to preempt: the newest among the least urgent ones.
@@ -185,15 +185,16 @@ class Admission:
         A prompt in progress would have to start again, so its request is chosen only if it is less urgent than all
         others.
         """
-        last, passing = max(self._queues.running, key=_urgency), self._queues.prefilling
-        return passing if passing is not None and passing.priority > last.priority else last
+        last = max(self._queues.running, key=_urgency)
+        passing = max(self._queues.prefilling, key=_urgency, default=last)
+        return passing if passing.priority > last.priority else last
 
     def preempt(self, request: Request) -> bool:
         """Write a request's sequence to the disk and free its blocks; returns whether that succeeded."""
         queues, cache = self._queues, request.cache
         assert cache is not None
-        if request is queues.prefilling:
-            queues.prefilling = None
+        if request in queues.prefilling:
+            queues.prefilling.remove(request)
             request.begin_again()
         else:
             request.swapped = self._swaps.put(cache)
@@ -202,7 +203,7 @@ class Admission:
             queues.running.remove(request)
         request.cache = None
         request.release_drafter()
-        queues.add(request, first=True)
+        queues.waiting.append(request)
         free(cache)
         return True
 
@@ -215,7 +216,7 @@ class Admission:
         for request in sorted(self._queues.running, key=_urgency):
             if self._memory.fits(self._next([*rows, request])):
                 rows.append(request)
-        if not rows and self._queues.prefilling is None:
+        if not rows and not self._queues.prefilling:
             last, self._swaps.error = self._least_urgent(), None
             if not self.preempt(last):
                 self._queues.fail(last, self._swaps.failure())

@@ -26,6 +26,8 @@ from hetero_kv.serving.memory import Memory
 from hetero_kv.serving.output_processor import OutputProcessor
 from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import ResidentPrefixes
+from hetero_kv.serving.prompt_order import PromptOrder
+from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.sampling import SamplingParams
@@ -47,6 +49,8 @@ class Engine:
 
     All requests share one store of keys and values. A prompt that shares a prefix with an earlier one computes only the
     rest. Requests that are answered at the same time share every reading of the weights.
+
+    Short prompts, and prompts whose prefix is known, overtake long ones (`serving.prompt_order`).
 
     A request is admitted with memory for its prompt and the next tokens. If memory runs out later, or a more urgent
     request needs it, the least urgent request waits on the disk, and later continues with the same tokens. Its file is
@@ -171,16 +175,18 @@ class Engine:
         empty = forward.new_cache(self._store)
         self._can_roll_back, self._bytes_per_token = empty.is_croppable, injection.bytes_per_token()
         checkpoints = Checkpoints(round(checkpoint_gb * 1e9) if self._prefixes.can_share(empty) else 0, empty)
+        speed = PromptSpeed()
+        order = PromptOrder(self._queues, self._prefixes, speed)
         admission = Admission(
-            self._queues, memory, self._swaps, self._prefixes, lambda: forward.new_cache(self._store), checkpoints,
-            max_batch,
+            self._queues, memory, self._swaps, self._prefixes, order, lambda: forward.new_cache(self._store),
+            checkpoints, max_batch,
         )  # fmt: skip
         self._max_batch = max_batch
         size = PartSize(longest_gap_s, part)
         turn = EngineTurn(longest_gap_s)
         self._scheduler = Scheduler(
-            forward, self._queues, admission, OutputProcessor(self._queues, self._prefixes), checkpoints, size, turn,
-            self._speculation, splits_prompts=splits,
+            forward, self._queues, admission, OutputProcessor(self._queues, self._prefixes), checkpoints, order, size,
+            speed, turn, self._speculation, splits_prompts=splits,
         )  # fmt: skip
         self._inputs = InputProcessor(model, injection, self.max_seq_len, self._speculation)
         self._loop = EngineLoop(

@@ -124,7 +124,7 @@ class EngineLoop:
     def _receive(self) -> None:
         with self._changed:
             while self._new:
-                self._queues.add(self._new.popleft())
+                self._queues.waiting.append(self._new.popleft())
 
     def _has_requests(self) -> bool:
         return bool(self._is_closed or self._new or self._queues.all or self._saving)

@@ -10,6 +10,8 @@ import numpy as np
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.serving.checkpoints import KeptCheckpoint, newest_within
+from hetero_kv.serving.queues import with_caches
+from hetero_kv.serving.request import Request
 from hetero_kv.serving.reuse import Reuse
 from hetero_kv.serving.status import SequenceStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
@@ -213,10 +215,24 @@ class ResidentPrefixes:
                 finally:
                     prefix.reset()
 
-    def common(self, prompt: Sequence[int], tenant: str = "") -> int:
-        """The length of the longest prefix of a tenant's prompt that a kept sequence has. Other threads may call it."""
+    def common(self, prompt: Sequence[int], tenant: str = "", live: Iterable[Known] = ()) -> int:
+        """The length of the longest prefix of a tenant's prompt that a kept sequence has. Other threads may call it.
+
+        live: sequences of running requests, which count too.
+        """
         new = np.array(prompt)
-        return max((_common(each.tokens, new) for each in list(self._kept) if each.tenant == tenant), default=0)
+        known = (each for each in (*self._kept, *live) if each.tenant == tenant)
+        return max((_common(each.tokens, new) for each in known), default=0)
+
+    def known_tokens(self, request: Request, live: Iterable[Known]) -> int:
+        """About how many tokens of a request need not be computed, because of kept, live or stored sequences."""
+        if not request.reuses or not self.are_shared:
+            return 0
+        common = self.common(request.tokens, request.tenant, live)
+        if self.stored is None:
+            return common
+        found = self.stored.longest(request.tokens, common + self.stored.min_tokens, request.tenant)
+        return common if found is None else found[1]
 
     def choosing_queries(self, length: int, question: int | None) -> int:
         """As `AttentionOperator.choosing_queries`, of all operators."""
@@ -269,6 +285,14 @@ class ResidentPrefixes:
             return Prefix(None, reuse)
         self._use(known)
         return Prefix(known.cut(tokens), reuse, tuple(each for each in known.checkpoints if each.length <= tokens))
+
+
+def sequences_of(requests: Iterable[Request]) -> list[Known]:
+    """The sequences of running requests."""
+    return [
+        Known(cache, np.array(each.tokens[: each.stored]), tuple(each.checkpoints), each.tenant)
+        for each, cache in with_caches(requests)
+    ]
 
 
 def _is_shareable(cache: HeteroCache) -> bool:

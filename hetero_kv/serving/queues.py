@@ -14,51 +14,46 @@ _logger = logging.getLogger(__name__)
 
 
 class Queues:
-    """The waiting requests, the one that is being prefilled, and the running ones.
+    """The waiting requests, those that are being prefilled, and the running ones.
 
     Attributes:
-        waiting: by priority, then preempted ones first, then in the order in which they came.
-        prefilling: None while no prompt is being computed.
-        running: those whose prompt is computed.
+        waiting: in the order in which they came.
+        prefilling: those whose prompts are computed in part.
+        running: those whose prompts are computed.
+        computed_prompts: how many prompts were computed so far.
         departures: how many requests have left the queues, which may have freed memory.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []
-        self.prefilling: Request | None = None
+        self.prefilling: list[Request] = []
         self.running: list[Request] = []
+        self.computed_prompts = 0
         self.departures = 0
 
     @property
     def all(self) -> list[Request]:
         """All requests that have not ended."""
-        return [*self.running, *([] if self.prefilling is None else [self.prefilling]), *self.waiting]
+        return [*self.running, *self.prefilling, *self.waiting]
 
     def by_state(self) -> list[tuple[State, Request]]:
         """All requests that have not ended, each with its state. Any thread may call it."""
-        passing = self.prefilling
-        answering: list[tuple[State, Request]] = [("answering", each) for each in list(self.running)]
-        prefilling: list[tuple[State, Request]] = [] if passing is None else [("prefilling", passing)]
-        return answering + prefilling + [("waiting", each) for each in list(self.waiting)]
-
-    def add(self, request: Request, *, first: bool = False) -> None:
-        """Queue a request after all others of its priority, or before them (`first`); 0 is more urgent than 1."""
-        waiting = [request, *self.waiting] if first else [*self.waiting, request]
-        # In a new list: one that is being sorted is empty for other threads.
-        self.waiting = sorted(waiting, key=lambda each: each.priority)
+        states: list[tuple[State, list[Request]]] = [
+            ("answering", self.running), ("prefilling", self.prefilling), ("waiting", self.waiting)
+        ]  # fmt: skip
+        return [(state, each) for state, requests in states for each in list(requests)]
 
     def answer(self, request: Request) -> None:
         """Move a request whose prompt is computed to the running ones."""
-        if request is self.prefilling:
-            self.prefilling = None
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+            self.computed_prompts += 1
         self.running.append(request)
 
     def leave(self, request: Request) -> HeteroCache | None:
         """Remove a request; free its sequence on the disk and its drafter's memory. Returns its cache."""
         self.departures += 1
-        if self.prefilling is request:
-            self.prefilling = None
-        for queue in (self.waiting, self.running):
+        for queue in (self.waiting, self.prefilling, self.running):
             if request in queue:
                 queue.remove(request)
         request.drop_swapped()

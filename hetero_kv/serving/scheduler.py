@@ -18,6 +18,7 @@ from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.output_processor import OutputProcessor
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
+from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
@@ -35,7 +36,7 @@ class CancelledInPrefillError(Exception):
 class Scheduler:
     """Computes the answers to requests, step by step.
 
-    A step admits a request, computes a part of its prompt, and decodes one token of every request whose prompt is
+    A step admits a request, computes a part of a prompt, and decodes one token of every request whose prompt is
     computed, or several if guesses were right. A small part is computed in one forward with these tokens. A request
     that fails, or is cancelled, does not affect the others.
 
@@ -45,7 +46,9 @@ class Scheduler:
         admission: decides which of them get memory.
         outputs: chooses tokens, and ends requests.
         checkpoints: takes checkpoints of prompts, at the end of parts.
+        order: of the prompts.
         part_size: chooses how many tokens of a prompt a step computes.
+        speed: is told how fast prompts are computed.
         turn: this engine's turn, during which `step` is called.
         speculation: guesses tokens.
         splits_prompts: whether prompts are computed in parts; otherwise each is computed whole.
@@ -53,12 +56,12 @@ class Scheduler:
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, outputs: OutputProcessor,
-        checkpoints: Checkpoints, part_size: PartSize, turn: EngineTurn, speculation: Speculation, *,
-        splits_prompts: bool,
+        checkpoints: Checkpoints, order: PromptOrder, part_size: PartSize, speed: PromptSpeed, turn: EngineTurn,
+        speculation: Speculation, *, splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._outputs, self._part_size, self._splits_prompts = outputs, part_size, splits_prompts
-        self._prompt_speed = PromptSpeed()
+        self._order, self._prompt_speed = order, speed
         self._checkpoints, self._turn, self._speculation = checkpoints, turn, speculation
         self._has_warned = False
         #: When a step began or ended, or a chunk of a prompt was done, seconds of `time.monotonic`.
@@ -73,9 +76,11 @@ class Scheduler:
                 self._outputs.retire(request, "stopped")
         self.admission.admit()
         rows = self.admission.rows()
-        splits = self.queues.prefilling is not None and self._splits()
-        if not (splits and self._mixed(rows)):
-            self._prefill(splits)
+        passing = self._order.first_passing()
+        splits = passing is not None and self._splits()
+        if passing is None or not splits or not self._mixed(passing, rows):
+            if passing is not None:
+                self._prefill(passing, splits)
             self._decode(rows)
         self.active_at = time.monotonic()
         self.report_load()
@@ -88,7 +93,7 @@ class Scheduler:
     def report_load(self) -> None:
         """Report this engine's work to the other engines."""
         self._turn.rows, self._turn.decode_s = len(self.queues.running), self._part_size.decode_s
-        self._turn.passes_prompt = self.queues.prefilling is not None
+        self._turn.passes_prompt = bool(self.queues.prefilling)
 
     # -- computing
 
@@ -115,13 +120,13 @@ class Scheduler:
             size = size if checkpoint is None else min(size, checkpoint - request.stored)
         return request.stored + size
 
-    def _mixed(self, rows: Sequence[Request]) -> bool:
+    def _mixed(self, request: Request, rows: Sequence[Request]) -> bool:
         """Compute a small part of the prompt and decode one token of every row, in one forward.
 
         Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
-        request, rows = self.queues.prefilling, list(rows)
-        if request is None or isinstance(request, Replay) or not rows or not self.forward.mixes:
+        rows = list(rows)
+        if isinstance(request, Replay) or not rows or not self.forward.mixes:
             return False
         part = self._part_of(request, splits=True, beside=True)
         if len(part.tokens) > SMALL:
@@ -146,11 +151,8 @@ class Scheduler:
         self._outputs.accept(rows, _bursts(logits[: len(rows)]))
         return True
 
-    def _prefill(self, splits: bool) -> None:
+    def _prefill(self, request: Request, splits: bool) -> None:
         """Pass a part of the prompt, or all of it unless it `splits`; after the last one comes the first token."""
-        request = self.queues.prefilling
-        if request is None:
-            return
         cache, start = request.cache, request.stored
         assert cache is not None
         if isinstance(request, Replay):

@@ -50,10 +50,10 @@ def test_a_part_computed_without_an_adapter_is_no_beginning_under_it():
         steps(engine, 2)
         stream = engine.generate(PROMPTS[3], GREEDY)
         steps(engine, 2)
-        assert engine._queues.prefilling is not None
+        assert engine._queues.prefilling
         with model.disable_adapter():
             steps(engine, 1)
-        assert engine._queues.prefilling is not None
+        assert engine._queues.prefilling
         stream.result()
         beside.cancel()
         turn = [*PROMPTS[3], 7, 8]

@@ -87,23 +87,6 @@ def test_several_engines_are_one_in_every_field():
     )  # fmt: skip
 
 
-def test_what_other_threads_read_while_requests_are_sorted_is_whole():
-    class Reading(int):
-        """A priority; comparing it reads, as another thread might at that moment."""
-
-        def __lt__(self, other):
-            seen.append([each.prompt_tokens for each in engine.status().requests])
-            return int(self) < int(other)
-
-    seen, short = [], SamplingParams(max_new_tokens=1, ignore_eos=True)
-    with engine_of() as engine:
-        streams = [engine.generate(tokens, short, priority=Reading(1)) for tokens in PROMPTS[:3]]
-        for stream in streams:
-            stream.result()
-    # One of the three is on its way between two lists.
-    assert min(map(len, seen)) == 2
-
-
 def test_kept_sequences_are_never_seen_as_none():
     class Known:
         """A kept sequence that reads, when its cache is read, as another thread might at that moment."""

@@ -134,9 +134,8 @@ def test_a_sequence_is_written_while_nothing_else_is_to_do_and_only_where_it_has
 
 def test_a_sequence_is_written_when_it_leaves_memory(tmp_path):
     with engine_of("dense", context_folder=tmp_path, kept_prefixes=1) as engine:
-        streams = [engine.generate(tokens, ONE) for tokens in (FIRST, PROMPTS[2], PROMPTS[6])]
-        while not streams[2].is_done:
-            engine.step()
+        for tokens in (FIRST, PROMPTS[2], PROMPTS[6]):
+            engine.generate(tokens, ONE).result()
         assert sorted(stored.tokens for stored in stored_in(tmp_path)) == [len(PROMPTS[2]), len(FIRST)]
         assert engine.generate([*FIRST, 5], ONE).result().cached_tokens == len(FIRST)
 
