@@ -183,13 +183,14 @@ class AttentionOperator(Operator):
 
     def attend_arrays(self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float) -> None:
         """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
-        last = prepared[-1][0]
-        if not last.is_decode:
-            # A part of a prompt, the last rows of a mixed forward.
-            *prepared, _ = prepared
-            part = arrays.of_rows(last.rows)
-            part.put(self._attend_rows(last, bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)))
-            arrays = arrays.of_rows(slice(0, last.rows.start))
+        parts = [step for step, _ in prepared if not step.is_decode]
+        if parts:
+            # Parts of prompts, the last rows of a mixed forward.
+            for step in parts:
+                part = arrays.of_rows(step.rows)
+                call = bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)
+                part.put(self._attend_rows(step, call))
+            prepared, arrays = prepared[: -len(parts)], arrays.of_rows(slice(0, parts[0].rows.start))
         if not any(step.is_draft for step, _ in prepared) and self.takes_together(prepared):
             self.attend_steps(prepared, arrays, scale, softcap)
             return

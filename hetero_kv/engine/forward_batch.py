@@ -36,7 +36,7 @@ class ForwardKind(Enum):
 
     PREFILL = "tokens of a prompt, or of a part of one"
     DECODE = "one token of each sequence"
-    MIXED = "decoded tokens and a part of a prompt, one token per row"
+    MIXED = "decoded tokens and parts of prompts, one token per row"
     DRAFT = "one token of each sequence, for a guess, by attention to few blocks"
     VERIFY = "drafted tokens, one per row"
 
@@ -49,7 +49,7 @@ class ForwardBatch:
         kind: PREFILL has one step per group; a draft in VERIFY or MIXED has one step per token.
         request: what the caller requests.
         slices: the rows and columns of the call that belong to each group.
-        steps: slots, lengths, block tables and finalized blocks, in the order of the rows; a prompt's part is last.
+        steps: slots, lengths, block tables and finalized blocks, in the order of the rows; parts of prompts are last.
         recording: of this forward as CUDA graphs, if any.
     """
 
@@ -102,7 +102,7 @@ class ForwardBatch:
 
     @property
     def kept_rows(self) -> list[int]:
-        """The rows whose logits are needed: all that decode, and the last one of a prompt's part."""
+        """The rows whose logits are needed: all that decode, and the last one of each part of a prompt."""
         return [
             row
             for each in self.slices

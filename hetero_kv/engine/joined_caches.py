@@ -1,4 +1,4 @@
-"""Several caches of one model as one, for a forward of each one's next tokens, and of a part of a prompt."""
+"""Several caches of one model as one, for a forward of each one's next tokens, and of parts of prompts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class PromptTokens(NamedTuple):
 
 @contextmanager
 def joined(
-    caches: Rows[HeteroCache], prompt: PromptTokens | None = None, tokens: Rows[int] | None = None,
+    caches: Rows[HeteroCache], prompts: Rows[PromptTokens] = (), tokens: Rows[int] | None = None,
     draft_blocks: Rows[DraftBlocks] = (),
 ) -> Iterator[HeteroCache]:  # fmt: skip
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
-    With a prompt, or several tokens of a cache, which are further rows of the call, it can be used for one forward
+    With prompts, or several tokens of a cache, which are further rows of the call, it can be used for one forward
     (`TokenRows`).
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
@@ -52,7 +52,7 @@ def joined(
     thread uses one of them.
     """
     first = caches[0]
-    for cache in (*caches, *(() if prompt is None or not prompt.cache.columns.count else (prompt.cache,))):
+    for cache in (*caches, *(prompt.cache for prompt in prompts if prompt.cache.columns.count)):
         is_other_depth = cache.depth and first.depth and cache.depth != first.depth
         if cache.injection is not first.injection or is_other_depth:
             raise HeteroKVError("only caches of one injected model, with tokens of equal depth, can be joined")
@@ -71,11 +71,11 @@ def joined(
         new_tokens = [
             NewTokens(group, count) for cache, count in zip(caches, counts, strict=True) for group in cache.groups
         ]
-        if prompt is not None:
+        for prompt in prompts:
             used.enter_context(prompt.cache.in_use)
             new_tokens.append(prompt.cache.begin_mixed(prompt.tokens, prompt.part))
             joint._set_groups([*joint.groups, *prompt.cache.groups])
-        is_by_row = prompt is not None or max(counts) > 1
+        is_by_row = bool(prompts) or max(counts) > 1
         rows = TokenRows(new_tokens) if is_by_row else None
         joint.batch, joint.request = None, ForwardRequest(rows=rows, draft_blocks=tuple(draft_blocks))
         with rollback_on_error(joint):
@@ -84,6 +84,6 @@ def joined(
             cache.columns = cache.columns.grown(count, [count] * len(cache.sequences))
             cache.depth = joint.depth
             cache.record_adapters()
-        if prompt is not None:
+        for prompt in prompts:
             prompt.cache.columns = prompt.cache.columns.grown(prompt.tokens, [prompt.tokens])
             prompt.cache.depth = joint.depth

@@ -1,4 +1,4 @@
-"""The rows of a forward with one token each: tokens that follow in several sequences, and a part of a prompt."""
+"""The rows of a forward with one token each: tokens that follow in several sequences, and parts of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NewTokens(NamedTuple):
 
 
 class TokenRows:
-    """The rows of a mixed or verifying forward: the next tokens of each sequence, then those of a part of a prompt.
+    """The rows of a mixed or verifying forward: the next tokens of each sequence, then those of parts of prompts.
 
     A sequence that decodes has one row, and one more for each drafted token. Everything but attention is computed for
     all rows alike, so that all share one reading of the weights.
@@ -33,7 +33,7 @@ class TokenRows:
         new_tokens: in the order of the rows. A group of which several tokens pass has one sequence.
 
     Attributes:
-        slices: the rows of each group; a prompt's are the last ones.
+        slices: the rows of each group; those of prompts are the last ones.
         steps: of the tokens, once the forward has stored them; drafted tokens can be dropped by them.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +116,8 @@ class Injection:
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
     # The PEFT layers at the last call of `state`.
     _adapted: list[nn.Module] = field(default_factory=list, init=False, repr=False, compare=False)
+    # Within `checked_once`: the state, once it is known.
+    _checked: list[PresentState] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InjectionError(
@@ -257,8 +259,23 @@ class Injection:
 
     def state(self) -> PresentState:
         """See CacheFactory."""
+        checked = self._checked
+        if checked:
+            return checked[0]
         self._adapted = adapted_modules(self.model)
-        return PresentState(self.model)
+        found = PresentState(self.model)
+        if checked is not None:
+            checked.append(found)
+        return found
+
+    @contextmanager
+    def checked_once(self) -> Iterator[None]:
+        """Within this context all calls of `state` share one look at the model, which must not change meanwhile."""
+        self._checked = []
+        try:
+            yield
+        finally:
+            self._checked = None
 
     def adapters(self) -> tuple[frozenset[str], ...]:
         """See CacheFactory."""

@@ -53,30 +53,35 @@ class Admission:
     # -- admission
 
     def admit(self) -> None:
-        """Admit the waiting request that comes next, if there is a row and memory for it."""
+        """Admit the waiting requests that come next, while there are rows and memory."""
+        while self._admit_next():
+            pass
+
+    def _admit_next(self) -> bool:
+        """Admit the next waiting request, or fail it; returns whether another one may follow."""
         queues = self._queues
         if queues.departures != self._departures:
             # Try the disk again if it was full.
             self._departures, self._swaps.error = queues.departures, None
         if len(queues.running) + len(queues.prefilling) >= self._max_batch:
-            return
+            return False
         request = self._order.first_waiting()
         if request is None or self._blocked == (request, queues.departures):
-            return
+            return False
         cache = None
         try:
             cache, reuse, checkpoints = self._begun_cache(request)
             if not self._make_room(request, cache):
                 free(cache)
                 self._blocked = request, queues.departures
-                return
+                return False
             if request.swapped is not None:
                 request.swapped.restore(cache)
         except Exception as error:
             if cache is not None:
                 free(cache)
             queues.fail(request, error)
-            return
+            return True
         queues.waiting.remove(request)
         request.cache = cache
         if request.swapped is None:
@@ -86,6 +91,7 @@ class Admission:
         else:
             request.drop_swapped()
             queues.answer(request)
+        return True
 
     def _begun_cache(self, request: Request) -> tuple[HeteroCache, Reuse, tuple[KeptCheckpoint, ...]]:
         """A cache with the longest known prefix of a prompt, what is reused, and the checkpoints within the prefix."""

@@ -167,14 +167,17 @@ class ModelForward:
             return self._logits(cache, torch.tensor([part.tokens]))[0]
 
     def mixed(
-        self, caches: Sequence[HeteroCache], tokens: Sequence[int], prompt: HeteroCache, part: Part
+        self, caches: Sequence[HeteroCache], tokens: Sequence[int], prompts: Sequence[tuple[HeteroCache, Part]]
     ) -> torch.Tensor:
-        """`decode` and `prefill` in one forward, which reads the weights once. Returns logits [rows + 1, vocab].
+        """`decode`, and `prefill` of several prompts, in one forward, which reads the weights once.
 
-        After an exception, no cache has changed.
+        Returns logits [rows + prompts, vocab]. After an exception, no cache has changed.
         """
-        own = part.tokens
-        new = PromptTokens(prompt, len(own), PromptPart(part.is_first, part.is_last, part.question, is_mixed=True))
+        new = [
+            PromptTokens(cache, len(part.tokens), PromptPart(part.is_first, part.is_last, part.question, is_mixed=True))
+            for cache, part in prompts
+        ]
+        own = [token for _, part in prompts for token in part.tokens]
         with joined(caches, new) as cache:
             return self._logits(cache, torch.tensor([*tokens, *own])[:, None])
 

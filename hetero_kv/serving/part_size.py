@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hetero_kv.serving.turns import Others
 
 #: The fewest tokens of a part: with fewer, most of the time would go into reading the weights.
@@ -18,6 +20,36 @@ LARGE = 512
 NO_OTHERS = Others()
 # Each new measurement's weight in the mean.
 _NEWEST = 0.3
+# What an earlier forward's weight becomes with every later one, and the spread of tokens that determines a line.
+_KEPT, _SPREAD = 0.9, 4.0
+
+
+class ForwardTimes:
+    """The seconds of forwards as a line over their tokens, of which the last ones count most.
+
+    A forward has a time of its own, so that the seconds per token of a small one say too much of a larger one.
+    """
+
+    def __init__(self) -> None:
+        # Sums over forwards of 1, tokens, seconds, tokens², tokens · seconds.
+        self._sums = np.zeros(5)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Record a forward."""
+        self._sums = _KEPT * self._sums + (1, tokens, seconds, tokens * tokens, tokens * seconds)
+
+    def fitting(self, seconds: float) -> float | None:
+        """Tokens of a forward that takes so long; None before the first one was recorded."""
+        count, tokens, total, squares, products = self._sums.tolist()
+        if not total:
+            return None
+        variance = squares - tokens * tokens / count
+        if variance > count * _SPREAD**2:
+            slope = (products - tokens * total / count) / variance
+            own = (total - slope * tokens) / count
+            if slope > 0 and own > 0:
+                return (seconds - own) / slope
+        return seconds * tokens / total
 
 
 class PartSize:
@@ -33,6 +65,7 @@ class PartSize:
         # Seconds per prompt token and per step of decoding; unknown at first.
         self._token_s: float | None = None
         self._step_s = 0.0
+        self._beside = ForwardTimes()
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -63,12 +96,16 @@ class PartSize:
         if fitting < LARGE:
             fitting = SMALL if fitting >= SMALL else LEAST
             if beside:
-                together = int(_PLANNED * gap / self._token_s)
-                fitting = max(LEAST_BESIDE, min(SMALL, together - rows))
+                together = self._beside.fitting(_PLANNED * gap)
+                if together is None:
+                    together = _PLANNED * gap / self._token_s
+                fitting = max(LEAST_BESIDE, min(SMALL, int(together) - rows))
         return min(remaining, self._alone, fitting)
 
-    def passed(self, tokens: int, seconds: float) -> None:
-        """Record that a part of this many tokens, including tokens decoded with it, took this long."""
+    def passed(self, tokens: int, seconds: float, *, beside: bool = False) -> None:
+        """Record that a part of this many tokens took this long; those decoded `beside` it included."""
+        if beside:
+            self._beside.add(tokens, seconds)
         each = seconds / tokens
         self._token_s = each if self._token_s is None else self._token_s + _NEWEST * (each - self._token_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from hetero_kv.serving.part_size import SMALL
 from hetero_kv.serving.prefixes import ResidentPrefixes, sequences_of
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues
@@ -31,19 +32,32 @@ class PromptOrder:
         self._known: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
     def first_waiting(self) -> Request | None:
-        """The waiting request to admit next; None if there is none, or prompts in progress come before all of them."""
+        """The waiting request to admit next; None if there is none, or prompts in progress come first.
+
+        Prompts in progress that are computed in one step keep only those waiting that will share their beginning.
+        """
         waiting, passing = self._queues.waiting, self._queues.prefilling
         if len(waiting) + len(passing) < 2:
             return waiting[0] if waiting else None
         self._estimate()
-        first = min(waiting, key=self._due, default=None)
-        if first is None or any(self._due(each) <= self._due(first) for each in passing):
-            return None
-        return first
+        first = min((each for each in waiting if not self._awaits_prefix(each)), key=self._due, default=None)
+        if first is None or sum(len(each.tokens) - each.stored for each in passing) < SMALL:
+            return first
+        return None if any(self._due(each) <= self._due(first) for each in passing) else first
 
-    def first_passing(self) -> Request | None:
-        """The request in progress whose prompt is computed next."""
-        return min(self._queues.prefilling, key=self._due, default=None)
+    def passing(self) -> list[Request]:
+        """The requests whose prompts are in progress, in the order in which these are computed."""
+        return sorted(self._queues.prefilling, key=self._due)
+
+    def _awaits_prefix(self, request: Request) -> bool:
+        """Whether a prompt in progress is computing tokens that a waiting request can reuse."""
+        if request.swapped is not None or not request.reuses or not self._prefixes.are_shared:
+            return False
+        begun = request.tokens[: self._known[request][1] + SMALL]
+        return len(begun) < len(request.tokens) and any(
+            each.tenant == request.tenant and each.priority <= request.priority and each.tokens[: len(begun)] == begun
+            for each in self._queues.prefilling
+        )
 
     def _due(self, request: Request) -> tuple[int, float]:
         """A request's priority, and when its prompt would be computed alone, seconds of `time.perf_counter`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from hetero_kv.serving.attended import Attended, Replay
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.output_processor import OutputProcessor
-from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
+from hetero_kv.serving.part_size import LEAST, LEAST_BESIDE, SMALL, PartSize
 from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues, free, with_caches
@@ -36,9 +37,9 @@ class CancelledInPrefillError(Exception):
 class Scheduler:
     """Computes the answers to requests, step by step.
 
-    A step admits a request, computes a part of a prompt, and decodes one token of every request whose prompt is
-    computed, or several if guesses were right. A small part is computed in one forward with these tokens. A request
-    that fails, or is cancelled, does not affect the others.
+    A step admits requests, computes a part of a prompt, and decodes one token of every request whose prompt is
+    computed, or several if guesses were right. Small parts, also of several prompts, are computed in one forward with
+    these tokens. A request that fails, or is cancelled, does not affect the others.
 
     Args:
         forward: computes the model.
@@ -69,6 +70,10 @@ class Scheduler:
 
     def step(self) -> None:
         """Compute one step. After an interrupt (a BaseException), the next step continues where it came."""
+        with self.forward.model.hetero_kv_injection.checked_once():
+            self._step()
+
+    def _step(self) -> None:
         self.active_at = time.monotonic()
         self._outputs.choose()
         for request in self.queues.all:
@@ -76,11 +81,11 @@ class Scheduler:
                 self._outputs.retire(request, "stopped")
         self.admission.admit()
         rows = self.admission.rows()
-        passing = self._order.first_passing()
-        splits = passing is not None and self._splits()
-        if passing is None or not splits or not self._mixed(passing, rows):
-            if passing is not None:
-                self._prefill(passing, splits)
+        passing = self._order.passing()
+        splits = bool(passing) and self._splits()
+        if not (splits and self._mixed(passing, rows)):
+            if passing:
+                self._prefill(passing[0], splits)
             self._decode(rows)
         self.active_at = time.monotonic()
         self.report_load()
@@ -120,36 +125,56 @@ class Scheduler:
             size = size if checkpoint is None else min(size, checkpoint - request.stored)
         return request.stored + size
 
-    def _mixed(self, request: Request, rows: Sequence[Request]) -> bool:
-        """Compute a small part of the prompt and decode one token of every row, in one forward.
+    def _mixed(self, passing: Sequence[Request], rows: Sequence[Request]) -> bool:
+        """Compute small parts of prompts, and decode one token of every row, in one forward.
 
         Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
-        rows = list(rows)
-        if isinstance(request, Replay) or not rows or not self.forward.mixes:
+        parts = self._parts_beside(passing) if rows and self.forward.mixes else []
+        if not parts:
             return False
-        part = self._part_of(request, splits=True, beside=True)
-        if len(part.tokens) > SMALL:
-            return False
-        assert request.cache is not None
+        caches = [cache for _, cache in with_caches(request for request, _ in parts)]
         began = time.perf_counter()
         try:
-            logits = self.forward.mixed(*self._caches_and_tokens(rows), request.cache, part)
+            logits = self.forward.mixed(
+                *self._caches_and_tokens(rows), [(cache, part) for cache, (_, part) in zip(caches, parts, strict=True)]
+            )
         except Exception as error:
             _logger.warning(
-                "a part of a prompt failed beside %d requests (%s); each is computed alone", len(rows), error
-            )
+                "parts of %d prompts failed beside %d requests (%s); each is computed alone",
+                len(parts), len(rows), error,
+            )  # fmt: skip
             return False
-        tokens, seconds = len(rows) + len(part.tokens), time.perf_counter() - began
-        self._part_size.passed(tokens, seconds)
-        self._prompt_speed.passed(request, tokens, seconds, part.is_last)
-        request.advance(part.stop)
-        self._checkpoints.take(request)
-        if part.is_last:
-            self.queues.answer(request)
-            rows.append(request)
-        self._outputs.accept(rows, _bursts(logits[: len(rows)]))
+        tokens, seconds = len(rows) + sum(len(part.tokens) for _, part in parts), time.perf_counter() - began
+        self._part_size.passed(tokens, seconds, beside=True)
+        given = list(zip(rows, logits, strict=False))
+        for (request, part), row in zip(parts, logits[len(rows) :], strict=True):
+            self._prompt_speed.passed(request, tokens, seconds, part.is_last)
+            request.advance(part.stop)
+            self._checkpoints.take(request)
+            if part.is_last:
+                self.queues.answer(request)
+                given.append((request, row))
+        self._outputs.accept([request for request, _ in given], _bursts(row for _, row in given))
         return True
+
+    def _parts_beside(self, passing: Sequence[Request]) -> list[tuple[Request, Part]]:
+        """Small parts of prompts in progress, of as many as fit into a step; empty if the first one's is large."""
+        parts: list[tuple[Request, Part]] = []
+        left = self._part_size.of(SMALL, len(self.queues.running), beside=True, others=self._turn.others)
+        for request in passing:
+            if isinstance(request, Replay):
+                break
+            part = self._part_of(request, splits=True, beside=True)
+            if not parts and len(part.tokens) > SMALL:
+                break
+            if len(part.tokens) > left:
+                part = replace(part, stop=part.start + left)
+            parts.append((request, part))
+            left -= len(part.tokens)
+            if not part.is_last or left < LEAST_BESIDE:
+                break
+        return parts
 
     def _prefill(self, request: Request, splits: bool) -> None:
         """Pass a part of the prompt, or all of it unless it `splits`; after the last one comes the first token."""

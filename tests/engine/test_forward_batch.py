@@ -63,7 +63,7 @@ def test_decoded_tokens_of_several_lengths_have_their_own_positions(forward, bat
 
 def test_a_part_of_a_prompt_and_decoded_tokens_have_one_row_per_token(forward, batches):
     caches, prompt = [prefilled(forward, 20), prefilled(forward, 30)], HeteroCache(forward.model)
-    forward.mixed(caches, [5, 6], prompt, Part(PROMPT, 0, 4, 0, None))
+    forward.mixed(caches, [5, 6], [(prompt, Part(PROMPT, 0, 4, 0, None))])
     batch = batches[-1]
     assert batch.kind is ForwardKind.MIXED
     assert batch.positions == [20, 30, 0, 1, 2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetero_kv import SamplingParams
@@ -21,7 +23,8 @@ def counted_forwards(engine, monkeypatch):
         original = getattr(forward, name)
 
         def counting(*args, name=name, original=original):
-            kinds.append((name, len(args[-1].tokens) if name != "decode" else 0))
+            parts = {"mixed": lambda: [part for _, part in args[-1]], "prefill": lambda: [args[-1]], "decode": list}
+            kinds.append((name, sum(len(part.tokens) for part in parts[name]())))
             return original(*args)
 
         monkeypatch.setattr(forward, name, counting)
@@ -38,6 +41,21 @@ def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatc
     parts = [tokens for kind, tokens in kinds if kind == "mixed"]
     assert parts
     assert set(parts[1:-1]) >= {LEAST_BESIDE}
+
+
+@pytest.mark.parametrize("recipe", with_few(["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"], ("quest",)))
+def test_short_prompts_pass_in_one_forward_and_none_changes(recipe, monkeypatch):
+    prompts = [PROMPTS[0], [*PROMPTS[2], 7], [*PROMPTS[2], 8, 9], PROMPTS[4], PROMPTS[7]]
+    with engine_of(recipe) as engine:
+        beside = engine.generate(PROMPTS[1], replace(LONG, max_new_tokens=80))
+        engine.generate(PROMPTS[2], LONG).result()
+        forward, taken = engine._scheduler.forward, []
+        mixed = forward.mixed
+        monkeypatch.setattr(forward, "mixed", lambda *args: taken.append(len(args[-1])) or mixed(*args))
+        streams = [engine.generate(tokens, LONG) for tokens in prompts]
+        assert [stream.result().tokens for stream in streams] == [alone(engine, tokens, 40) for tokens in prompts]
+        assert beside.result().tokens == alone(engine, PROMPTS[1], 80)
+    assert max(taken) > 2
 
 
 @pytest.mark.parametrize("kind", with_few(["mixed", "decode"]))

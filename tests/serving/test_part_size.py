@@ -48,3 +48,20 @@ def test_the_first_part_is_small_because_nothing_is_known():
 )
 def test_a_part_beside_decoded_tokens_leaves_them_their_share_of_the_gap(token_s, expected):
     assert measured(token_s).of(5000, rows=2, beside=True) == pytest.approx(expected, abs=1)
+
+
+def test_a_forwards_own_time_does_not_count_as_its_tokens():
+    size = measured(0.01)
+    for tokens in (10, 14, 60, 10, 14, 60):
+        size.passed(tokens, 0.08 + 0.002 * tokens, beside=True)
+    # 0.2 s = 0.08 s and 60 tokens.
+    assert size.of(5000, rows=10, beside=True) == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize("noise", [[(40, 0.1), (10, 0.3)], [(12, 0.1), (13, 0.4)]])
+def test_times_that_tell_no_line_count_for_each_token(noise):
+    size = measured(0.01)
+    for tokens, seconds in noise * 20:
+        size.passed(tokens, seconds, beside=True)
+    mean = sum(seconds for _, seconds in noise) / sum(tokens for tokens, _ in noise)
+    assert size.of(5000, rows=2, beside=True) == pytest.approx(max(LEAST_BESIDE, 0.2 / mean - 2), abs=2)
