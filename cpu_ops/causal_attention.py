@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from hetero_kv.cpu_ops import causal_attention_bf16
 from hetero_kv.cpu_ops.array_checks import check_lists, check_offsets, outside_pool
 from hetero_kv.cpu_ops.attention import NO_OFFSETS
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
@@ -20,10 +21,11 @@ from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.list_attention import TOO_SHORT, kernel_for
 from hetero_kv.cpu_ops.matrix_tiles import decode_rows, multiply_tile
 from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at
+from hetero_kv.cpu_ops.run_attention import runs_in_bfloat16
 from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.simd import prefetch
 from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
-from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of
+from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, storage_of
 from hetero_kv.cpu_ops.threads import kernel_threads
 from hetero_kv.cpu_ops.work_division import keep_part
 
@@ -31,6 +33,8 @@ _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
 _ROWS = 4
 """Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
+_FEWEST_QUERIES = 33
+"""Of fewer, most of a tile of the bfloat16 kernel would be empty."""
 _MASKED = np.float32(-3e38)
 """Score of a token after the query. It is finite, so that a query which sees nothing in a tile has a finite maximum."""
 
@@ -46,12 +50,16 @@ def attend_blocks_causal(
     softcap: float = 0.0,
     threads: int | None = None,
     key_offsets: np.ndarray | None = None,
+    *,
+    in_bfloat16: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of each sequence's last q_len tokens to the listed blocks, which include those tokens.
 
     q: [rows, q_len, kv_heads, group, k_dim] float32. keys, values, block_ids, block_counts, block_lengths, scale,
     softcap and key_offsets as for `attention.attend_blocks`; a list names the blocks in the order of the sequence, and
     query i sees the first n - q_len + i + 1 of its n tokens. threads: number of threads (None: Numba's setting).
+    in_bfloat16: whether q has bfloat16 numbers. Then many queries of bfloat16 keys and values are computed in bfloat16,
+    as `run_attention` does, where the CPU can (`is_in_bfloat16`).
 
     Returns out [rows, q_len, kv_heads, group, v_dim] float32 and lse [rows, q_len, kv_heads, group] float32, the
     natural logarithm of the sum of exp(score).
@@ -72,7 +80,12 @@ def attend_blocks_causal(
     offsets = NO_OFFSETS if key_offsets is None else key_offsets
     check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
     shape = group, k_dim, v_dim
-    region = address_of(_region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None))
+    if in_bfloat16 and key_offsets is None and is_in_bfloat16(q_len, *shape, k_storage.name, v_storage.name):
+        region = address_of(causal_attention_bf16.region(*shape, softcap > 0))
+    else:
+        region = address_of(
+            _region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None)
+        )
     kernel = kernel_for(numbers_of(k_storage, v_storage))
     out = np.empty((rows, kv_heads, q_len * group, v_dim), np.float32)
     lse = np.empty((rows, kv_heads, q_len * group), np.float32)
@@ -89,6 +102,29 @@ def attend_blocks_causal(
         np.ascontiguousarray(out.reshape(rows, kv_heads, q_len, group, v_dim).transpose(*heads_last, 4)),
         np.ascontiguousarray(lse.reshape(rows, kv_heads, q_len, group).transpose(heads_last)),
     )
+
+
+def compile_for(
+    keys: np.dtype, values: np.dtype, group: int, k_dim: int, v_dim: int, softcapped: bool, *, offset: bool,
+    in_bfloat16: bool,
+) -> None:  # fmt: skip
+    """Compile the kernels of one shape, or load them from Numba's on-disk cache, before the first prompt needs them.
+
+    keys, values: types of the pool's arrays. offset: whether keys have offsets. in_bfloat16: as for
+    `attend_blocks_causal`.
+    """
+    k_storage, v_storage = storage_of(keys), storage_of(values)
+    names, shape = (k_storage.name, v_storage.name), (group, k_dim, v_dim)
+    kernel_for(numbers_of(k_storage, v_storage))
+    _region(isa(), *names, *shape, softcapped, offset)
+    if in_bfloat16 and not offset and is_in_bfloat16(_FEWEST_QUERIES, *shape, *names):
+        causal_attention_bf16.region(*shape, softcapped)
+
+
+def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str, value_storage: str) -> bool:
+    """Whether `attend_blocks_causal` computes so many bfloat16 queries in bfloat16."""
+    is_stored = storage == value_storage == "bfloat16"
+    return is_stored and q_len * group >= _FEWEST_QUERIES and runs_in_bfloat16(k_dim, v_dim)
 
 
 @cache

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.cpu_ops.attention import attend_blocks
-from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal, is_in_bfloat16
 from hetero_kv.cpu_ops.cpu_features import available, forced_isa
+from hetero_kv.cpu_ops.run_attention import runs_in_bfloat16
 from hetero_kv.cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+from tests.cpu_ops.rounded_attention import UNIT
 from tests.support.slow_variants import with_few, with_slow
 from tests.support.storage_formats import decoded, encoded
 
@@ -99,6 +101,35 @@ def assert_close(result, expected, arguments):
 def test_it_equals_causal_attention_over_the_gathered_tokens(shape, rows, q_len, block_size, separate, threads, seed):
     arguments = problem(shape, rows, min(q_len, 3 * block_size), block_size, separate, seed)
     assert_close(attend_blocks_causal(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+BF16_SHAPES = {
+    "qwen2 0.5b": Shape(2, 7, 64, 64, BFLOAT16),
+    "odd dims, soft-capped": Shape(1, 3, 96, 80, BFLOAT16, 1.5),
+}
+
+
+@pytest.mark.skipif(not runs_in_bfloat16(64, 64), reason="the CPU has no AVX512_BF16")
+@pytest.mark.parametrize("shape", BF16_SHAPES.values(), ids=BF16_SHAPES)
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 2),
+    q_len=st.integers(11, 64),
+    block_size=st.sampled_from([16, 64, 100, 128]),
+    separate=st.booleans(),
+    threads=st.sampled_from([1, None]),
+    seed=st.integers(0, 2**32),
+)
+def test_in_bfloat16_it_is_off_by_the_rounding_of_weights(shape, rows, q_len, block_size, separate, threads, seed):
+    q, keys, values, *lists = problem(shape, rows, min(q_len, 3 * block_size), block_size, separate, seed)
+    q = (q.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    assert is_in_bfloat16(q.shape[1], shape.group, shape.k_dim, shape.v_dim, "bfloat16", "bfloat16")
+    out, lse = attend_blocks_causal(q, keys, values, *lists, threads=threads, in_bfloat16=True)
+    exact, exact_lse = reference(q, keys, values, *lists)
+    # A weight is rounded relative to itself; what a mean of values is off by is bounded by the mean of magnitudes.
+    magnitude, _ = reference(q, keys, encoded(np.abs(decoded(values)), shape.dtype), *lists)
+    assert (np.abs(out - exact) <= 1.1 * UNIT * magnitude + 1e-5).all()
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("q_len", with_few([1, 7, 40], quick=[7]))

@@ -16,7 +16,7 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.cpu_ops import causal_attention
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
@@ -181,12 +181,11 @@ class RetrievalAttention(ResidentDecode):
             value_storage=settings.value_storage, offset_keys=settings.offset_keys,
             representative_storage=settings.representative_kind(k_dim, v_dim),
         )  # fmt: skip
-        q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
-        ids = np.zeros((1, 1, 1), np.int32)
-        attend_blocks_causal(
-            q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap, key_offsets=pool.offset_array
-        )
-        self._bound_step(pool, one[0], group, softcap > 0, self._own_config.dtype)
+        causal_attention.compile_for(
+            pool.key_array.dtype, pool.value_array.dtype, group, k_dim, v_dim, softcap > 0,
+            offset=settings.offset_keys, in_bfloat16=self._own_config.dtype == torch.bfloat16,
+        )  # fmt: skip
+        self._bound_step(pool, np.ones(1, np.int32), group, softcap > 0, self._own_config.dtype)
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- descriptions for the engine

@@ -57,6 +57,7 @@ def store_and_attend(
         call.softcap or 0.0,
         threads=threads,
         key_offsets=pool.offset_array,
+        in_bfloat16=call.q.dtype == torch.bfloat16,
     )
     return torch.from_numpy(out).flatten(2, 3).transpose(1, 2), torch.from_numpy(lse).flatten(2, 3).transpose(1, 2)
 

@@ -13,7 +13,7 @@ from torch import nn
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.cpu_ops import causal_attention
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
@@ -177,10 +177,10 @@ class TokenRetrievalAttention(ExactPrefill):
             auxiliary=None if self.chooser is None else self.chooser.arrays(shape),
         )  # fmt: skip
         table, lengths = np.arange(3, dtype=np.int32)[None], np.full(3, settings.block_size, np.int32)
-        q, counts = np.ones((1, kv_heads, group, k_dim), np.float32), np.full((1, 1), 3, np.int32)
-        attend_blocks_causal(
-            q[:, None], pool.key_array, pool.value_array, table[None], counts, lengths, 1.0, softcap,
-            key_offsets=pool.offset_array,
+        q = np.ones((1, kv_heads, group, k_dim), np.float32)
+        causal_attention.compile_for(
+            pool.key_array.dtype, pool.value_array.dtype, group, k_dim, v_dim, softcap > 0,
+            offset=settings.offset_keys, in_bfloat16=self._own_config.dtype == torch.bfloat16,
         )  # fmt: skip
         known = NOTHING_LEARNED if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_LEARNED)
         query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, NO_LSE, known, self.threads)
