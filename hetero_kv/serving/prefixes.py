@@ -159,22 +159,26 @@ class ResidentPrefixes:
                 return
         self._kept.append(new)
         if len(self._kept) > self._max_kept:
-            self._write_and_drop(self._least_missed())
+            self._drop_least_missed()
 
     def drop_oldest(self) -> bool:
         """Free the least recently used sequence. Returns whether there was one."""
         if not self._kept:
             return False
-        self._write_and_drop(self._kept[0])
+        self._write(self._kept[0])
+        self._drop(self._kept[0])
         return True
 
-    def _least_missed(self) -> Known:
-        """The least recently used sequence of those that others have but for a few tokens, or of all."""
-        return next((each for each in self._kept if any(map(each.is_nearly_in, self._kept))), self._kept[0])
+    def _drop_least_missed(self) -> None:
+        """Drop the least recently used sequence of those that others have but for a few tokens, or of all.
 
-    def _write_and_drop(self, known: Known) -> None:
-        self._write(known)
-        self._drop(known)
+        The first is not written, which all requests would wait for: the others are, once they leave.
+        """
+        for each in self._kept:
+            if any(map(each.is_nearly_in, self._kept)):
+                self._drop(each)
+                return
+        self.drop_oldest()
 
     def _use(self, known: Known) -> None:
         # It is the most recently used one now. In a new list: one that is being sorted is empty for other threads.
@@ -224,15 +228,10 @@ class ResidentPrefixes:
         known = (each for each in (*self._kept, *live) if each.tenant == tenant)
         return max((_common(each.tokens, new) for each in known), default=0)
 
-    def known_tokens(self, request: Request, live: Iterable[Known]) -> int:
-        """About how many tokens of a request need not be computed, because of kept, live or stored sequences."""
-        if not request.reuses or not self.are_shared:
-            return 0
-        common = self.common(request.tokens, request.tenant, live)
-        if self.stored is None:
-            return common
-        found = self.stored.longest(request.tokens, common + self.stored.min_tokens, request.tenant)
-        return common if found is None else found[1]
+    def stored_tokens(self, prompt: Sequence[int], tenant: str = "") -> int:
+        """The length of the longest prefix of a tenant's prompt that a stored sequence has."""
+        found = None if self.stored is None else self.stored.longest(prompt, 0, tenant)
+        return 0 if found is None else found[1]
 
     def choosing_queries(self, length: int, question: int | None) -> int:
         """As `AttentionOperator.choosing_queries`, of all operators."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hetero_kv.serving.part_size import SMALL
@@ -12,6 +13,20 @@ from hetero_kv.serving.request import Request
 
 # Tokens of prompts per second, before the first one was measured.
 _ASSUMED = 300.0
+
+
+class _KnownTokens(NamedTuple):
+    """How many tokens of a prompt need not be computed.
+
+    Attributes:
+        stored: on the disk.
+        most: there or in memory.
+        computed_prompts: how many prompts were computed before; further ones may share more.
+    """
+
+    stored: int
+    most: int
+    computed_prompts: int
 
 
 class PromptOrder:
@@ -28,8 +43,8 @@ class PromptOrder:
 
     def __init__(self, queues: Queues, prefixes: ResidentPrefixes, speed: PromptSpeed) -> None:
         self._queues, self._prefixes, self._speed = queues, prefixes, speed
-        # Of waiting requests: the number of prompts that were computed at the estimate, and the known tokens.
-        self._known: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+        # Of waiting requests.
+        self._known: WeakKeyDictionary[Request, _KnownTokens] = WeakKeyDictionary()
 
     def first_waiting(self) -> Request | None:
         """The waiting request to admit next; None if there is none, or prompts in progress come first.
@@ -53,7 +68,7 @@ class PromptOrder:
         """Whether a prompt in progress is computing tokens that a waiting request can reuse."""
         if request.swapped is not None or not request.reuses or not self._prefixes.are_shared:
             return False
-        begun = request.tokens[: self._known[request][1] + SMALL]
+        begun = request.tokens[: self._known[request].most + SMALL]
         return len(begun) < len(request.tokens) and any(
             each.tenant == request.tenant and each.priority <= request.priority and each.tokens[: len(begun)] == begun
             for each in self._queues.prefilling
@@ -63,15 +78,22 @@ class PromptOrder:
         """A request's priority, and when its prompt would be computed alone, seconds of `time.perf_counter`."""
         if request.swapped is not None:
             return request.priority, request.began
-        known = self._known[request][1] if request.cache is None else request.reuse.tokens
+        known = self._known[request].most if request.cache is None else request.reuse.tokens
         missing = len(request.tokens) - known
         return request.priority, request.began + missing / (self._speed.tokens_per_s or _ASSUMED)
 
     def _estimate(self) -> None:
-        """Look up the known tokens of waiting requests, again after every computed prompt, which others may share."""
-        computed = self._queues.computed_prompts
+        """Look up the known tokens of waiting requests; in memory again after every computed prompt."""
+        computed, prefixes = self._queues.computed_prompts, self._prefixes
         live = None
         for request in self._queues.waiting:
-            if self._known.get(request, (-1, 0))[0] < computed:
-                live = sequences_of(self._queues.running) if live is None else live
-                self._known[request] = computed, self._prefixes.known_tokens(request, live)
+            before = self._known.get(request)
+            if before is not None and before.computed_prompts == computed:
+                continue
+            if not request.reuses or not prefixes.are_shared:
+                self._known[request] = _KnownTokens(0, 0, computed)
+                continue
+            live = sequences_of(self._queues.running) if live is None else live
+            stored = before.stored if before is not None else prefixes.stored_tokens(request.tokens, request.tenant)
+            most = max(stored, prefixes.common(request.tokens, request.tenant, live))
+            self._known[request] = _KnownTokens(stored, most, computed)

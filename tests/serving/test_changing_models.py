@@ -7,6 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hetero_kv import SamplingParams
+from hetero_kv.contexts.present_state import PresentState
+from hetero_kv.rules import injection
 from tests.serving.tiny_engine import GREEDY, PROMPTS, computed_alone, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,3 +78,20 @@ def test_a_hook_that_looks_across_tokens_sees_those_that_it_sees_alone(settings)
         answer = engine.generate(PROMPTS[3], GREEDY).result()
         beside.cancel()
         assert answer.tokens == computed_alone(engine, PROMPTS[3])
+
+
+def test_a_step_looks_at_the_weights_once_and_every_step_again(monkeypatch):
+    looks = []
+    monkeypatch.setattr(injection, "PresentState", lambda model: looks.append(1) or PresentState(model))
+    with engine_of("dense") as engine:
+        beside = engine.generate(PROMPTS[1], LONG)
+        steps(engine, 2)
+        del looks[:]
+        streams = [engine.generate([*PROMPTS[1], token], GREEDY) for token in (7, 8, 9)]
+        steps(engine, 1)
+        assert len(looks) == 1
+        assert all(each.reuse.tokens for each in streams)
+        for _ in range(20):
+            steps(engine, 1)
+        assert 1 < len(looks) <= 21
+        beside.cancel()

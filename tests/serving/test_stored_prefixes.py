@@ -255,3 +255,11 @@ def test_a_folder_that_is_gone_is_used_again_when_it_is_back(tmp_path, caplog):
         saved_first(folder, "dense")
         assert engine.generate([*FIRST, 7], ONE).result().cached_tokens == len(FIRST)
         assert engine.status().context_failures == failures
+
+
+def test_a_sequence_that_another_one_has_but_for_a_few_tokens_leaves_memory_unwritten(tmp_path):
+    with engine_of("dense", context_folder=tmp_path, kept_prefixes=1) as engine:
+        for token in (5, 6, 7):
+            assert engine.generate([*PROMPTS[3], token], ONE).result().tokens
+        assert files_in(tmp_path) == []
+    assert [stored.tokens for stored in stored_in(tmp_path)] == [len(PROMPTS[3]) + 1]
