@@ -11,9 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from tests.support.devices import device_called, simulated_cuda
 from tests.support.shared_compilation import compiled_by_one
+
+# An example may wait for a kernel's compilation, or for other processes.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
