@@ -16,7 +16,8 @@ class Costs:
     """A replica's speed; the defaults are those of the default model under `adaptive` on two Zen 3 cores.
 
     Attributes:
-        prefill_tokens_per_s: while nobody waits for a token; 2,700 tokens in 17.34 s (`http_serving.json`).
+        prefill_tokens_per_s: while nobody waits for a token. Measured are 2,200 tokens in 17.34 s
+            (`http_serving.json`); the recorded runs took these for 2,700.
         steps_s: rows -> seconds of a decode step (`speculation.json`); between them, by the nearest.
         row_limit: the most rows.
         longest_gap_s: the engine's target for a row's next token while a prompt passes.
