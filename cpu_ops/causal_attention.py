@@ -58,8 +58,8 @@ def attend_blocks_causal(
     q: [rows, q_len, kv_heads, group, k_dim] float32. keys, values, block_ids, block_counts, block_lengths, scale,
     softcap and key_offsets as for `attention.attend_blocks`; a list names the blocks in the order of the sequence, and
     query i sees the first n - q_len + i + 1 of its n tokens. threads: number of threads (None: Numba's setting).
-    in_bfloat16: whether q has bfloat16 numbers. Then many queries of bfloat16 keys and values are computed in bfloat16,
-    as `run_attention` does, where the CPU can (`is_in_bfloat16`).
+    in_bfloat16: whether q, and the keys and values before they were stored, have bfloat16 numbers. Then many queries
+    are computed in bfloat16, as `run_attention` does, where the CPU can (`is_in_bfloat16`).
 
     Returns out [rows, q_len, kv_heads, group, v_dim] float32 and lse [rows, q_len, kv_heads, group] float32, the
     natural logarithm of the sum of exp(score).
@@ -81,7 +81,7 @@ def attend_blocks_causal(
     check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
     shape = group, k_dim, v_dim
     if in_bfloat16 and key_offsets is None and is_in_bfloat16(q_len, *shape, k_storage.name, v_storage.name):
-        region = address_of(causal_attention_bf16.region(*shape, softcap > 0))
+        region = address_of(causal_attention_bf16.region(k_storage.name, *shape, softcap > 0))
     else:
         region = address_of(
             _region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None)
@@ -118,12 +118,15 @@ def compile_for(
     kernel_for(numbers_of(k_storage, v_storage))
     _region(isa(), *names, *shape, softcapped, offset)
     if in_bfloat16 and not offset and is_in_bfloat16(_FEWEST_QUERIES, *shape, *names):
-        causal_attention_bf16.region(*shape, softcapped)
+        causal_attention_bf16.region(k_storage.name, *shape, softcapped)
 
 
 def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str, value_storage: str) -> bool:
-    """Whether `attend_blocks_causal` computes so many bfloat16 queries in bfloat16."""
-    is_stored = storage == value_storage == "bfloat16"
+    """Whether `attend_blocks_causal` computes so many bfloat16 queries in bfloat16.
+
+    float16 stores bfloat16 numbers as they are, but for those below 2^-14; coarser types do not.
+    """
+    is_stored = storage == value_storage and storage in ("bfloat16", "float16")
     return is_stored and q_len * group >= _FEWEST_QUERIES and runs_in_bfloat16(k_dim, v_dim)
 
 

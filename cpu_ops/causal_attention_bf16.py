@@ -1,7 +1,8 @@
 """`causal_attention.attend_blocks_causal` in bfloat16, with AVX512_BF16.
 
-Keys, values and queries are bfloat16, and so are a softmax's weights, as in `run_attention`; products are summed in
-float32. A query tile has `COLUMNS` queries in the lanes.
+Queries are bfloat16, and so are a softmax's weights, as in `run_attention`; products are summed in float32. Keys and
+values are stored as bfloat16, or were bfloat16 before they were stored as float16, and are again when they are read. A
+query tile has `COLUMNS` queries in the lanes.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ from hetero_kv.cpu_ops.bfloat16_tiles import (
 )
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
-from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, round_to_pairs, round_to_words, row_address
 from hetero_kv.cpu_ops.listed_keys import MASKED
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at
 from hetero_kv.cpu_ops.scratch import scratch
@@ -37,10 +38,13 @@ _VALUE_ROWS = 4
 
 
 @cache
-def region(group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
+def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values.
+
+    storage: of keys and values, "bfloat16" or "float16".
+    """
     depth, columns, lanes, tokens, height, value_height = k_dim // 2, COLUMNS, LANES, _TOKENS, _ROWS, _VALUE_ROWS
-    kind = STORAGE_TYPES["bfloat16"]
+    kind, is_rounded = STORAGE_TYPES[storage], storage != "bfloat16"
     numbers, code_version = numbers_of(kind, kind), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -97,7 +101,11 @@ def region(group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     count = np.int64(block_lengths[block])
                     part = min(count - within, tokens - filled)
                     for t in range(part):
-                        copy_row(depth, row_address(keys, block, head, within + t), tile_keys, (filled + t) * depth)
+                        place = row_address(keys, block, head, within + t)
+                        if is_rounded:
+                            round_to_words(storage, k_dim, place, tile_keys, (filled + t) * depth)
+                        else:
+                            copy_row(depth, place, tile_keys, (filled + t) * depth)
                         addresses[filled + t] = row_address(values, block, head, within + t)
                     filled += part
                     within += part
@@ -110,7 +118,11 @@ def region(group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 # The other half of an incomplete pair, masked below.
                 addresses[filled] = addresses[filled - 1]
                 for pair in range(pairs):
-                    pair_rows(v_dim, addresses[2 * pair], addresses[2 * pair + 1], tile_values, pair * v_dim)
+                    even, odd = addresses[2 * pair], addresses[2 * pair + 1]
+                    if is_rounded:
+                        round_to_pairs(storage, v_dim, even, odd, tile_values, pair * v_dim)
+                    else:
+                        pair_rows(v_dim, even, odd, tile_values, pair * v_dim)
                 if entry < end:
                     following = np.int64(block_ids[row, which, entry])
                     ahead: Any = min(tokens, np.int64(block_lengths[following]) - within)
