@@ -138,9 +138,12 @@ class AttentionOperator(Operator):
         return output
 
     def attend(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor:
-        """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths are several steps."""
+        """The attention of a call: [batch, heads, tokens, v_dim].
+
+        Rows of several lengths are several steps; the tokens of a part of a prompt may be rows of one step.
+        """
         steps = cache.required_batch.steps
-        if len(steps) > 1:
+        if len(steps) > 1 or steps[0].part.is_mixed:
             return torch.cat([self._attend_rows(step, call.of_rows(step.rows)) for step in steps])
         step = steps[0]
         layer = step.group.layers[self.layer_idx]
@@ -190,7 +193,10 @@ class AttentionOperator(Operator):
                 part = arrays.of_rows(step.rows)
                 call = bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)
                 part.put(self._attend_rows(step, call))
-            prepared, arrays = prepared[: -len(parts)], arrays.of_rows(slice(0, parts[0].rows.start))
+            prepared = prepared[: -len(parts)]
+            if not prepared:
+                return
+            arrays = arrays.of_rows(slice(0, parts[0].rows.start))
         if not any(step.is_draft for step, _ in prepared) and self.takes_together(prepared):
             self.attend_steps(prepared, arrays, scale, softcap)
             return

@@ -75,8 +75,8 @@ class ForwardBatch:
             if each.is_draft:
                 steps += each.group.begin_draft(each.rows)
                 continue
-            # The only group of a call is called with its own rows.
-            rows = each.rows if is_several else slice(0, len(each.group.sequences))
+            # The only group of a call is called with its own rows; the tokens of a part of a prompt may be rows.
+            rows = each.rows if is_several or each.part is not None else slice(0, len(each.group.sequences))
             step = each.group.begin(
                 each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, stores=stores
             )

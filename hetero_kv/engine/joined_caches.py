@@ -19,7 +19,7 @@ from hetero_kv.errors import HeteroKVError
 
 
 class PromptTokens(NamedTuple):
-    """A part of a prompt in one forward with decoded tokens.
+    """A part of a prompt in one forward with decoded tokens, or with other prompts.
 
     Attributes:
         cache: of the prompt; one row.
@@ -40,7 +40,7 @@ def joined(
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
     With prompts, or several tokens of a cache, which are further rows of the call, it can be used for one forward
-    (`TokenRows`).
+    (`TokenRows`). There may be prompts alone.
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
 
@@ -51,7 +51,8 @@ def joined(
     Raises HeteroKVError for caches of several models or depths, or without tokens, and CacheInUseError when another
     thread uses one of them.
     """
-    first = caches[0]
+    everything = [*caches, *(prompt.cache for prompt in prompts)]
+    first = everything[0]
     for cache in (*caches, *(prompt.cache for prompt in prompts if prompt.cache.columns.count)):
         is_other_depth = cache.depth and first.depth and cache.depth != first.depth
         if cache.injection is not first.injection or is_other_depth:
@@ -63,7 +64,7 @@ def joined(
     joint: HeteroCache = object.__new__(HeteroCache)
     joint.__dict__.update(first.__dict__)
     joint.in_use, joint.on_progress, joint.columns = ExclusiveUse(), None, PaddingMask()
-    joint.mapped_files = tuple({id(file): file for cache in caches for file in cache.mapped_files}.values())
+    joint.mapped_files = tuple({id(file): file for cache in everything for file in cache.mapped_files}.values())
     joint._set_groups([group for cache in caches for group in cache.groups])
     with ExitStack() as used:
         for cache in caches:

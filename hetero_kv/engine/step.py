@@ -24,7 +24,7 @@ class PromptPart:
 
     Attributes:
         question: number of last tokens of the whole prompt that are the question; None when unknown.
-        is_mixed: whether it is in one forward with decoded tokens, one token per row (`TokenRows`).
+        is_mixed: whether its tokens are rows of one token each, also beside decoded tokens (`TokenRows`).
     """
 
     is_first: bool = True

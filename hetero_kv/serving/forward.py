@@ -171,7 +171,8 @@ class ModelForward:
     ) -> torch.Tensor:
         """`decode`, and `prefill` of several prompts, in one forward, which reads the weights once.
 
-        Returns logits [rows + prompts, vocab]. After an exception, no cache has changed.
+        There may be no cache to decode: a small part of a prompt takes less time so than by `prefill`. Returns logits
+        [rows + prompts, vocab]. After an exception, no cache has changed.
         """
         new = [
             PromptTokens(cache, len(part.tokens), PromptPart(part.is_first, part.is_last, part.question, is_mixed=True))

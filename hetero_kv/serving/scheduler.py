@@ -38,8 +38,8 @@ class Scheduler:
     """Computes the answers to requests, step by step.
 
     A step admits requests, computes a part of a prompt, and decodes one token of every request whose prompt is
-    computed, or several if guesses were right. Small parts, also of several prompts, are computed in one forward with
-    these tokens. A request that fails, or is cancelled, does not affect the others.
+    computed, or several if guesses were right. Small parts, also of several prompts, are computed in one forward, with
+    these tokens if there are any. A request that fails, or is cancelled, does not affect the others.
 
     Args:
         forward: computes the model.
@@ -126,11 +126,11 @@ class Scheduler:
         return request.stored + size
 
     def _mixed(self, passing: Sequence[Request], rows: Sequence[Request]) -> bool:
-        """Compute small parts of prompts, and decode one token of every row, in one forward.
+        """Compute small parts of prompts, and decode one token of every row if there are any, in one forward.
 
         Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
-        parts = self._parts_beside(passing) if rows and self.forward.mixes else []
+        parts = self._parts_beside(passing) if passing and self.forward.mixes else []
         if not parts:
             return False
         caches = [cache for _, cache in with_caches(request for request, _ in parts)]
@@ -146,7 +146,8 @@ class Scheduler:
             )  # fmt: skip
             return False
         tokens, seconds = len(rows) + sum(len(part.tokens) for _, part in parts), time.perf_counter() - began
-        self._part_size.passed(tokens, seconds, beside=True)
+        if rows or tokens >= LEAST or not self._checkpoints.are_taken:
+            self._part_size.passed(tokens, seconds, beside=bool(rows))
         given = list(zip(rows, logits, strict=False))
         for (request, part), row in zip(parts, logits[len(rows) :], strict=True):
             self._prompt_speed.passed(request, tokens, seconds, part.is_last)

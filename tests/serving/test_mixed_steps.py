@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from hetero_kv import SamplingParams
-from hetero_kv.serving.part_size import LEAST_BESIDE
+from hetero_kv import HeteroCache, SamplingParams, inject
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.serving.part_size import LEAST_BESIDE, SMALL
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
+from tests.support.small_recipes import RECIPES
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +63,52 @@ def test_short_prompts_pass_in_one_forward_and_none_changes(recipe, monkeypatch)
         assert [stream.result().tokens for stream in streams] == [alone(engine, tokens, 40) for tokens in prompts]
         assert beside.result().tokens == alone(engine, PROMPTS[1], 80)
     assert max(taken) > 2
+
+
+@pytest.mark.parametrize("recipe", with_few(RECIPES, ("dense", "adaptive", "snapkv")))
+def test_a_short_prompt_passes_in_a_mixed_forward_though_nothing_is_decoded(recipe, monkeypatch):
+    prompts = PROMPTS[0], PROMPTS[2], [*PROMPTS[2], 7, 8, 9]
+    with engine_of(recipe) as engine:
+        kinds = counted_forwards(engine, monkeypatch)
+        answers = [engine.generate(tokens, LONG).result() for tokens in prompts]
+        computed = [len(tokens) - each.cached_tokens for tokens, each in zip(prompts, answers, strict=True)]
+        assert [each.tokens for each in answers] == [alone(engine, tokens, 40) for tokens in prompts]
+        mixes = engine._scheduler.forward.mixes
+    assert [each for each in kinds if each[0] != "decode"] == [
+        ("mixed" if mixes and tokens <= SMALL else "prefill", tokens) for tokens in computed
+    ]
+    # Recipes whose layers keep every token share the second prompt's beginning.
+    assert recipe not in ("dense", "quest", "adaptive") or computed == [5, 130, 3]
+
+
+def test_a_short_prompt_alone_passes_through_the_fused_layers_of_packed_weights():
+    model = tiny_model("qwen2")
+    inject(model, "dense", command_line={"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"})
+    forward, tokens = ModelForward(model), PROMPTS[1]
+    cache, own = HeteroCache(model), HeteroCache(model)
+    for each in (cache, own):
+        forward.prefill(each, Part(tokens, 0, 40, 0, None))
+    logits = forward.mixed([], [], [(cache, Part(tokens, 40, 61, 0, None))])[0]
+    expected = [forward.decode([own], [token])[0] for token in tokens[40:]][-1]
+    assert torch.linalg.vector_norm(logits - expected) < 1e-3 * torch.linalg.vector_norm(expected)
+    layers = [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers)
+
+
+def test_a_file_that_changes_under_a_prompt_is_noticed_in_a_mixed_forward():
+    class ChangedFile:
+        def require_unchanged(self):
+            raise DamagedContextError("changed")
+
+    with engine_of() as engine:
+        forward = engine._scheduler.forward
+        cache = forward.new_cache(engine._store)
+        cache.mapped_files = (ChangedFile(),)
+        with pytest.raises(DamagedContextError):
+            forward.mixed([], [], [(cache, Part(PROMPTS[0], 0, 5, 0, None))])
+        cache.mapped_files = ()
+        forward.mixed([], [], [(cache, Part(PROMPTS[0], 0, 5, 0, None))])
+        assert cache.get_seq_length() == 5
 
 
 @pytest.mark.parametrize("kind", with_few(["mixed", "decode"]))

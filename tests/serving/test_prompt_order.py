@@ -60,7 +60,7 @@ def test_a_prompt_that_comes_after_the_long_ones_own_time_waits_for_it(engine):
     engine._scheduler._order._speed.tokens_per_s = 1e9
     long = engine.generate(LONGEST, ANSWER)
     steps(engine, 2)
-    assert order_of_first_tokens(engine, [engine.generate(SHORT, ANSWER), long]) == [1, 0]
+    assert order_of_first_tokens(engine, [engine.generate(PROMPTS[1], ANSWER), long]) == [1, 0]
 
 
 def test_a_more_urgent_prompt_comes_first_however_long_it_is(engine):
