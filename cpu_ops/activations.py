@@ -42,8 +42,11 @@ def quantize_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums,
         mask = ir.Constant(ints, [0] * GROUP)
         spread = builder.shuffle_vector(spread, ir.Constant(floats, ir.Undefined), mask)
         rounded = call("llvm.rint.v32f32", floats, builder.fmul(values, spread))
-        # A saturating conversion is defined for NaN and infinity; the scale carries these into the result.
-        whole = call("llvm.fptosi.sat.v32i32.v32f32", ints, rounded)
+        # The scale carries NaN and infinity into the result; their codes are 0. LLVM converts a vector with its
+        # saturating conversion number by number.
+        none, most = ir.Constant(floats, [0.0] * GROUP), ir.Constant(floats, [_LARGEST] * GROUP)
+        distance = call("llvm.fabs.v32f32", floats, rounded)
+        whole = builder.fptosi(builder.select(builder.fcmp_ordered("<=", distance, most), rounded, none), ints)
         builder.store(builder.trunc(whole, bytes_), builder.bitcast(pointer(2), bytes_.as_pointer()), align=1)
         half = ir.VectorType(_I32, GROUP // 2)
         for part in range(2):
