@@ -10,8 +10,10 @@ from hetero_kv.serving.turns import Others
 LEAST = 32
 #: The fewest tokens of a part in one forward with decoded tokens, which read the weights anyway.
 LEAST_BESIDE = 8
-# The share of the target that is planned: one step in a hundred takes a fifth longer than the mean.
-_PLANNED = 0.8
+# How much longer than expected one forward in a hundred takes, before any was measured; and its bounds.
+_LONGEST, _LONGEST_BOUNDS = 1.25, (1.05, 2.0)
+# The share of forwards that may take longer than planned, and how fast the measured quantile follows.
+_SELDOM, _FOLLOWS = 0.01, 0.05
 #: The most tokens of a small part, which multiplies packed weights and attends to the past in its blocks.
 SMALL = 64
 #: The fewest tokens of a large part. Every part that is not small unpacks all weights: 64 tokens take 0.62 s, 128 take
@@ -27,29 +29,43 @@ _KEPT, _SPREAD = 0.9, 4.0
 class ForwardTimes:
     """The seconds of forwards as a line over their tokens, of which the last ones count most.
 
-    A forward has a time of its own, so that the seconds per token of a small one say too much of a larger one.
+    A forward has a time of its own, so that the seconds per token of a small one say too much of a larger one. On a
+    busy machine some forwards take much longer than the line says: the 99th percentile is followed too.
     """
 
     def __init__(self) -> None:
         # Sums over forwards of 1, tokens, seconds, tokens², tokens · seconds.
         self._sums = np.zeros(5)
+        #: The 99th percentile of forwards' seconds, as a multiple of what the line says.
+        self.longest = _LONGEST
 
     def add(self, tokens: int, seconds: float) -> None:
         """Record a forward."""
+        own, each = self._line()
+        if own or each:
+            is_longer = seconds > self.longest * (own + each * tokens)
+            # Robbins and Monro's estimate of a quantile: a rare step up weighs as much as many small ones down.
+            moved = self.longest + _FOLLOWS * (is_longer - _SELDOM)
+            self.longest = min(max(moved, _LONGEST_BOUNDS[0]), _LONGEST_BOUNDS[1])
         self._sums = _KEPT * self._sums + (1, tokens, seconds, tokens * tokens, tokens * seconds)
 
     def fitting(self, seconds: float) -> float | None:
-        """Tokens of a forward that takes so long; None before the first one was recorded."""
+        """Tokens of a forward of which one in a hundred takes longer than this; None before the first was recorded."""
+        own, each = self._line()
+        return (seconds / self.longest - own) / each if each else None
+
+    def _line(self) -> tuple[float, float]:
+        """A forward's own seconds, and those per token; 0 before the first one was recorded."""
         count, tokens, total, squares, products = self._sums.tolist()
         if not total:
-            return None
+            return 0.0, 0.0
         variance = squares - tokens * tokens / count
         if variance > count * _SPREAD**2:
             slope = (products - tokens * total / count) / variance
             own = (total - slope * tokens) / count
             if slope > 0 and own > 0:
-                return (seconds - own) / slope
-        return seconds * tokens / total
+                return own, slope
+        return 0.0, total / tokens
 
 
 class PartSize:
@@ -96,9 +112,9 @@ class PartSize:
         if fitting < LARGE:
             fitting = SMALL if fitting >= SMALL else LEAST
             if beside:
-                together = self._beside.fitting(_PLANNED * gap)
+                together = self._beside.fitting(gap)
                 if together is None:
-                    together = _PLANNED * gap / self._token_s
+                    together = gap / self._beside.longest / self._token_s
                 fitting = max(LEAST_BESIDE, min(SMALL, int(together) - rows))
         return min(remaining, self._alone, fitting)
 

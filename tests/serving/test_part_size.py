@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from hetero_kv.serving.part_size import LARGE, LEAST, LEAST_BESIDE, SMALL, PartSize
@@ -64,4 +67,23 @@ def test_times_that_tell_no_line_count_for_each_token(noise):
     for tokens, seconds in noise * 20:
         size.passed(tokens, seconds, beside=True)
     mean = sum(seconds for _, seconds in noise) / sum(tokens for tokens, _ in noise)
-    assert size.of(5000, rows=2, beside=True) == pytest.approx(max(LEAST_BESIDE, 0.2 / mean - 2), abs=2)
+    fitting = 0.25 / size._beside.longest / mean - 2
+    assert size.of(5000, rows=2, beside=True) == pytest.approx(max(LEAST_BESIDE, fitting), abs=2)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.08, 0.2])
+def test_one_forward_in_a_hundred_takes_longer_than_the_target(noise):
+    drawn, size = random.Random(1), measured(0.01)
+    found = []
+    for _ in range(6000):
+        tokens = size.of(5000, rows=2, beside=True) + 2
+        seconds = (0.05 + 0.003 * tokens) * drawn.lognormvariate(0, noise)
+        size.passed(tokens, seconds, beside=True)
+        found.append((tokens, seconds))
+    later = found[1000:]
+    # With little noise the largest small part fits.
+    seldom = 0.0 if noise < 0.05 else 0.01
+    assert sum(seconds > 0.25 for _, seconds in later) / len(later) == pytest.approx(seldom, abs=0.009)
+    # 0.25 s less the noise, and no room wasted.
+    longest = (0.25 / math.exp(2.33 * noise) - 0.05) / 0.003
+    assert sum(tokens for tokens, _ in later) / len(later) == pytest.approx(min(longest, SMALL + 2), rel=0.2)
