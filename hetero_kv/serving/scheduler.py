@@ -28,6 +28,8 @@ from hetero_kv.serving.speculation.speculation import Speculation, without_guess
 from hetero_kv.serving.turns import EngineTurn
 
 _logger = logging.getLogger(__name__)
+# Within so many seconds, a client that leaves is noticed.
+_NOTICED_S = 1.0
 
 
 class CancelledInPrefillError(Exception):
@@ -130,7 +132,7 @@ class Scheduler:
 
         Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
-        parts = self._parts_beside(passing) if passing and self.forward.mixes else []
+        parts = self._parts_beside(passing) if self.forward.mixes and (rows or self._is_brief()) else []
         if not parts:
             return False
         caches = [cache for _, cache in with_caches(request for request, _ in parts)]
@@ -158,6 +160,11 @@ class Scheduler:
                 given.append((request, row))
         self._outputs.accept([request for request, _ in given], _bursts(row for _, row in given))
         return True
+
+    def _is_brief(self) -> bool:
+        """Whether a small part takes so little time that its request need not be cancelled in its midst."""
+        speed = self._part_size.tokens_per_s
+        return speed is None or SMALL / speed < _NOTICED_S
 
     def _parts_beside(self, passing: Sequence[Request]) -> list[tuple[Request, Part]]:
         """Small parts of prompts in progress, of as many as fit into a step; empty if the first one's is large."""

@@ -13,6 +13,7 @@ import pytest
 
 from hetero_kv.server.limits import Gate
 from tests.server.running import host_of, running, running_on_loop, tiny_served
+from tests.serving.tiny_engine import call_before_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,14 +24,7 @@ LONG = {"prompt": [5] * 700, "max_tokens": 60}
 def slow():
     """A tiny model of which prompts pass slowly, 50 tokens in a step of 0.1 seconds."""
     found = tiny_served(part=50, max_batch=2, kept_prefixes=0)
-    forward = found.engine._scheduler.forward
-    prefill = forward.prefill
-
-    def slowed(cache, part):
-        time.sleep(0.1)
-        return prefill(cache, part)
-
-    forward.prefill = slowed
+    call_before_parts(found.engine, lambda part: time.sleep(0.1))
     with found.engine:
         yield found
 
@@ -185,15 +179,8 @@ def test_an_error_in_the_middle_ends_a_stream_in_the_apis_form(tmp_path):
 
 
 def test_health_is_bad_where_the_engine_makes_no_step(tmp_path):
-    found = tiny_served()
-    forward = found.engine._scheduler.forward
-    prefill, release = forward.prefill, threading.Event()
-
-    def stuck(cache, part):
-        release.wait(20)
-        return prefill(cache, part)
-
-    forward.prefill = stuck
+    found, release = tiny_served(), threading.Event()
+    call_before_parts(found.engine, lambda part: release.wait(20))
     with found.engine, running(host_of(found, folder=tmp_path, stuck_s=1)) as address:
         assert httpx.get(f"{address}/health").status_code == 200
         payload = threading.Thread(

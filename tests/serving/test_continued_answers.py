@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv import SamplingParams
 from hetero_kv.errors import HeteroKVError
-from tests.serving.tiny_engine import PROMPTS, engine_of
+from tests.serving.tiny_engine import PROMPTS, call_before_parts, engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,20 +57,14 @@ def test_an_answer_goes_on_behind_any_of_its_tokens(engine, settings):
         assert stream.progress is None or stream.progress.processed_tokens == len(PROMPTS[1])
 
 
-def test_the_question_of_an_answer_that_goes_on_is_that_of_its_prompt(monkeypatch):
+def test_the_question_of_an_answer_that_goes_on_is_that_of_its_prompt():
     questions = []
     with engine_of("dense") as engine:
-        forward = engine._scheduler.forward
-        passed = forward.prefill
-
-        def prefill(cache, part):
-            questions.append(part.prompt[-part.question :])
-            return passed(cache, part)
-
-        monkeypatch.setattr(forward, "prefill", prefill)
+        call_before_parts(engine, lambda part: questions.append(part.prompt[-part.question :]))
         params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-        engine.generate(PROMPTS[1], params, question=10, answered=[1, 2, 3]).result()
-    assert questions == [[*PROMPTS[1][-10:], 1, 2, 3]]
+        for prompt in PROMPTS[1:3]:
+            engine.generate(prompt, params, question=10, answered=[1, 2, 3]).result()
+    assert questions == [[*prompt[-10:], 1, 2, 3] for prompt in PROMPTS[1:3]]
 
 
 def test_more_tokens_than_the_answer_may_have_are_refused(engine):

@@ -81,6 +81,14 @@ def test_a_short_prompt_passes_in_a_mixed_forward_though_nothing_is_decoded(reci
     assert recipe not in ("dense", "quest", "adaptive") or computed == [5, 130, 3]
 
 
+def test_a_short_prompt_of_a_slow_model_can_be_cancelled_between_two_layers(monkeypatch):
+    with engine_of() as engine:
+        kinds = counted_forwards(engine, monkeypatch)
+        engine._scheduler._part_size.passed(64, 60.0)
+        engine.generate(PROMPTS[0], LONG).result()
+        assert [each for each in kinds if each[0] != "decode"] == [("prefill", 5)]
+
+
 def test_a_short_prompt_alone_passes_through_the_fused_layers_of_packed_weights():
     model = tiny_model("qwen2")
     inject(model, "dense", command_line={"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"})

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_kv import SamplingParams
 from hetero_kv.serving.prompt_speed import FEWEST, PromptSpeed
-from tests.serving.tiny_engine import PROMPTS, engine_of
+from tests.serving.tiny_engine import PROMPTS, call_before_parts, engine_of
 
 
 class Prompt:
@@ -52,14 +52,12 @@ def test_questions_about_a_known_document_do_not_make_an_engine_seem_slow(monkey
     monkeypatch.setattr("hetero_kv.serving.scheduler.time", SimpleNamespace(
         perf_counter=lambda: clock.now, monotonic=time.monotonic
     ))  # fmt: skip
+
+    def pass_time(part):
+        clock.now += 0.5 + 0.001 * (part.stop - part.start)
+
     with engine_of("dense") as engine:
-        prefill = engine._scheduler.forward.prefill
-
-        def slow(cache, part):
-            clock.now += 0.5 + 0.001 * (part.stop - part.start)
-            return prefill(cache, part)
-
-        monkeypatch.setattr(engine._scheduler.forward, "prefill", slow)
+        call_before_parts(engine, pass_time)
         document = PROMPTS[3]
         one = SamplingParams(max_new_tokens=1)
         assert engine.generate(document, one).result().cached_tokens == 0

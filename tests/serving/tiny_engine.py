@@ -28,6 +28,23 @@ def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
     return Engine(loaded, **{**usual, **settings})
 
 
+def call_before_parts(engine, action):
+    """Call `action(part)` before each part of a prompt that the engine computes from now on."""
+    forward = engine._scheduler.forward
+    prefill, mixed = forward.prefill, forward.mixed
+
+    def called_prefill(cache, part):
+        action(part)
+        return prefill(cache, part)
+
+    def called_mixed(caches, tokens, prompts):
+        for _, part in prompts:
+            action(part)
+        return mixed(caches, tokens, prompts)
+
+    forward.prefill, forward.mixed = called_prefill, called_mixed
+
+
 def answered(engine, tokens):
     """A prompt and its answer."""
     return [*tokens, *engine.generate(tokens, GREEDY).result().tokens]

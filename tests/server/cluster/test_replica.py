@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -55,13 +56,14 @@ def remote_request(tokens, sampling=None, **fields):
     return RemoteRequest(MODEL, np.array(tokens, np.int32), routed, fields.pop("arguments", {}), sampling, **fields)
 
 
-def messages(replica, request, most=1000):
-    """What the replica sends; the caller leaves after `most` of them."""
+def messages(replica, request, most=1000, on_message=lambda message: None):
+    """What the replica sends, each of which `on_message` gets as it comes; the caller leaves after `most` of them."""
 
     async def read():
         found, source = [], await replica.generate(request)
         async for each in source:
             found.append(each)
+            on_message(each)
             if len(found) == most:
                 await source.aclose()
         return found
@@ -78,8 +80,14 @@ def result_of(sent):
     return stream.result(0)
 
 
-def test_a_replica_sends_its_name_the_tokens_and_the_result(replica):
-    taken, *bursts, result = messages(replica, remote_request([5, 6, 7]))
+def test_a_replica_sends_its_name_the_tokens_and_the_result(replica, monkeypatch):
+    forward, has_come = replica._engines[MODEL]._scheduler.forward, threading.Event()
+    decode = forward.decode
+    # The first token is sent before there is a second one.
+    monkeypatch.setattr(forward, "decode", lambda *arguments: has_come.wait(20) and decode(*arguments))
+    taken, *bursts, result = messages(
+        replica, remote_request([5, 6, 7]), on_message=lambda each: isinstance(each, NextPieces) and has_come.set()
+    )
     assert taken == Taken("first")
     assert all(isinstance(each, NextPieces) for each in bursts)
     assert isinstance(result, Completion)
