@@ -21,7 +21,7 @@ from hetero_kv.cpu_ops.bfloat16_tiles import (
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, round_to_pairs, round_to_words, row_address
-from hetero_kv.cpu_ops.listed_keys import MASKED
+from hetero_kv.cpu_ops.listed_keys import LEAST, MASKED
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at
 from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.simd import prefetch
@@ -91,7 +91,8 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
                     low = bits[row, n // group, head, n % group, 2 * d] >> np.uint32(16)
                     high = bits[row, n // group, head, n % group, 2 * d + 1] & np.uint32(0xFFFF0000)
                     transposed_q[n // columns * depth + d, n % columns] = low | high
-            most[:], totals[:], sums[:] = MASKED, 0, 0
+            # Of a query that sees none of this thread's tokens, all weights are 0.
+            most[:], totals[:], sums[:] = LEAST, 0, 0
             base = starts[index + 1] - q_len
             within = np.int64(0)
             while entry < end:

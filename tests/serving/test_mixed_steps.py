@@ -10,6 +10,7 @@ import torch
 from hetero_kv import HeteroCache, SamplingParams, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST_BESIDE, SMALL
@@ -101,6 +102,16 @@ def test_a_short_prompt_alone_passes_through_the_fused_layers_of_packed_weights(
     assert torch.linalg.vector_norm(logits - expected) < 1e-3 * torch.linalg.vector_norm(expected)
     layers = [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
     assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers)
+
+
+@pytest.mark.parametrize("count", [20, 37, 61])
+def test_a_short_prompt_in_bfloat16_by_two_threads_is_that_of_one_forward(count):
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    inject(model, "dense", command_line={"block_size": 16, "max_seq_len": 256, "threads_num": at_most(2)})
+    forward, part = ModelForward(model), Part(PROMPTS[1][:count], 0, count, 0, None)
+    logits = forward.mixed([], [], [(HeteroCache(model), part)])[0].float()
+    expected = forward.prefill(HeteroCache(model), part).float()
+    assert torch.linalg.vector_norm(logits - expected) < 3e-2 * torch.linalg.vector_norm(expected)
 
 
 def test_a_file_that_changes_under_a_prompt_is_noticed_in_a_mixed_forward():
