@@ -12,6 +12,7 @@ from hetero_kv.cpu_ops.vectors import array_pointer, integer, offset
 
 _LANES = 16
 _SHORTS, _WORDS = (ir.VectorType(ir.IntType(bits), _LANES) for bits in (16, 32))
+_SHORT_POINTER = ir.IntType(16).as_pointer()
 
 
 @intrinsic
@@ -104,9 +105,6 @@ def round_to_pairs(typingctx, storage, size, even, odd, target, at):
 
     at64 = types.int64
     return types.none(storage, size, at64, at64, target, at64), codegen
-
-
-_SHORT_POINTER = ir.IntType(16).as_pointer()
 
 
 def _everywhere(word: int) -> ir.Constant:

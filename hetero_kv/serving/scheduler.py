@@ -162,7 +162,7 @@ class Scheduler:
         return True
 
     def _is_brief(self) -> bool:
-        """Whether a small part takes so little time that its request need not be cancelled in its midst."""
+        """Whether a small part is computed in so little time that a cancelled request can wait for its end."""
         speed = self._part_size.tokens_per_s
         return speed is None or SMALL / speed < _NOTICED_S
 
