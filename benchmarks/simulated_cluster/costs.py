@@ -16,15 +16,14 @@ class Costs:
     """A replica's speed; the defaults are those of the default model under `adaptive` on two Zen 3 cores.
 
     Attributes:
-        prefill_tokens_per_s: while nobody waits for a token. Measured are 2,200 tokens in 17.34 s
-            (`http_serving.json`); the recorded runs took these for 2,700.
+        prefill_tokens_per_s: while nobody waits for a token: 2,203 tokens in 17.34 s (`http_serving.json`).
         steps_s: rows -> seconds of a decode step (`speculation.json`); between them, by the nearest.
         row_limit: the most rows.
         longest_gap_s: the engine's target for a row's next token while a prompt passes.
         bytes_per_token: of keys and values: 206 MB for 16,384 tokens (`contexts.json`).
     """
 
-    prefill_tokens_per_s: float = 2700 / 17.34
+    prefill_tokens_per_s: float = 2203 / 17.34
     steps_s: Sequence[tuple[int, float]] = ((1, 0.0468), (2, 0.0995), (4, 0.116), (8, 0.214))
     row_limit: int = 8
     longest_gap_s: float = 0.25
