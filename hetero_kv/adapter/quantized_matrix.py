@@ -18,7 +18,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved
-from hetero_kv.weights.packed_weight import PackedWeight
+from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 from hetero_kv.weights.quantized_weight import QuantizedWeight, bytes_tensor
 
 if TYPE_CHECKING:
@@ -227,10 +227,15 @@ class QuantizedLinear(QuantizedMatrix):
     Few rows (a decoded token, a batch, a short question) are multiplied with the packed weights; on a CPU the
     activations are quantized to int8 in groups of 32. For longer prompts the weights are unpacked piece by piece, and
     multiplied in the model's dtype.
+
+    Attributes:
+        gives_logits: whether the products are the model's logits. Those of few rows stay float32 on a CPU: rounding
+            them to bfloat16 takes as long as a tenth of the product, and makes ties of different logits.
     """
 
     meaning = QUANTIZED_LINEAR.meaning
     replaces = nn.Linear
+    gives_logits = False
 
     @classmethod
     def applies(cls, module: nn.Module, settings: Any) -> bool:
@@ -238,13 +243,15 @@ class QuantizedLinear(QuantizedMatrix):
         return type(module).forward is nn.Linear.forward and super().applies(module, settings)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features], in x's dtype."""
+        """x [..., in_features] -> [..., out_features], in x's dtype, or float32 for logits."""
         quantized = self.quantized
         bias = self.wrapped.bias
         if quantized is not None:
             self.require_empty("weight")
             if self.inputs is not None:
                 x = x[..., self.inputs]
+            if self.gives_logits and x.device.type == "cpu" and x[..., 0].numel() <= FEW_ROWS:
+                x = x.float()
             return quantized.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
         weight = self.wrapped.weight
         y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import replace
@@ -84,6 +84,8 @@ class HeteroCache(PrefillProgress, HFInterface):
         self.computed_under: tuple[ModelState, ...] = ()
         #: The adapters that computed the newest tokens; None before any.
         self._adapters: tuple[frozenset[str], ...] | None = None
+        #: Of a joint cache (`joined`), undoes its one forward; otherwise None.
+        self.go_back: Callable[[], None] | None = None
         #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
         CacheStatistics.__init__(self, maker, max_seq_len, forks, resident, store)

@@ -12,7 +12,7 @@ from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.engine.exclusive_use import ExclusiveUse
 from hetero_kv.engine.forward_request import ForwardRequest
 from hetero_kv.engine.padding_mask import PaddingMask
-from hetero_kv.engine.rollback import rollback_on_error
+from hetero_kv.engine.rollback import rollback_on_error, rollback_point
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.token_rows import NewTokens, TokenRows
 from hetero_kv.errors import HeteroKVError
@@ -39,8 +39,8 @@ def joined(
 ) -> Iterator[HeteroCache]:  # fmt: skip
     """Within this context one cache has the rows of all `caches`, in their order, for each one's next tokens.
 
-    With prompts, or several tokens of a cache, which are further rows of the call, it can be used for one forward
-    (`TokenRows`). There may be prompts alone.
+    It can be used for one forward. Prompts, and several tokens of a cache, are further rows of the call (`TokenRows`).
+    There may be prompts alone.
 
     Each cache keeps its own blocks and layers. After an exception all of them are what they were before.
 
@@ -79,7 +79,10 @@ def joined(
         is_by_row = bool(prompts) or max(counts) > 1
         rows = TokenRows(new_tokens) if is_by_row else None
         joint.batch, joint.request = None, ForwardRequest(rows=rows, draft_blocks=tuple(draft_blocks))
-        with rollback_on_error(joint):
+        joint.go_back = rollback_point(joint)
+        # It refers to the joint cache.
+        used.callback(setattr, joint, "go_back", None)
+        with rollback_on_error(joint, joint.go_back):
             yield joint
         for cache, count in zip(caches, counts, strict=True):
             cache.columns = cache.columns.grown(count, [count] * len(cache.sequences))

@@ -20,7 +20,7 @@ def rollback_point(cache: Cache) -> Callable[[], None]:
     For a HeteroCache, and for transformers' dynamic caches.
     """
     if isinstance(cache, HeteroCache):
-        return partial(cache.rollback, cache.snapshot())
+        return cache.go_back or partial(cache.rollback, cache.snapshot())
     states = [(layer, hf_cache_layers.snapshot(layer)) for layer in cache.layers]
 
     def go_back() -> None:

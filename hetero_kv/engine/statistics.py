@@ -70,9 +70,9 @@ class Tally(NamedTuple):
     total: float = 0.0
     numbers: int = 0
 
-    def plus(self, number: float) -> Tally:
-        """The tally with one more number."""
-        return Tally(self.total + number, self.numbers + 1)
+    def plus(self, *numbers: float) -> Tally:
+        """The tally with further numbers."""
+        return Tally(sum(numbers, self.total), self.numbers + len(numbers))
 
     @property
     def mean(self) -> float | None:

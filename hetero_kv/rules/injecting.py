@@ -16,6 +16,7 @@ from hetero_kv.adapter.foreign import is_offloaded, require_own_weights
 from hetero_kv.adapter.generation import guard_generation, unguard_generation
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
@@ -145,6 +146,8 @@ def _injected(
             model.set_submodule(path, operator)
             operator.be_in_place()
             injection.operators[path] = operator
+        if isinstance(head := model.get_output_embeddings(), QuantizedLinear):
+            head.gives_logits = True
         if shared is not None:
             shared.give(injection.operators)
         # Behind the operators' own refusals, which say more.

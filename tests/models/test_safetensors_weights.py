@@ -56,6 +56,21 @@ def test_weights_are_quantized_as_they_come(tiny_directory, monkeypatch):
     torch.testing.assert_close(logits_of(model), logits_of(after), rtol=0, atol=0)
 
 
+def test_logits_of_few_tokens_are_not_rounded(tiny_directory):
+    model = load_model(tiny_directory, dtype="bfloat16").model
+    inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
+    cache = HeteroCache(model, 256)
+    model(IDS[:, :-1], past_key_values=cache)
+    hidden = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    logits = model(IDS[:, -1:], past_key_values=cache).logits
+    assert (logits.dtype, hidden[0].dtype) == (torch.float32, torch.bfloat16)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    head = model.lm_head.quantized
+    torch.testing.assert_close(logits[0], head.multiply(hidden[0][0].float()), rtol=0, atol=0)
+    assert model.model.layers[0].mlp.up_proj(hidden[0]).dtype is torch.bfloat16
+
+
 def test_numbers_stay_numbers_and_have_no_operators(tiny_directory):
     opened = open_model(tiny_directory, dtype="bfloat16")
     inject(opened.model, "dense", command_line=SMALL)

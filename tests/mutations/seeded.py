@@ -145,9 +145,19 @@ MUTATIONS = (
     Mutation(
         "a turn that is undone has been read",
         "hetero_kv/families/retrieval/layer.py",
-        "self.state, self.pending, self.read, window, mark = snapshot",
-        "self.state, self.pending, _, window, mark = snapshot",
-        ("tests/operators/test_read_bytes.py::test_a_forward_that_fails_and_a_reset_count_nothing",),
+        "self._uncounted = uncounted[:count]",
+        "self._uncounted = uncounted",
+        (
+            "tests/operators/test_read_bytes.py::test_a_forward_that_fails_and_a_reset_count_nothing",
+            "tests/operators/test_step_counts.py::test_a_step_that_fails_is_not_counted",
+        ),
+    ),
+    Mutation(
+        "forks count their steps together",
+        "hetero_kv/families/retrieval/layer.py",
+        "copied._uncounted = []",
+        "copied._uncounted = self._uncounted",
+        ("tests/operators/test_step_counts.py::test_forks_count_their_own_steps",),
     ),
     Mutation(
         "Q8_0 divides by the rounded scale",

@@ -27,7 +27,6 @@ from hetero_kv.families.retrieval.draft_attention import attend_sparsely
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.read_bytes import SelectionStatistics
 from hetero_kv.families.retrieval.resident_decode import ResidentDecode
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RETRIEVAL
@@ -91,13 +90,12 @@ class RetrievalAttention(ResidentDecode):
         k, v = (q, q) if is_stored else (kernel_array(call.k, dtype), kernel_array(call.v, dtype))
         array = kernel_array(out, dtype)
         group = GroupRows(layer, step, blocks, is_stored)
-        estimated = self._attend_natively(native, [group], q, k, v, call.scale, call.softcap or 0.0, array, lse)
+        counts = self._attend_natively(native, [group], q, k, v, call.scale, call.softcap or 0.0, array, lse)
+        layer.count_step(counts)
         if call.sink is not None or self.engine.measure_recall:
-            out, lse = self._completed(group, call, out, lse, estimated)
-        elif estimated is not None:
-            self._count([group], *estimated)
+            out, lse = self._completed(group, call, out, lse, lse if counts.masses is None else counts.masses[0])
         if layer.record is not None:
-            attended = None if estimated is None else torch.from_numpy(estimated[0][0])
+            attended = None if counts.masses is None else torch.from_numpy(counts.masses[0])
             self._record_token(layer, blocks, call, torch.from_numpy(lse), attended)
         if self.accumulates:
             seen = call.q.squeeze(2).to(torch.float32).contiguous().numpy()
@@ -149,23 +147,18 @@ class RetrievalAttention(ResidentDecode):
             groups.append(GroupRows(layer, step, blocks, is_stored=False))
         native, q, k, v = prepared[0][1], arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-        estimated = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
-        if estimated is not None:
-            self._count(groups, *estimated)
+        counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
+        for number, group in enumerate(groups):
+            group.layer.count_step(counts, number)
 
     def _completed(
-        self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
-        estimated: tuple[np.ndarray, list[SelectionStatistics]] | None,
-    ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
-        """Apply the learned sink to out [batch, heads, 1, v_dim] and lse, and record the coverage.
+        self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray, attended: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Apply the learned sink to out [batch, heads, 1, v_dim] and lse, and measure the coverage by `attended`.
 
-        estimated: as `_attend_natively` returns it.
+        attended: the log-sum-exp of the attended tokens, in the shape of lse.
         """
         whole = torch.from_numpy(lse).view(out.shape[:3])
-        attended = lse
-        if estimated is not None:
-            attended = estimated[0][0]
-            self._count([group], *estimated)
         if self.engine.measure_recall:
             self._measure_recall(group.layer, group.blocks, call, torch.from_numpy(attended))
         if call.sink is not None:

@@ -19,10 +19,11 @@ from hetero_kv.families.retrieval.block_read_ahead import BlockReadAhead
 from hetero_kv.families.retrieval.decoded_rows import DecodedRows, GroupRows
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
+from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.recording import add_blocks, add_window, around_context, chosen_of_context
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
+from hetero_kv.families.retrieval.step_counts import StepCounts
 from hetero_kv.store.pool import BlockPool
 
 
@@ -71,14 +72,14 @@ class RetrievalDecode(RetrievalPrefill):
         self, native: RetrievalStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
         v: np.ndarray, scale: float, softcap: float, out: np.ndarray, lse: np.ndarray,
         outside_lse: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, list[SelectionStatistics]] | None:  # fmt: skip
+    ) -> StepCounts:  # fmt: skip
         """Store the tokens of the groups' rows, unless they are; then choose their blocks and attend to them.
 
-        outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
-        `StepEstimates` and each group's selection statistics; None if nothing is estimated.
+        outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the counts, for
+        `RetrievalLayer.count_step` of each group.
         """
-        table, ranges, contexts, chosen, *_ = rows = DecodedRows.of(groups, self.covering)
-        layer, kv_heads, chooses = groups[0].layer, lse.shape[1], any(chosen)
+        table, ranges, decoded = DecodedRows.of(groups, self.covering)
+        layer, kv_heads, chooses, contexts = groups[0].layer, lse.shape[1], any(decoded.chosen), decoded.contexts
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if chooses:
             # Several groups choose together only where all of them choose as one does.
@@ -103,25 +104,6 @@ class RetrievalDecode(RetrievalPrefill):
         arguments: tuple[Any, ...] = *inputs, which, *others
         with one_kernel_at_a_time:
             stored = native(*arguments)
-        taken = [
-            SelectionStatistics(min(positions.shape[2], context) if chose else context)
-            for context, chose in zip(contexts, chosen, strict=True)
-        ]
-        if chooses and estimates is not None:
-            counts = (rows.means(estimates.taken) / positions.shape[1]).tolist()
-            attended_in = layer.layout.block_size if native.by_token else 1
-            taken = [
-                SelectionStatistics(of_group[0] / attended_in, *of_group[1:]) if chose else each
-                for each, chose, of_group in zip(taken, chosen, counts, strict=True)
-            ]
-        elif which == CHOSEN:
-            taken = [
-                each._replace(scored=allowed.shape[2] or context) if chose else each
-                for each, chose, context in zip(taken, chosen, contexts, strict=True)
-            ]
-        for group, context, each in zip(groups, contexts, taken, strict=True):
-            assert group.layer.reading is not None
-            group.layer.read = group.layer.read.plus(group.layer.reading.of_step(group.step.length, context, each))
         if stored:
             layer.require_storable(stored)
         if layer.record is not None:
@@ -130,7 +112,10 @@ class RetrievalDecode(RetrievalPrefill):
             recorded = NOTHING_FORBIDDEN if estimates is None else estimates.recorded
             chosen_by = (each[0] if len(each) else none for each in (positions, recorded))
             layer.chosen = chosen_of_context(ids, size, which, *chosen_by)
-        return None if estimates is None else (estimates.masses, taken)
+        taken, masses = (None, None) if estimates is None else (estimates.taken, estimates.masses)
+        unit = layer.layout.block_size if native.by_token else 1
+        most, lists = positions.shape[2], positions.shape[1]
+        return StepCounts(decoded, which, most, lists, allowed.shape[2], unit, taken, masses, self.targets)
 
     def _record_token(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, total: torch.Tensor,
@@ -166,20 +151,6 @@ class RetrievalDecode(RetrievalPrefill):
         assert layer.pool is not None
         covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
-
-    def _count(self, groups: list[GroupRows], masses: np.ndarray, taken: list[SelectionStatistics]) -> None:
-        """Record a step's block counts and the estimated shares of the attention mass that it covered.
-
-        masses: as those of `StepEstimates`, of the rows of all groups.
-        """
-        attended, total = masses.reshape(2, masses.shape[1], -1)
-        shares = DecodedRows.of(groups, self.covering).means(np.exp(attended - total, dtype=np.float64)).mean(axis=1)
-        for group, of_group, share in zip(groups, taken, shares.tolist(), strict=True):
-            state = group.layer.state
-            # NaN means that nothing was estimated.
-            counted = state.share.plus(share) if share == share else state.share
-            blocks = state.blocks.plus(of_group.attended) if self.targets else state.blocks
-            group.layer.state = state.counted(counted, blocks)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int

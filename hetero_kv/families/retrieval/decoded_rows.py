@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from hetero_kv.cpu_ops.step_contract import row_ranges
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.step_counts import DecodedGroups
 
 _PADDING = -1
 #: The position of a token that is stored already.
@@ -37,23 +39,17 @@ class GroupRows(NamedTuple):
 
 
 class DecodedRows(NamedTuple):
-    """Rows as `RetrievalStep` takes them, and what their groups choose from.
+    """Rows as `RetrievalStep` takes them.
 
     Attributes:
         table: [rows, blocks] int32, padded with -1; without attention sink and recent window if these are on a device.
         ranges: [3, rows] int64.
-        contexts: the number of blocks in each group's Context.
-        chosen: whether each group's rows choose among these blocks, instead of attending to all of them.
-        sizes: each group's number of rows.
-        starts: [groups] int64, each group's first row.
+        groups: the groups of the rows.
     """
 
     table: np.ndarray
     ranges: np.ndarray
-    contexts: list[int]
-    chosen: list[bool]
-    sizes: list[int]
-    starts: np.ndarray
+    groups: DecodedGroups
 
     @classmethod
     def of(cls, groups: list[GroupRows], covering: int | None) -> DecodedRows:
@@ -74,17 +70,13 @@ class DecodedRows(NamedTuple):
         chosen = [covering is not None and covering < context for context in contexts]
         # While others choose, a group that attends to all of its Context has an empty one.
         parts = [_of_group(group, any(chosen) and not chooses) for group, chooses in zip(groups, chosen, strict=True)]
-        width, sizes = max(table.shape[1] for table, _ in parts), [len(table) for table, _ in parts]
+        width = max(table.shape[1] for table, _ in parts)
         tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, _ in parts]
         table = tables[0] if len(tables) == 1 else np.concatenate(tables)
         ranges = np.concatenate([each for _, each in parts], axis=1)
-        return cls(table, ranges, contexts, chosen, sizes, np.cumsum([0, *sizes[:-1]]))
-
-    def means(self, of_rows: np.ndarray) -> np.ndarray:
-        """The mean of each group's rows: [groups, numbers] float64 from [rows, numbers]."""
-        if len(self.sizes) == len(of_rows):
-            return of_rows
-        return np.add.reduceat(of_rows, self.starts) / np.array(self.sizes)[:, None]
+        ends = list(accumulate(len(each) for each in tables))
+        rows = [slice(end - len(each), end) for each, end in zip(tables, ends, strict=True)]
+        return cls(table, ranges, DecodedGroups([group.step.length for group in groups], contexts, chosen, rows))
 
 
 def _of_group(group: GroupRows, is_dense: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.representatives import Representing
 from hetero_kv.store.pool_arrays import represent_blocks
+from hetero_kv.threads import one_torch_thread
 
 # The most blocks whose keys are in memory as float32 at a time.
 _AT_ONCE = 256
@@ -35,7 +36,8 @@ def represented_with_others(layer: RetrievalLayer, step: Step, start: int, end: 
     ids = torch.from_numpy(step.blocks(layer.layout).table[:, start:end].astype(np.int64).ravel())
     if len(pools) * len(ids) > _AT_ONCE:
         return False
-    represent_blocks(list(pools.values()), ids, represent)
+    with one_torch_thread():
+        represent_blocks(list(pools.values()), ids, represent)
     done.update(pools)
     return True
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
-from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
+from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Tally
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
@@ -29,12 +29,16 @@ from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.pending_queries import NO_PENDING_QUERIES
 from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.families.retrieval.step_counts import StepCounts, StepTallies
 from hetero_kv.families.retrieval.window_step import TorchWindowStep, TritonWindowStep, WindowStep
 from hetero_kv.gpu_ops.attention_backend import takes_token
 from hetero_kv.gpu_ops.staging import Staging
 from hetero_kv.gpu_ops.window_step import SPLITS
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
+
+# The counts of so many steps become statistics together.
+_COUNTED_TOGETHER = 64
 
 
 class RetrievalLayer(AccumulatingLayer):
@@ -71,6 +75,8 @@ class RetrievalLayer(AccumulatingLayer):
         self.token_step: RetrievalStep | None = None
         #: How many bytes `token_step` reads.
         self.reading: ReadSizes | None = None
+        # Of the latest steps, not yet in the tallies. A list with entries that a snapshot knows only grows.
+        self._uncounted: list[tuple[StepCounts, int]] = []
         #: Where it has a record, the tokens that the last step chose of the Context, [lists, tokens] bool.
         self.chosen: torch.Tensor | None = None
 
@@ -81,7 +87,7 @@ class RetrievalLayer(AccumulatingLayer):
         """Drop everything but the blocks."""
         self.state, self.pending, self.window, self.pool = self._blank_state(), NO_PENDING_QUERIES, None, None
         self.token_step = self.reading = None
-        self.read = NO_NUMBERS
+        self.read, self._uncounted = NO_NUMBERS, []
         self.is_initialized = self._is_prepared = False
 
     # -- the parts of the sequence
@@ -229,17 +235,26 @@ class RetrievalLayer(AccumulatingLayer):
 
     def snapshot(self) -> Any:
         window = self.window
-        return self.state, self.pending, self.read, window, None if window is None else window.mark
+        mark, uncounted = None if window is None else window.mark, self._uncounted
+        return self.state, self.pending, self.read, window, mark, uncounted, len(uncounted)
 
     def rollback(self, snapshot: Any) -> None:
-        self.state, self.pending, self.read, window, mark = snapshot
+        self.state, self.pending, self.read, window, mark, uncounted, count = snapshot
+        self._uncounted = uncounted[:count]
         if self.window is None or self.window is not window or not window.go_back(mark):
             self._reload_window(self.group.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
-        forked = copy.copy(self)
+        forked = self._copied()
         forked.window = copy.deepcopy(self.window)
         return forked
+
+    def _copied(self) -> Self:
+        """A shallow copy, with counts of its own."""
+        copied = copy.copy(self)
+        copied.state, copied.read = self._counted()
+        copied._uncounted = []
+        return copied
 
     def reopen(self) -> None:
         if self.layout.finalizes_per_sequence:
@@ -250,6 +265,7 @@ class RetrievalLayer(AccumulatingLayer):
 
     def saved(self) -> SavedPart:
         self._settle()
+        self._settle_counts()
         return saving.saved(self)
 
     def restore(self, part: SavedPart, target: RestoreTarget) -> None:
@@ -291,9 +307,31 @@ class RetrievalLayer(AccumulatingLayer):
         """Bytes of the attention sink and the recent window on a device; 0 without a window."""
         return 0 if self.window is None else self.window.nbytes
 
+    # -- statistics
+
+    def count_step(self, counts: StepCounts, number: int = 0) -> None:
+        """Count a decoded token; `number` is that of this layer's group among those of the counts."""
+        self._uncounted.append((counts, number))
+        if len(self._uncounted) == _COUNTED_TOGETHER:
+            self._settle_counts()
+
+    def _settle_counts(self) -> None:
+        self.state, self.read = self._counted()
+        self._uncounted = []
+
+    def _counted(self) -> tuple[RetrievalState, Tally]:
+        """The state and the bytes read, with the counts of the latest steps."""
+        state, uncounted = self.state, list(self._uncounted)
+        if not uncounted:
+            return state, self.read
+        assert self.reading is not None
+        tallies = StepTallies(self.read, state.share, state.blocks).plus(uncounted, self.reading)
+        return replace(state, share=tallies.share, blocks=tallies.blocks), tallies.read
+
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {**self.state.statistics, READ_BYTES.name: self.read.mean}
+        state, read = self._counted()
+        return {**state.statistics, READ_BYTES.name: read.mean}
 
 
 def _needs_window(device: torch.device) -> bool:

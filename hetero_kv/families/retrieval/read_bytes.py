@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.store.pool import BlockPool
 
+#: A number, or an array of one number per step.
+Numbers = Any
+
 
 class SelectionStatistics(NamedTuple):
-    """Selection statistics of a step: Context blocks per kv head, on average.
+    """Selection statistics of a step, or arrays of those of several: Context blocks per kv head, on average.
 
     Attributes:
         attended: blocks attended to.
@@ -24,13 +28,13 @@ class SelectionStatistics(NamedTuple):
             a block.
     """
 
-    attended: float
-    candidates: float = 0.0
-    scored: float = 0.0
-    groups: float = 0.0
-    opened: float = 0.0
-    touched: float | None = None
-    whole: float | None = None
+    attended: Numbers
+    candidates: Numbers = 0.0
+    scored: Numbers = 0.0
+    groups: Numbers = 0.0
+    opened: Numbers = 0.0
+    touched: Numbers | None = None
+    whole: Numbers | None = None
 
 
 class ReadSizes(NamedTuple):
@@ -71,20 +75,20 @@ class ReadSizes(NamedTuple):
             _of_block(pool.value_means),
         )
 
-    def of_step(self, length: int, context: int, taken: SelectionStatistics) -> float:
+    def of_step(self, length: Numbers, context: Numbers, taken: SelectionStatistics) -> Numbers:
         """Bytes per row that a step reads from a sequence of `length` tokens with `context` Context blocks."""
         around, inside = length - context * self.block_size, taken.attended * self.block_size
         blocks, whole = (taken.attended if each is None else each for each in (taken.touched, taken.whole))
         if self.in_window is None:
-            read = float(around * self.token)
-            blocks += -(-around // self.block_size)
+            read = around * float(self.token)
+            blocks = blocks + -(-around // self.block_size)
         else:
-            read = float(around * self.in_window)
-        read += inside * self.token + blocks * self.offset + taken.candidates * self.candidate
-        read += (taken.scored + taken.groups) * self.representatives
+            read = around * float(self.in_window)
+        read = read + inside * self.token + blocks * self.offset + taken.candidates * self.candidate
+        read = read + (taken.scored + taken.groups) * self.representatives
         # A block that is not scored is not estimated either.
-        estimated = max(taken.scored, taken.candidates)
-        left = estimated - whole + taken.groups - taken.opened if estimated else 0
+        estimated = np.maximum(taken.scored, taken.candidates)
+        left = (estimated - whole + taken.groups - taken.opened) * (estimated > 0)
         return read + left * self.value_mean
 
 

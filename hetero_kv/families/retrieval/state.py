@@ -53,13 +53,6 @@ class RetrievalState:
             ATTENDED_BLOCKS.name: self.blocks.mean,
         }
 
-    def counted(self, share: Tally, blocks: Tally) -> RetrievalState:
-        """The state with these tallies. `replace`, which every token of every layer would call, takes twice as long."""
-        return RetrievalState(
-            self.observation, self.candidates, self.preselected_end, self.open_start, self.accumulated, self.recall,
-            share, blocks,
-        )  # fmt: skip
-
     def selected(self, rows: list[int]) -> RetrievalState:
         """The state after a selection of rows: row i takes that of row `rows[i]`."""
         return replace(

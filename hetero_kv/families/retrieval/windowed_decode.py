@@ -38,22 +38,22 @@ class WindowedDecode(RetrievalDecode):
         assert staging is not None
         out, lse = staging.back
         group = GroupRows(layer, step, blocks, is_stored=True)
-        estimated = self._attend_natively(
+        counts = self._attend_natively(
             native, [group], q, k, v, call.scale, call.softcap or 0.0, out, lse, window_lse if weighs else None
         )
         merged, merged_lse = window_step.merged()
         attended = merged_lse
-        if estimated is not None:
+        if counts.masses is not None:
             assert window_lse is not None
-            masses = np.logaddexp(estimated[0], window_lse)
-            self._count([group], masses, estimated[1])
-            attended = torch.from_numpy(masses[0])
+            masses = np.logaddexp(counts.masses, window_lse)
+            attended, counts = torch.from_numpy(masses[0]), counts._replace(masses=masses)
+        layer.count_step(counts)
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
             merged, merged_lse = apply_sink(merged, merged_lse, call.sink)
         if layer.record is not None:
-            self._record_token(layer, blocks, call, merged_lse, None if estimated is None else attended)
+            self._record_token(layer, blocks, call, merged_lse, None if counts.masses is None else attended)
         if self.accumulates:
             seen = np.full(q.shape[:2], np.nan, np.float32)
             self._remember(layer, step, call, q.squeeze(2).copy(), seen)

@@ -69,7 +69,7 @@ class SelfExtendLayer(RetrievalLayer):
         """
 
     def fork(self, memo: dict[int, Any]) -> SelfExtendLayer:
-        forked = copy.copy(self)
+        forked = self._copied()
         forked.rotary = copy.deepcopy(self.rotary, memo)
         if self.window is not None and forked.rotary is not None:
             forked.window = self.window.fork(forked.rotary)
