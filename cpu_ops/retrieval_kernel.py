@@ -42,6 +42,7 @@ from hetero_kv.cpu_ops.step_contract import (
     StepSettings,
 )
 from hetero_kv.cpu_ops.step_parts import (
+    are_drafted,
     are_ranges,
     as_rows_of_heads,
     contexts,
@@ -49,6 +50,7 @@ from hetero_kv.cpu_ops.step_parts import (
     end_of_run,
     merge_into,
     sums_of_powers,
+    tokens_in_last,
     write_numbers,
 )
 from hetero_kv.cpu_ops.step_stages import are_in_pool, attend, choose_by_scores, fits, store
@@ -119,10 +121,17 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
         elif not are_ranges(firsts, ends, used):
             return BAD_CONTEXT
         pool = keys, values, key_offsets, lengths
-        if estimates:
-            start = 0
-            while start < rows:
+        drafted, start = are_drafted(ranges[0], table, used, lengths, settings.block_size), 0
+        while start < rows:
+            stop = rows
+            if drafted:
+                # Rows of one sequence: each attends to its block up to its own token, as in a call of its own.
+                stop, tokens = start + 1, tokens_in_last(ranges[0], table, used, settings.block_size, start)
+                if tokens >= 0:
+                    lengths[table[start, used[start, 0] - 1]] = tokens
+            elif estimates:
                 stop = end_of_run(firsts, ends, start)
+            if estimates:
                 context, counts = contexts(table[start:stop], firsts[start:stop], ends[start:stop])
                 if not are_in_pool(context, counts, len(keys)):
                     return BAD_CONTEXT
@@ -135,19 +144,22 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
                 )  # fmt: skip
                 if not _attend_to_run(run, pool, representatives, coarse, group_vectors, means, settings, calls):
                     return BAD_LISTS
-                start = stop
-        else:
-            if which == CHOSEN:
-                context, counts = contexts(table, firsts, ends)
-                if not choose_by_scores(
-                    queries, representatives, context, counts, positions, allowed, shared, settings, calls
-                ):
-                    return BAD_CONTEXT
-            ids, counts = attended_ids(table, positions, firsts, ends)
-            if settings.rehearses == 0 and not attend(
-                queries, pool, ids, counts, scale, softcap, settings, calls, ATTENDER, attended, lse
-            ):
-                return BAD_LISTS
+            else:
+                own = queries[start:stop], table[start:stop], firsts[start:stop], ends[start:stop]
+                places = positions[start:stop]
+                if which == CHOSEN:
+                    context, counts = contexts(own[1], own[2], own[3])
+                    if not choose_by_scores(
+                        own[0], representatives, context, counts, places, allowed[start:stop], shared, settings, calls
+                    ):
+                        return BAD_CONTEXT
+                ids, counts = attended_ids(own[1], places, own[2], own[3])
+                if settings.rehearses == 0 and not attend(
+                    own[0], pool, ids, counts, scale, softcap, settings, calls, ATTENDER, attended[start:stop],
+                    lse[start:stop],
+                ):  # fmt: skip
+                    return BAD_LISTS
+            start = stop
         if settings.rehearses == 0:
             write_numbers(attended.reshape(rows, kv_heads * group, settings.v_dim), out)
         return stored

@@ -87,6 +87,26 @@ def are_ranges(firsts, ends, used):
 
 
 @kernel_part
+def tokens_in_last(positions, table, used, block_size, row):
+    """Returns how many tokens a row's last block has up to the row's new token; -1 if it is not there.
+
+    positions: [rows], of the new tokens, negative without one. used: [rows, 1], blocks of each row of the table.
+    """
+    last = used[row, 0] - 1
+    return positions[row] % block_size + 1 if positions[row] >= 0 and positions[row] // block_size == last else -1
+
+
+@kernel_part
+def are_drafted(positions, table, used, lengths, block_size):
+    """Returns whether the last block of any row has tokens behind the row's new token: drafts of one sequence."""
+    for row in range(len(table)):
+        tokens = tokens_in_last(positions, table, used, block_size, row)
+        if tokens >= 0 and lengths[table[row, used[row, 0] - 1]] > tokens:
+            return True
+    return False
+
+
+@kernel_part
 def end_of_run(firsts, ends, start):
     """Returns the end of the run of rows from `start` on whose Contexts [first, end) have equally many blocks."""
     stop = start + 1

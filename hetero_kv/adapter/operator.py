@@ -197,7 +197,7 @@ class AttentionOperator(Operator):
             if not prepared:
                 return
             arrays = arrays.of_rows(slice(0, parts[0].rows.start))
-        if not any(step.is_draft for step, _ in prepared) and self.takes_together(prepared):
+        if self.takes_together(prepared):
             self.attend_steps(prepared, arrays, scale, softcap)
             return
         for each in prepared:
@@ -210,7 +210,10 @@ class AttentionOperator(Operator):
         return None
 
     def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
-        """Whether one call of `attend_steps` takes all steps of a forward."""
+        """Whether one call of `attend_steps` takes all steps of a forward.
+
+        Drafted tokens are steps of one sequence. Their blocks have room for all of them already.
+        """
         return len(prepared) == 1
 
     def attend_steps(

@@ -153,6 +153,13 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "a drafted token sees those behind it",
+        "cpu_ops/retrieval_kernel.py",
+        "lengths[table[start, used[start, 0] - 1]] = tokens",
+        "tokens = lengths[table[start, used[start, 0] - 1]]",
+        ("tests/operators/test_ragged_arrays.py::test_a_draft_has_the_logits_of_its_tokens_one_by_one_bit_by_bit",),
+    ),
+    Mutation(
         "forks count their steps together",
         "hetero_kv/families/retrieval/layer.py",
         "copied._uncounted = []",

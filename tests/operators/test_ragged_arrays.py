@@ -9,6 +9,7 @@ from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.threads import set_threads
 from tests.support.ragged_rows import padded, prompt
 from tests.support.tiny_models import tiny_model
 
@@ -135,11 +136,31 @@ def test_drafts_beside_another_row_take_arrays_and_their_tokens_are_as_one_by_on
     ]
 
 
-@pytest.mark.parametrize("recipe", ["dense", "quest", "adaptive"])
-def test_a_draft_has_the_logits_of_its_tokens_one_by_one_bit_by_bit(recipe):
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Torch's number of threads, and that of kernels."""
+    before = torch.get_num_threads()
+    set_threads(request.param)
+    yield
+    set_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("dense", {}),
+        ("quest", {"top_k_blocks": 3}),
+        ("quest", {"top_k_blocks": 3, "kv_type": "FP16"}),
+        ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6}),
+        ("adaptive", {"max_dense_blocks": 2, "top_k_blocks": 6, "attend_to": "blocks"}),
+        ("adaptive", {}),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_a_draft_has_the_logits_of_its_tokens_one_by_one_bit_by_bit(recipe, settings, monkeypatch):
     """Packed weights quantize activations: sums in another order would change a logit by hundredths."""
     model = tiny_model("qwen2")
-    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0"})
+    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0"} | settings)
     forward = ModelForward(model, None)
     tokens = prompt(64, 1).tolist()
     cache = HeteroCache(model, 256)
@@ -147,8 +168,9 @@ def test_a_draft_has_the_logits_of_its_tokens_one_by_one_bit_by_bit(recipe):
     forward.decode([cache], [5])
     new, fork = [(3 * place) % 90 + 2 for place in range(TOKENS)], cache.fork()
     alone = torch.stack([forward.decode([fork], [token])[0] for token in new])
-    found = []
+    found, in_one_call = [], groups_per_call(monkeypatch)
     for at in range(0, TOKENS, 4):
         (logits,), _ = forward.verify([cache], [new[at : at + 4]])
         found.append(logits)
     assert torch.equal(torch.cat(found), alone)
+    assert in_one_call == [count for count in (4, 4, 1) for _ in range(model.config.num_hidden_layers)]

@@ -127,11 +127,18 @@ class RetrievalAttention(ResidentDecode):
         if pool is None or pool.reads_ahead() or any(layer.pool is not pool for layer in layers):
             # Blocks in files are requested for each group.
             return False
+        if any(step.is_draft and self._closes_drafted(step) for step, _ in prepared):
+            return False
         # With a schedule, a selection is stored in each group.
         has_schedule = self.settings.layer_step * self.settings.token_step > 1
         if not has_schedule and all(layer.state.candidates is None for layer in layers):
             return True
         return not any(self._chooses(layers[0].layout.context_blocks(step.length)) for step, _ in prepared)
+
+    def _closes_drafted(self, step: Step) -> bool:
+        """Whether a step closes a block with drafted tokens, which are not stored yet if all steps are one call."""
+        layout = step.group.layers[self.layer_idx].layout
+        return step.blocks(layout).newly_finalized[1] * layout.block_size > step.group.length
 
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
