@@ -24,7 +24,7 @@ def best_blocks(scores, count, candidates, shared, reduce):
     rows, kv_heads = scores.shape[:2]
     lists = 1 if shared else kv_heads
     reduced = reduced_scores(scores, shared, reduce)
-    found = np.empty((rows * lists, count), np.int32)
+    found = np.full((rows * lists, count), -1, np.int32)
     blocks = np.full(rows * lists, scores.shape[3], np.int32)
     select(reduced, blocks, np.full(rows * lists, count, np.int32), found)
     positions = found.reshape(rows, lists, count)

@@ -49,8 +49,8 @@ from hetero_kv.cpu_ops.step_parts import (
     copy_into,
     end_of_run,
     merge_into,
+    show_up_to,
     sums_of_powers,
-    tokens_in_last,
     write_numbers,
 )
 from hetero_kv.cpu_ops.step_stages import are_in_pool, attend, choose_by_scores, fits, store
@@ -121,14 +121,13 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
         elif not are_ranges(firsts, ends, used):
             return BAD_CONTEXT
         pool = keys, values, key_offsets, lengths
-        drafted, start = are_drafted(ranges[0], table, used, lengths, settings.block_size), 0
+        drafted, start = are_drafted(ranges[0], table, used, settings.block_size), 0
         while start < rows:
             stop = rows
             if drafted:
-                # Rows of one sequence: each attends to its block up to its own token, as in a call of its own.
-                stop, tokens = start + 1, tokens_in_last(ranges[0], table, used, settings.block_size, start)
-                if tokens >= 0:
-                    lengths[table[start, used[start, 0] - 1]] = tokens
+                # Each attends to its block up to its own token, as in a call of its own.
+                stop = start + 1
+                show_up_to(ranges[0, start], table[start], lengths, settings.block_size)
             elif estimates:
                 stop = end_of_run(firsts, ends, start)
             if estimates:

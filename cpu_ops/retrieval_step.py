@@ -255,7 +255,8 @@ class RetrievalStep:
         must own `threads.one_kernel_at_a_time`.
 
         Each row is attended to as in a call of its own, whatever the lengths of the others; a row with an empty Context
-        attends to all its blocks.
+        attends to all its blocks. Consecutive tokens of one sequence are neighbouring rows in their order; each sees
+        the ones before it, and `lengths` of their blocks are written.
 
         Returns the largest magnitude that was stored (0 if nothing was), or infinity or NaN if one was stored. Raises
         IndexError for positions, ids and lengths outside the pool, ValueError for other shapes and TypeError for other

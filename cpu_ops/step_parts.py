@@ -87,23 +87,23 @@ def are_ranges(firsts, ends, used):
 
 
 @kernel_part
-def tokens_in_last(positions, table, used, block_size, row):
-    """Returns how many tokens a row's last block has up to the row's new token; -1 if it is not there.
+def are_drafted(positions, table, used, block_size):
+    """Returns whether rows are consecutive tokens of one sequence: the block of one is also the next one's.
 
     positions: [rows], of the new tokens, negative without one. used: [rows, 1], blocks of each row of the table.
     """
-    last = used[row, 0] - 1
-    return positions[row] % block_size + 1 if positions[row] >= 0 and positions[row] // block_size == last else -1
+    for row in range(len(table) - 1):
+        block = positions[row] // block_size
+        if positions[row] >= 0 and block < used[row + 1, 0] and table[row, block] == table[row + 1, block]:
+            return True
+    return False
 
 
 @kernel_part
-def are_drafted(positions, table, used, lengths, block_size):
-    """Returns whether the last block of any row has tokens behind the row's new token: drafts of one sequence."""
-    for row in range(len(table)):
-        tokens = tokens_in_last(positions, table, used, block_size, row)
-        if tokens >= 0 and lengths[table[row, used[row, 0] - 1]] > tokens:
-            return True
-    return False
+def show_up_to(position, ids, lengths, block_size):
+    """Make the block of the token at `position`, among ids [blocks], end with that token."""
+    if position >= 0:
+        lengths[ids[position // block_size]] = position % block_size + 1
 
 
 @kernel_part

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numba
 import torch
 
@@ -20,17 +17,3 @@ def set_threads(threads: int) -> None:
     # First: this starts Numba's threads, which sets torch's number to Numba's.
     numba.set_num_threads(at_most(threads))
     torch.set_num_threads(threads)
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Within this context the torch calls of this thread use no others.
-
-    For many calls with some ten thousand numbers each: to wake another thread takes longer than it saves.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -7,9 +7,6 @@ import sys
 
 import numba
 import pytest
-import torch
-
-from hetero_kv.threads import one_torch_thread
 
 # Fresh, for the pool is started once: by the first kernel.
 PROGRAM = """
@@ -30,17 +27,3 @@ def test_a_kernel_leaves_torchs_number_of_threads_unchanged(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1"]
-
-
-def test_torch_uses_one_thread_within_the_context_alone():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with one_torch_thread():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-        with pytest.raises(ZeroDivisionError), one_torch_thread():
-            raise ZeroDivisionError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -195,7 +196,9 @@ def joined_rows(outputs: Sequence[Any], slices: Sequence[BatchSlice], call: Mode
                 f"the model returns {name} {list(last[name].shape)} for rows of different lengths, but one entry per "
                 "token is needed; pass rows of equal length together, or each row by itself"
             )
-        joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2])
+        # Logits of few tokens may be of a wider type.
+        dtype = reduce(torch.promote_types, [output[name].dtype for output in outputs])
+        joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2], dtype=dtype)
         for output, batch_slice in zip(outputs, slices, strict=True):
             whole[batch_slice.rows, tokens - output[name].shape[1] :] = output[name]
     return replace(last, **joined)

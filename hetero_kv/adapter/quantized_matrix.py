@@ -18,7 +18,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved
-from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
+from hetero_kv.weights.packed_weight import PackedWeight
 from hetero_kv.weights.quantized_weight import QuantizedWeight, bytes_tensor
 
 if TYPE_CHECKING:
@@ -229,8 +229,7 @@ class QuantizedLinear(QuantizedMatrix):
     multiplied in the model's dtype.
 
     Attributes:
-        gives_logits: whether the products are the model's logits. Those of few rows stay float32 on a CPU: rounding
-            them to bfloat16 takes as long as a tenth of the product, and makes ties of different logits.
+        gives_logits: whether the products are the model's logits. On a CPU those of few rows stay float32.
     """
 
     meaning = QUANTIZED_LINEAR.meaning
@@ -250,9 +249,10 @@ class QuantizedLinear(QuantizedMatrix):
             self.require_empty("weight")
             if self.inputs is not None:
                 x = x[..., self.inputs]
-            if self.gives_logits and x.device.type == "cpu" and x[..., 0].numel() <= FEW_ROWS:
-                x = x.float()
-            return quantized.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
+            multiply = quantized.multiply
+            if self.gives_logits and isinstance(quantized, QuantizedWeight):
+                multiply = quantized.logits
+            return multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
         weight = self.wrapped.weight
         y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)
         return y if bias is None else y + bias

@@ -279,7 +279,7 @@ class HeteroCache(PrefillProgress, HFInterface):
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         clone.in_use = ExclusiveUse()
-        clone.on_progress, clone.request = None, ForwardRequest()
+        clone.on_progress, clone.request, clone.go_back = None, ForwardRequest(), None
         memo: dict[int, Any] = {}
         clone._set_groups([group.fork(memo) for group in self.groups])
         clone._plan = self._plan.fork()

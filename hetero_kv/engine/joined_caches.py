@@ -63,7 +63,7 @@ def joined(
     counts = [1] * len(caches) if tokens is None else list(tokens)
     joint: HeteroCache = object.__new__(HeteroCache)
     joint.__dict__.update(first.__dict__)
-    joint.in_use, joint.on_progress, joint.columns = ExclusiveUse(), None, PaddingMask()
+    joint.in_use, joint.on_progress, joint.columns, joint.go_back = ExclusiveUse(), None, PaddingMask(), None
     joint.mapped_files = tuple({id(file): file for cache in everything for file in cache.mapped_files}.values())
     joint._set_groups([group for cache in caches for group in cache.groups])
     with ExitStack() as used:

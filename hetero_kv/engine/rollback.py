@@ -15,7 +15,7 @@ from hetero_kv.engine.interrupts import run_to_completion
 
 
 def rollback_point(cache: Cache) -> Callable[[], None]:
-    """A repeatable function that returns every layer to its present state.
+    """A repeatable function that returns every layer to its present state; a joint cache to that before its forward.
 
     For a HeteroCache, and for transformers' dynamic caches.
     """

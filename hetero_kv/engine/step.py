@@ -42,7 +42,7 @@ class StepBlocks:
         length: tokens in blocks at the end of the step.
         finalized: `layout.finalized` of the sequences at the end of the step.
         newly_finalized: blocks [first, end) that this step finalizes.
-        lengths: [num_blocks] int32, tokens written in each block of the pools; kernels read it.
+        lengths: [num_blocks] int32, tokens written in each block of the pools, for kernels.
     """
 
     table: np.ndarray

@@ -21,7 +21,7 @@ class BlockAllocator:
 
     Attributes:
         num_blocks: 0 until `provide`.
-        lengths: [num_blocks] int32, the tokens written in each block; kernels read it.
+        lengths: [num_blocks] int32, the tokens written in each block, for kernels.
         pools: the blocks' contents, one pool per layer of the layout, by layer index.
         is_shared: whether sequences have ever shared a block.
     """

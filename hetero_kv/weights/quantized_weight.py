@@ -140,11 +140,15 @@ class QuantizedWeight(PackedWeight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See PackedWeight."""
+        return self.logits(x, bias).to(x.dtype)
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `multiply`, but products with codes stay float32. Rounding them to bfloat16 makes ties of other logits."""
         if len(x) > FEW_ROWS and len(x) > most_rows_of_codes(self.name, x.dtype):
             y = self._multiply_unpacked(x)
         else:
             out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
-            y = torch.from_numpy(out).to(x.dtype)
+            y = torch.from_numpy(out)
         return y if bias is None else y + bias
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:

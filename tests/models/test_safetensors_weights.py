@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.weights.quantized_weight import most_rows_of_codes
 from tests.support.tiny_models import tiny_model
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
@@ -69,6 +70,36 @@ def test_logits_of_few_tokens_are_not_rounded(tiny_directory):
     head = model.lm_head.quantized
     torch.testing.assert_close(logits[0], head.multiply(hidden[0][0].float()), rtol=0, atol=0)
     assert model.model.layers[0].mlp.up_proj(hidden[0]).dtype is torch.bfloat16
+
+
+@pytest.fixture
+def few(tiny_directory):
+    """A packed model in bfloat16, and the most tokens that are multiplied with its codes."""
+    model = load_model(tiny_directory, dtype="bfloat16").model
+    inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
+    return model, most_rows_of_codes("Q8_0", torch.bfloat16)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_logits_are_not_rounded_as_long_as_their_sums_are_those_of_one_token(few, more):
+    model, most = few
+    logits = model(torch.arange(most + more)[None] % 90, past_key_values=HeteroCache(model, 256)).logits
+    assert logits.dtype is (torch.bfloat16 if more else torch.float32)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_rows_of_several_lengths_keep_the_logits_of_few_tokens(few, order):
+    model, most = few
+    prompts = [torch.arange(count) % 90 for count in (7, most + 20)][::order]
+    ids = torch.zeros(2, most + 20, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
+    together = model(ids, attention_mask=mask, past_key_values=HeteroCache(model, 256)).logits
+    row = int(len(prompts[0]) > 7)
+    alone = model(prompts[row][None], past_key_values=HeteroCache(model, 256)).logits
+    assert alone.dtype is torch.float32
+    torch.testing.assert_close(together[row, -7:], alone[0], rtol=0, atol=0)
 
 
 def test_numbers_stay_numbers_and_have_no_operators(tiny_directory):

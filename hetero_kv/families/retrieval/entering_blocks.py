@@ -9,10 +9,12 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.representatives import Representing
 from hetero_kv.store.pool_arrays import represent_blocks
-from hetero_kv.threads import one_torch_thread
 
 # The most blocks whose keys are in memory as float32 at a time.
 _AT_ONCE = 256
+# Torch shares out an operation on more numbers than this among its threads. Up to so many times as many that takes
+# longer than the operation by one thread.
+_SHARED_OUT, _FEW = 32768, 4
 _REPRESENTED = "layers whose entering blocks are represented"
 
 
@@ -36,8 +38,11 @@ def represented_with_others(layer: RetrievalLayer, step: Step, start: int, end: 
     ids = torch.from_numpy(step.blocks(layer.layout).table[:, start:end].astype(np.int64).ravel())
     if len(pools) * len(ids) > _AT_ONCE:
         return False
-    with one_torch_thread():
-        represent_blocks(list(pools.values()), ids, represent)
+    every, of_layer = list(pools.values()), len(ids) * pools[id(layer)].keys[0].numel()
+    is_short = len(every) * of_layer <= _FEW * _SHARED_OUT
+    several = max(1, _SHARED_OUT // of_layer) if is_short else len(every)
+    for first in range(0, len(every), several):
+        represent_blocks(every[first : first + several], ids, represent)
     done.update(pools)
     return True
 
