@@ -37,6 +37,8 @@ _QUOTING = (
     "Rename the function `{name}` of the text above to `renamed_{name}`, and give the whole function.",
     "Quote the first lines of the function `{name}` above, then say in one sentence what it does.",
 )
+# So many that every way finds the same part of a question in memory, all but its last token.
+_KEPT = 256
 _OPEN = (
     "Write a short story about a lighthouse keeper who collects clocks.",
     "What should somebody know before moving to another country?",
@@ -153,7 +155,7 @@ def main() -> None:
         # A request cannot load a draft model.
         with Engine(
             model, max_seq_len=max(lengths) + 1024, max_batch=flags.rows, checkpoint_gb=0, speculation=way,
-            starts_thread=False,
+            starts_thread=False, kept_prefixes=_KEPT,
         ) as engine:  # fmt: skip
             if engine.speculation == "off":
                 raise SystemExit(f"{way} has nothing to guess: {engine._scheduler.forward.why_no_drafts}")

@@ -15,7 +15,6 @@ from tests.support.slow_variants import with_few
 FIRST = PROMPTS[3]
 FOLLOWING, BRANCH = [*FIRST, *PROMPTS[1]], [*FIRST[:150], *PROMPTS[7]]
 ONE = SamplingParams(max_new_tokens=1)
-ADDRESS = "faulty://engines"
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_listed")
 
@@ -31,12 +30,18 @@ def always_listed(monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def folder(tmp_path):
+    """A folder at the address, which the late uploads of other tests do not reach."""
+    return tmp_path.name
+
+
+@pytest.fixture
+def machine(tmp_path, folder, monkeypatch):
     """An engine with a disk cache of its own."""
 
     def engine(name, recipe="dense", architecture="llama", **settings):
         monkeypatch.setenv("HETERO_KV_HOME", str(tmp_path / name))
-        return engine_of(recipe, architecture, context_folder=ADDRESS, **settings)
+        return engine_of(recipe, architecture, context_folder=f"faulty://{folder}", **settings)
 
     return engine
 
@@ -64,19 +69,19 @@ def test_layers_that_cannot_go_back_find_whole_sequences(machine):
             assert found.tokens == alone(engine, tokens)
 
 
-def test_what_is_in_memory_is_not_fetched(machine):
+def test_what_is_in_memory_is_not_fetched(machine, folder):
     with machine("one") as engine:
         engine.generate(FIRST, ONE).result()
     with machine("two") as engine:
         engine.generate(FIRST, ONE).result()
         for path in list(FaultyFiles.store):
-            if "/blocks/" in path:
+            if f"/{folder}/blocks/" in path:
                 FaultyFiles().rm_file(path)
         found = engine.generate(FOLLOWING, GREEDY).result()
         assert (found.cached_tokens, found.reuse.source) == (len(FIRST), "memory")
 
 
-def test_requests_go_on_while_the_address_is_away_and_use_it_when_it_is_back(machine, caplog):
+def test_requests_go_on_while_the_address_is_away_and_use_it_when_it_is_back(machine, folder, caplog):
     with machine("one") as engine:
         engine.generate(FIRST, ONE).result()
     FaultyFiles.error = OSError("Connection refused")
@@ -93,7 +98,7 @@ def test_requests_go_on_while_the_address_is_away_and_use_it_when_it_is_back(mac
         assert (found.cached_tokens, found.reuse.source) == (len(FIRST), "disk")
         assert found.tokens == alone(engine, FOLLOWING)
     # What was computed meanwhile has been uploaded since.
-    assert len([path for path in FaultyFiles.store if "/contexts/" in path]) == 3
+    assert len([path for path in FaultyFiles.store if f"/{folder}/contexts/" in path]) == 3
 
 
 def test_a_request_does_not_wait_for_one_that_fetches_and_can_be_cancelled_meanwhile(machine):
