@@ -54,9 +54,10 @@ def test_every_frame_of_ours_has_a_name_and_is_within_a_layer_or_outside(with_it
     assert len(frames["per_token"]) == BLOCK
     assert sum(frames["per_token"]) == sum(frames["calls"].values()) * BLOCK
     assert all(0 < outside < ours for ours, outside in zip(frames["per_token"], frames["outside_layers"], strict=True))
-    # Both layers of `quest` are dense here, in which every token does the same but those at the edges of a block.
+    # Both layers of `quest` are dense here, in which every token does the same but those at the edges of a block, and
+    # the one at which the counts of many become statistics.
     usual = max(frames["per_token"], key=frames["per_token"].count)
-    assert sum(count != usual for count in frames["per_token"]) <= 2
+    assert sum(count != usual for count in frames["per_token"]) <= 3
     assert any(name.endswith("RetrievalStep.__call__") for name in frames["calls"])
 
 
@@ -65,9 +66,10 @@ def test_the_profiler_gives_time_to_the_model_to_kernels_and_to_what_every_token
     spent = with_itself[NOW]["profiled_ms_per_token"]
     assert spent["(model)"] > 0
     # Less often than once per token are those that see new shapes for the first time; what `dataclass` wrote is in no
-    # file, and its time is its caller's.
+    # file, and its time is its caller's; counts become statistics at one token in 64.
     calls = with_itself[NOW]["frames"]["calls"].items()
-    called = {name for name, number in calls if number >= 1 and "__create_fn__" not in name}
+    elsewhere = "__create_fn__", "StepTallies.plus"
+    called = {name for name, number in calls if number >= 1 and not any(map(name.count, elsewhere))}
     assert {"(kernels)", *called} <= set(spent)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_kv.cpu_ops.step_contract import ATTENDED, CHOSEN
+from hetero_kv.cpu_ops.step_contract import ATTENDED, CHOSEN, SCORED, TOUCHED, WHOLE
 from hetero_kv.engine.statistics import Tally
 from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
 
@@ -54,14 +54,6 @@ class StepCounts(NamedTuple):
     masses: np.ndarray | None
     varies: bool
 
-    def selection(self, number: int) -> tuple[float, ...]:
-        """A group's `SelectionStatistics`, unless `taken` has them."""
-        context = self.groups.contexts[number]
-        if not self.groups.chosen[number]:
-            return context, 0, 0, 0, 0, context, context
-        attended = min(self.most, context)
-        return attended, 0, (self.allowed or context) if self.which == CHOSEN else 0, 0, 0, attended, attended
-
 
 class StepTallies(NamedTuple):
     """A layer's tallies of decoded tokens.
@@ -80,9 +72,15 @@ class StepTallies(NamedTuple):
         """The tallies with the counts of further steps of a layer, in their order, and its number among the groups."""
         lengths = np.array([each.groups.lengths[number] for each, number in steps])
         contexts = np.array([each.groups.contexts[number] for each, number in steps])
-        selections = np.array([each.selection(number) for each, number in steps], dtype=np.float64)
-        chosen = [each.taken is not None and each.groups.chosen[number] for each, number in steps]
-        if any(chosen):
+        chooses = np.array([each.groups.chosen[number] for each, number in steps])
+        attended_blocks = np.where(chooses, np.minimum([each.most for each, _ in steps], contexts), contexts)
+        allowed = np.array([each.allowed for each, _ in steps])
+        scores = chooses & np.array([each.which == CHOSEN for each, _ in steps])
+        selections = np.zeros((len(steps), len(SelectionStatistics._fields)))
+        selections[:, [ATTENDED, TOUCHED, WHOLE]] = attended_blocks[:, None]
+        selections[:, SCORED] = np.where(scores, np.where(allowed, allowed, contexts), 0)
+        chosen = chooses & np.array([each.taken is not None for each, _ in steps])
+        if chosen.any():
             of_steps = [
                 each.taken[each.groups.rows[number]]
                 for each, number in steps
