@@ -250,7 +250,7 @@ class RetrievalLayer(AccumulatingLayer):
         return forked
 
     def _copied(self) -> Self:
-        """A shallow copy, with counts of its own."""
+        """A shallow copy, whose steps are counted separately."""
         copied = copy.copy(self)
         copied.state, copied.read = self._counted()
         copied._uncounted = []
