@@ -20,8 +20,11 @@ from rich.table import Table
 
 from benchmarks.timing import interleaved_samples, seconds
 from benchmarks.weight_bandwidth import COLUMNS, Weights
+from hetero_kv.cpu_ops.prompt_products import multiply_prompt
 from hetero_kv.cpu_ops.quantized_linear import multiply
 from hetero_kv.threads import set_threads
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
+from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import QuantizedWeight, kernel_threads_of_torch, most_rows_of_codes
 
 DEFAULT_ROWS = "1,2,3,4,8,16,32,48,64,96,128"
@@ -50,8 +53,12 @@ def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> lis
 
 
 def _by_codes(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
-    numbers = x.float().contiguous().numpy()
-    return torch.from_numpy(multiply(numbers, (weight.matrix,), kernel_threads_of_torch())[0]).to(x.dtype)
+    threads = kernel_threads_of_torch()
+    if len(x) > FEW_ROWS and x.dtype in ARRAY_DTYPES:
+        out = torch.empty((len(x), weight.shape[0]), dtype=x.dtype)
+        multiply_prompt(bits(x), weight.matrix, bits(out), threads=threads)
+        return out
+    return torch.from_numpy(multiply(x.float().contiguous().numpy(), (weight.matrix,), threads)[0]).to(x.dtype)
 
 
 def main() -> None:

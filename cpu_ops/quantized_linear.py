@@ -25,8 +25,10 @@ from hetero_kv.cpu_ops.weight_blocks import pack
 from hetero_kv.cpu_ops.weight_dots import dots_address, rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
 
-# Numbers of the part of a matrix that all passes of rows use in turn: at eight bits, half of the smallest L2 cache.
+# Bytes of activations, and numbers of a matrix, that passes use in turn: together they stay in a core's L2 cache.
 _CACHED = 1 << 17
+# Rows from which on all threads quantize them.
+_SHARED_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def multiply_runs(
         np.int64,
     )
     with kernel_threads(threads) as used:
-        addresses = all_threads(), multiply_region()
+        addresses = all_threads(), _quantize_region(), multiply_region()
         _multiplier()(*addresses, np.ascontiguousarray(x), table, out, rows_per_pass(), used)
     return [out[:, column : column + count] for column, count in zip(starts, outputs, strict=False)]
 
@@ -159,6 +161,13 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
             out[row, out_column + first * TILE + i] = results[row, i]
 
 
+@device_function
+def rows_in_cache(columns, per_pass):
+    """Returns how many rows of int8 codes pass over all tiles before the next ones: they stay in a core's cache."""
+    wide = 2 * per_pass
+    return max(wide, _CACHED // columns // wide * wide)
+
+
 @njit(nogil=True, inline="always")
 def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, out_column, first, end):
     """Compute tiles `first` to `end` of a matrix for all rows; write out [rows, width] from `out_column` on.
@@ -172,25 +181,27 @@ def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, ou
     if per_pass < 2 * rows < 2 * per_pass and first < end:
         _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
         return
-    # If rows take several passes, process as many tiles at a time as stay in a core's cache between passes.
+    # Some rows at a time pass over all tiles, and all passes of these rows over a few tiles at a time.
     wide = 2 * per_pass
+    row_block = rows_in_cache(columns * codes.itemsize, per_pass)
     passes_once = rows in (1, per_pass, wide)
     together = end - first if passes_once else max(1, _CACHED // (TILE * columns))
-    chunk = first
-    while chunk < end:
-        chunk_end, row = min(chunk + together, end), 0
-        while row < rows:
-            left = rows - row
-            count = wide if left >= wide else per_pass if 2 * left > per_pass else 1
-            # The last pass overlaps the one before, and computes the shared rows again with equal bits.
-            row = min(row, rows - count)
-            call_dots(
-                several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
-                scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
-                out.ctypes.data + row * stride + out_column * 4, stride, columns, chunk, chunk_end, count,
-            )  # fmt: skip
-            row += count
-        chunk = chunk_end
+    for start in range(0, rows, row_block):
+        stop, chunk = min(start + row_block, rows), first
+        while chunk < end:
+            chunk_end, row = min(chunk + together, end), start
+            while row < stop:
+                left = stop - row
+                count = wide if left >= wide else per_pass if 2 * left > per_pass else 1
+                # The last pass overlaps the one before, and computes the shared rows again with equal bits.
+                row = min(row, rows - count)
+                call_dots(
+                    several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
+                    scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
+                    out.ctypes.data + row * stride + out_column * 4, stride, columns, chunk, chunk_end, count,
+                )  # fmt: skip
+                row += count
+            chunk = chunk_end
 
 
 @njit(nogil=True, inline="always")
@@ -242,20 +253,41 @@ def multiply_region() -> int:
     return address_of(multiply)
 
 
+@region_arguments("quantize")
+def _quantized(_: str) -> tuple[Any, ...]:
+    """(x, codes, scales, sums), as for `activations.quantize_rows`."""
+    return _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C")
+
+
+@cache
+def _quantize_region() -> int:
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True)
+    def quantize(thread, threads, arguments):
+        x, codes, scales, sums = arguments_at("quantize", "", arguments)
+        first, end = len(x) * thread // threads, len(x) * (thread + 1) // threads
+        quantize_rows(x[first:end], codes[first:end], scales[first:end], sums[first:end])
+        return np.int64(0 * code_version)
+
+    return address_of(quantize)
+
+
 @cache
 def _multiplier() -> Any:
     code_version = CODE_VERSION
 
     integer = types.int64
 
-    @njit(types.void(integer, integer, _REAL2, _TABLE, _REAL2, integer, integer), cache=True, nogil=True)
-    def multiply_all(run, region, x, table, out, per_pass, threads):
+    @njit(types.void(integer, integer, integer, _REAL2, _TABLE, _REAL2, integer, integer), cache=True, nogil=True)
+    def multiply_all(run, quantize, region, x, table, out, per_pass, threads):
         rows, columns = x.shape
         codes = np.empty((rows, columns), np.int8)
         scales = np.empty((rows, columns // GROUP), np.float32)
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
         if not table[:, 7].all():
-            quantize_rows(x, codes, scales, sums)
+            sharing = threads if rows >= _SHARED_ROWS else 1
+            run_region("quantize", "", run, quantize, sharing, (x, codes, scales, sums))
         run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass))
 
     return multiply_all

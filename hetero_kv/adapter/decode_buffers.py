@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
 _Shape = tuple[int, tuple[int, int, int], int, torch.dtype]
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.adapter.llama_layer import NONE, float32_array, norm_of
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.cpu_ops.weight_formats import GROUP
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.weights.quantized_weight import QuantizedWeight
 
 _UNUSED = "rotary_emb"

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.decoder_form import has_own_numbers
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.adapter.llama_layer import GATES
 from hetero_kv.cpu_ops.expert_products import expert_regions, experts_output
 from hetero_kv.cpu_ops.gates import CLAMPED_SWIGLU, SILU
@@ -21,6 +20,7 @@ from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE
 from hetero_kv.weights.expert_weights import ExpertWeights
 from hetero_kv.weights.experts_form import ExpertsForm
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.weights.quantized_weight import kernel_threads_of_torch
 
 #: Attributes of experts with their own kind of gate (gpt-oss's): its sharpness and its limit.

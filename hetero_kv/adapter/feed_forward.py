@@ -16,7 +16,6 @@ from hetero_kv.adapter.decoder_form import (
     floats_of,
     has_own_numbers,
 )
-from hetero_kv.adapter.kernel_arrays import NAMES
 from hetero_kv.adapter.llama_layer import GATES, MLP
 from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.cpu_ops.fused_decode_layer import attention_output, gate_region
@@ -27,6 +26,7 @@ from hetero_kv.cpu_ops.routing import router_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import TILE
+from hetero_kv.weights.kernel_arrays import NAMES
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 # LFM2's names, of an MLP whose activation is no module.

@@ -19,7 +19,6 @@ from hetero_kv.adapter.decode_buffers import decode_buffers, hidden_array, new_h
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_factors, applied_norm, floats_of
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.adapter.llama_layer import (
     NONE,
     READ_NUMBERS,
@@ -35,6 +34,7 @@ from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that

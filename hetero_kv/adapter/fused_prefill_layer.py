@@ -19,7 +19,6 @@ from torch import nn
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, has_own_hooks
-from hetero_kv.adapter.kernel_arrays import bits
 from hetero_kv.adapter.llama_layer import (
     GATES,
     HEAD_NORMS,
@@ -34,6 +33,7 @@ from hetero_kv.adapter.llama_layer import (
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops import fused_prefill_layer
 from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.weights.kernel_arrays import bits
 
 #: Largest relative difference (of norms) from the wrapped layer: sums in another order may round differently, and so
 #: may numbers that are quantized from them.

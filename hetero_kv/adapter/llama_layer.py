@@ -22,9 +22,9 @@ import torch
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kept_trials import TRIALS_OF_MODEL
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops.gates import GELU_TANH, SILU
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
 _logger = logging.getLogger(__name__)
 

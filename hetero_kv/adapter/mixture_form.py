@@ -20,11 +20,11 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import are_packed, floats_of, has_own_numbers
 from hetero_kv.adapter.expert_products import ExpertProducts
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.llama_layer import GATES, MLP
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.cpu_ops.routing import SIGMOID, SOFTMAX
 from hetero_kv.cpu_ops.weight_formats import GROUP
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
@@ -24,6 +23,7 @@ from hetero_kv.cpu_ops.routing import router_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 

@@ -12,7 +12,7 @@ from hetero_kv.adapter.expert_products import ExpertProducts
 from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.weights.expert_weights import chooses_on_device, multiply_experts, multiply_experts_of_rows
 from hetero_kv.weights.packed_weight import FEW_ROWS
-from hetero_kv.weights.quantized_weight import codes_are_always_faster, most_rows_of_codes
+from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 if TYPE_CHECKING:
     from hetero_kv.adapter.quantized_experts import QuantizedExperts
@@ -52,11 +52,9 @@ class RoutedExperts:
         products = self.products() if x.device.type == "cpu" else None
         if products is None:
             return self._run_by_run(x, chosen, shares)
-        if codes_are_always_faster(x.dtype):
-            return self._by_codes(products, x, chosen, shares)
         most = self.most_rows_of_codes(x.dtype)
         if len(x) <= most:
-            return products.output(x, chosen, shares).to(x.dtype)
+            return self._by_codes(products, x, chosen, shares)
         counts = chosen.flatten().bincount(minlength=self._wrapped.num_experts + 1)[: self._wrapped.num_experts]
         return self._in_parts(products, x, chosen, shares, counts, most)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from functools import cache, cached_property
@@ -11,6 +12,7 @@ import torch
 
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.cpu_features import isa
+from hetero_kv.cpu_ops.prompt_products import multiply_prompt
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
@@ -18,6 +20,7 @@ from hetero_kv.cpu_ops.weight_formats import FORMATS, TILE
 from hetero_kv.cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.malloc_tuning import give_back_freed_memory
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
 _PIECE_BYTES = 8 << 20
@@ -25,8 +28,8 @@ _PIECE_BYTES = 8 << 20
 _STEP_ROWS = 4096
 _SHORT_NUMBERS = frozenset({"F16", "BF16"})
 _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
-# Rows up to which reading codes repeatedly costs less than unpacking weights once (`benchmarks.few_rows`), without and
-# with AMX tiles that multiply bfloat16.
+# Rows up to which reading codes repeatedly costs less than unpacking weights once (`benchmarks.few_rows`), without dot
+# products of bytes, and with AMX tiles that multiply bfloat16.
 _ROWS_BY_CODES, _ROWS_BESIDE_TILES = 96, 48
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
@@ -39,21 +42,16 @@ def kernel_threads_of_torch() -> int:
 def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
     """The most rows of activations of `dtype` that a CPU multiplies with codes of format `name` instead of numbers.
 
-    It is `FEW_ROWS` for 16-bit numbers, and for instruction sets without a measurement. Under AVX2 unsigned codes would
-    be faster for any rows (768 rows: 0.54 to 0.81 of the time, Zen 3), but a long prompt is computed by its numbers.
+    With int8 dot products of AVX-512 or AVX-VNNI that is any number, unless AMX multiplies bfloat16: codes take a
+    quarter of float32's instructions, half of bfloat16's, and nothing is unpacked. It is `FEW_ROWS` for 16-bit numbers,
+    and for instruction sets without a measurement. Under AVX2 unsigned codes would be faster for any rows (768 rows:
+    0.54 to 0.81 of the time, Zen 3), but a long prompt is computed by its numbers.
     """
     if FORMATS[name].number or isa() not in ("avx2", "avx512"):
         return FEW_ROWS
-    return _ROWS_BESIDE_TILES if dtype is torch.bfloat16 and multiplies_by_tiles() else _ROWS_BY_CODES
-
-
-def codes_are_always_faster(dtype: torch.dtype) -> bool:
-    """Whether a CPU multiplies any number of rows of `dtype` faster with codes than with numbers.
-
-    So it is for float32 where the CPU has int8 dot products: these take a quarter of the instructions, and nothing is
-    unpacked (`benchmarks.few_rows --dtype float32`).
-    """
-    return dtype is torch.float32 and dot_instruction() in ("vnni512", "vnni256")
+    if dtype is torch.bfloat16 and multiplies_by_tiles():
+        return _ROWS_BESIDE_TILES
+    return sys.maxsize if dot_instruction() in ("vnni512", "vnni256") else _ROWS_BY_CODES
 
 
 class _Scratch(threading.local):
@@ -140,7 +138,12 @@ class QuantizedWeight(PackedWeight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See PackedWeight."""
-        return self.logits(x, bias).to(x.dtype)
+        if not self._is_prompt_of_codes(x):
+            return self.logits(x, bias).to(x.dtype)
+        y = torch.empty((len(x), self.shape[0]), dtype=x.dtype)
+        added = None if bias is None else bias.detach().float().numpy()
+        multiply_prompt(bits(x.detach().contiguous()), self.matrix, bits(y), added, kernel_threads_of_torch())
+        return y
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """As `multiply`, but products with codes stay float32. Rounding them to bfloat16 makes ties of other logits."""
@@ -150,6 +153,10 @@ class QuantizedWeight(PackedWeight):
             out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
             y = torch.from_numpy(out)
         return y if bias is None else y + bias
+
+    def _is_prompt_of_codes(self, x: torch.Tensor) -> bool:
+        most = most_rows_of_codes(self.name, x.dtype)
+        return self.has_codes and FEW_ROWS < len(x) <= most and x.dtype in ARRAY_DTYPES
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = self.shape
@@ -195,6 +202,7 @@ def _compile_kernels(name: str, dtype: torch.dtype, instruction_set: str) -> Non
     columns = FORMATS[name].columns
     data = np.zeros(FORMATS[name].packed_bytes(TILE, columns), np.uint8)
     tile = QuantizedWeight(PackedMatrix(data, name, TILE, columns))
-    tile.multiply(torch.zeros(1, columns))
+    for rows in (1, FEW_ROWS + 1):
+        tile.multiply(torch.zeros(rows, columns, dtype=dtype))
     tile.unpacked(dtype)
     tile.rows(torch.zeros(1, dtype=torch.int64), dtype)

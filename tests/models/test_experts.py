@@ -9,7 +9,6 @@ import torch
 from gguf import GGMLQuantizationType
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, models, open_model
-from hetero_kv.adapter import routed_experts
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.models import packed_cache
@@ -17,6 +16,7 @@ from hetero_kv.models.gguf import packed_tensors
 from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
+from hetero_kv.weights import quantized_weight
 from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_qwen2 import END_OF_TEXT, TOKENS, tiny_tokenizer
@@ -43,11 +43,15 @@ def states(rows):
     return torch.randn(rows, 64, generator=generator), chosen, torch.rand(rows, 2, generator=generator)
 
 
+@pytest.fixture
+def prompts_by_numbers(monkeypatch):
+    """With activations of 8 bits more tokens of a long prompt choose other experts."""
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
+
+
 def results_of(modules):
     """What experts give for few rows, and for more than are multiplied with codes where numbers are faster."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(routed_experts, "codes_are_always_faster", lambda dtype: False)
-        return [(module(*states(12)), module(*states(240))) for module in modules]
+    return [(module(*states(12)), module(*states(240))) for module in modules]
 
 
 def require_results(mine, plain):
@@ -64,7 +68,7 @@ def require_like(mine, plain):
 
 
 @pytest.mark.parametrize("model_type", GGUF_NAMES)
-def test_experts_are_quantized_and_restored(model_type):
+def test_experts_are_quantized_and_restored(model_type, prompts_by_numbers):
     model = tiny_model(model_type)
     names = {name: numbers.shape for name, numbers in model.state_dict().items()}
     numbers = LoadedWeights.of(model).size
@@ -192,7 +196,7 @@ def mixture(tmp_path_factory):
         quick=[("mixtral", "Q8_0"), ("gpt_oss", "MXFP4")],
     ),
 )
-def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind):
+def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind, prompts_by_numbers):
     folder, file, plain, numbers = mixture(model_type, GGMLQuantizationType[kind])
     opened = open_model(folder, gguf_path=file, dtype="float32")
     assert all(parameter.is_meta for parameter in opened.model.parameters())

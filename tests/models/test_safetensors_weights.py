@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.weights import quantized_weight
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 from tests.support.tiny_models import tiny_model
 
@@ -73,8 +74,9 @@ def test_logits_of_few_tokens_are_not_rounded(tiny_directory):
 
 
 @pytest.fixture
-def few(tiny_directory):
+def few(tiny_directory, monkeypatch):
     """A packed model in bfloat16, and the most tokens that are multiplied with its codes."""
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
     model = load_model(tiny_directory, dtype="bfloat16").model
     inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
     return model, most_rows_of_codes("Q8_0", torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from functools import cache
 from types import SimpleNamespace
 
@@ -160,7 +161,7 @@ def many_rows():
 
 def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkeypatch):
     experts, *rows = many_rows()
-    monkeypatch.setattr(routed_experts, "codes_are_always_faster", lambda dtype: False)
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
     mine = experts(*rows)
     monkeypatch.setattr(routed_experts, "_PAIRS_AT_ONCE", 30)
     assert torch.equal(mine, experts(*rows))
@@ -168,9 +169,9 @@ def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkey
     assert relative(mine, experts(*rows)) < ROUNDING
 
 
-def test_where_codes_are_always_faster_rows_of_a_prompt_equal_each_row_alone(monkeypatch):
+def test_where_all_rows_of_a_prompt_take_codes_they_equal_each_row_alone(monkeypatch):
     experts, *rows = many_rows()
-    monkeypatch.setattr(routed_experts, "codes_are_always_faster", lambda dtype: True)
+    monkeypatch.setattr(RoutedExperts, "most_rows_of_codes", lambda self, dtype: 240)
     alone = torch.cat([experts(*(each[row : row + 1] for each in rows)) for row in range(240)])
     assert torch.equal(experts(*rows), alone)
     monkeypatch.setattr(routed_experts, "_PAIRS_AT_ONCE", 30)
@@ -180,12 +181,19 @@ def test_where_codes_are_always_faster_rows_of_a_prompt_equal_each_row_alone(mon
 
 
 @pytest.mark.parametrize(
-    ("instruction", "dtype", "faster"),
-    [("vnni512", torch.float32, True), ("vnni512", torch.bfloat16, False), ("avx2", torch.float32, False)],
-)
-def test_codes_are_always_faster_than_float32_with_dot_products_of_bytes(instruction, dtype, faster, monkeypatch):
+    ("instruction", "has_tiles", "dtype", "most"),
+    [
+        ("vnni512", False, torch.float32, sys.maxsize), ("vnni512", False, torch.bfloat16, sys.maxsize),
+        ("vnni256", False, torch.float32, sys.maxsize), ("vnni512", True, torch.float32, sys.maxsize),
+        ("vnni512", True, torch.bfloat16, 48), ("avx2", False, torch.float32, 96), ("avx2", False, torch.bfloat16, 96),
+    ],
+)  # fmt: skip
+def test_any_rows_take_codes_with_dot_products_of_bytes_and_no_tiles(instruction, has_tiles, dtype, most, monkeypatch):
+    monkeypatch.setattr(quantized_weight, "isa", lambda: "avx512")
     monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: instruction)
-    assert quantized_weight.codes_are_always_faster(dtype) is faster
+    monkeypatch.setattr(quantized_weight, "multiplies_by_tiles", lambda: has_tiles)
+    assert quantized_weight.most_rows_of_codes("Q4_K", dtype) == most
+    assert quantized_weight.most_rows_of_codes("F16", dtype) == 32
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_gpu_holds_two_layers_and_no_more_than_was_planned():
     "recipe", with_slow(["dense", "ktransformers", "shadowkv", "h2o"], slow=("dense", "h2o", "shadowkv"))
 )
 def test_a_model_larger_than_its_gpu_answers_as_on_a_cpu(recipe):
-    whole = tiny_model("llama", num_hidden_layers=5, intermediate_size=1024)
+    whole = tiny_model("llama", num_hidden_layers=5, intermediate_size=2048)
     small = {"later": (ids(20, 4), ids(1, 5)), "max_seq_len": 128, "chunk_size": 32}
     expected = answers(whole, recipe, **small)
     most = weight_bytes(whole.parameters()) * 2 // 3

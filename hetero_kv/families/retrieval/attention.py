@@ -14,7 +14,6 @@ import torch
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
-from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops import causal_attention
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
@@ -33,6 +32,7 @@ from hetero_kv.families.retrieval.settings import RETRIEVAL
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, DRAM_BYTES, ESTIMATED_SHARE
 from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.store.pool import BlockPool
+from hetero_kv.weights.kernel_arrays import kernel_array
 
 #: Settings that do not affect what is stored (see `stored_by`).
 _CHOOSING = frozenset(

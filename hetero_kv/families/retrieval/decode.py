@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST
 from hetero_kv.cpu_ops.retrieval_step import BY_MEAN_SCORE, RetrievalStep, StepEstimates, StepPool
 from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
@@ -25,6 +24,7 @@ from hetero_kv.families.retrieval.recording import add_blocks, add_window, aroun
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.families.retrieval.step_counts import StepCounts
 from hetero_kv.store.pool import BlockPool
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES
 
 
 class RetrievalDecode(RetrievalPrefill):

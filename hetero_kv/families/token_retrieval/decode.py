@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
-from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.token_retrieval.choosers.chooser import ChosenTokens, ContextAttention, TokenQuery
 from hetero_kv.families.token_retrieval.layer import TokenRetrievalLayer
 from hetero_kv.gpu_ops.merge import merge_attention
+from hetero_kv.weights.kernel_arrays import kernel_array
 
 if TYPE_CHECKING:
     from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
