@@ -50,7 +50,7 @@ def emit_number_tile(
     with cgutils.for_range(builder, builder.udiv(columns, ir.Constant(_I64, chains))) as loop:
         place = builder.gep(first, [builder.mul(loop.index, ir.Constant(_I64, chains * _COLUMN_BYTES))])
         column = builder.add(x, builder.mul(loop.index, ir.Constant(_I64, 4 * chains)))
-        prefetch_bytes(builder, place, chains * _COLUMN_BYTES)
+        prefetch_bytes(builder, place, chains * _COLUMN_BYTES, rows)
         loaded = [column_of(builder, place, number, chain * _COLUMN_BYTES) for chain in range(chains)]
         for row in range(rows):
             at = builder.add(column, builder.mul(row_bytes, ir.Constant(_I64, row)))

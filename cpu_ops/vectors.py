@@ -53,11 +53,11 @@ def byte_pointer(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
     return builder.bitcast(pointer, ir.IntType(8).as_pointer())
 
 
-def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Prefetch the cache line of a byte into the L1 cache."""
+def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value, *, is_read_once: bool = False) -> None:
+    """Prefetch the cache line of a byte into the L1 cache; one that is read once takes no place in the last cache."""
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, level, data = (ir.Constant(_WORD, value) for value in (0, 3, 1))
+    read, level, data = (ir.Constant(_WORD, value) for value in (0, 0 if is_read_once else 3, 1))
     builder.call(function, [pointer, read, level, data])
 
 

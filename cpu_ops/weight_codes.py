@@ -38,10 +38,15 @@ def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -
     return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
 
 
-def prefetch_bytes(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
-    """Prefetch the `nbytes` bytes that are `_AHEAD` bytes after `pointer` (to bytes); the address may be invalid."""
+def prefetch_bytes(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int, rows: int) -> None:
+    """Prefetch the `nbytes` bytes that are `_AHEAD` bytes after `pointer` (to bytes); the address may be invalid.
+
+    rows: of activations in a pass. The weights of one row are read once per token. In the last cache they would take
+    the place of what the program between kernels needs.
+    """
     for line in range(0, nbytes, 64):
-        prefetch_line(builder, builder.gep(pointer, [ir.Constant(_I64, _AHEAD + line)]))
+        place = builder.gep(pointer, [ir.Constant(_I64, _AHEAD + line)])
+        prefetch_line(builder, place, is_read_once=rows == 1)
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, kind: ir.Type, *operands: ir.Value) -> ir.Value:

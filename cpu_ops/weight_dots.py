@@ -147,7 +147,7 @@ def emit_tile(
             place = builder.add(builder.mul(group_loop.index, int_(layout.group_bytes)), int_(layout.head_bytes))
             group = builder.gep(block, [place])
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
-            prefetch_bytes(builder, group, layout.group_bytes)
+            prefetch_bytes(builder, group, layout.group_bytes, rows)
             scales, minimums = group_scales(builder, layout, block, group)
             values = [at(x, index, GROUP, row, GROUP) for row in range(rows)]
             factors = [load(builder, at(x_scales, index, 4, row, 4), _FLOAT) for row in range(rows)]
