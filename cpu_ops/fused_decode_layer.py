@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hetero_kv.cpu_ops.activations import quantize_rows
+from hetero_kv.cpu_ops.activations import quantize_group, quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
@@ -22,7 +22,7 @@ from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, normed, p
 from hetero_kv.cpu_ops.gates import activated, sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from hetero_kv.cpu_ops.quantized_linear import multiply_part
+from hetero_kv.cpu_ops.quantized_linear import multiply_tiles
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
@@ -66,35 +66,48 @@ def _rotated(x, first, stride, cos, sin, out):
 
 @region_arguments("multiply and gate")
 def _gated_products(_: str) -> tuple[Any, ...]:
-    """As for the region "multiply"; the table has the gate projection, then the up projection."""
+    """(table, codes, scales, sums, out, gated_codes, gated_scales, gated_sums, per_pass): as for the region "multiply";
+    the table has the gate projection, then the up projection. The gated products are written quantized, as for
+    `activations.quantize_rows`."""
     real2, table = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
-    codes, sums = types.Array(types.int8, 2, "C"), types.Array(types.int32, 2, "C")
-    return table, real2, codes, real2, sums, real2, types.int64
+    quantized = types.Array(types.int8, 2, "C"), real2, types.Array(types.int32, 2, "C")
+    return table, *quantized, real2, *quantized, types.int64
 
 
 @cache
 def gate_region(kind: int) -> int:
-    """Returns the address of the region "multiply and gate", which writes activation(gate) * up to the gate's columns.
+    """Returns the address of the region "multiply and gate", which quantizes activation(gate) * up.
 
     kind: of the activation (`cpu_ops.gates`); one region per kind, as a loop that branches on it is not vectorised.
+    Tiles are in pairs, so that a thread has whole groups to quantize.
     """
     code_version = CODE_VERSION
+    pair = GROUP // TILE
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def gate(thread, threads, arguments):
-        table, _, codes, scales, sums, out, per_pass = arguments_at("multiply and gate", "", arguments)
+        table, codes, scales, sums, out, gated_codes, gated_scales, gated_sums, per_pass = arguments_at(
+            "multiply and gate", "", arguments
+        )
+        # Both projections have as many tiles.
+        groups, up = table[0, 1] // pair, table[1, 4]
+        first, end = groups * thread // threads, groups * (thread + 1) // threads
         for index in range(2):
-            weights, tiles, one, several = table[index, 0], table[index, 1], table[index, 2], table[index, 3]
-            multiply_part(
-                weights, tiles, one, several, per_pass, codes, scales, sums, out, table[index, 4], thread, threads
+            weights, one, several = table[index, 0], table[index, 2], table[index, 3]
+            multiply_tiles(
+                weights, one, several, per_pass, codes, scales, sums, out, table[index, 4], first * pair, end * pair
             )
-        # This thread has computed the same tiles of both projections.
-        tiles, up = table[0, 1], table[1, 4]
-        first, stop = tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE
+        start, stop = first * GROUP, end * GROUP
         for row in range(out.shape[0]):
-            own, other = out[row, first:stop], out[row, up + first : up + stop]
+            own, other = out[row, start:stop], out[row, up + start : up + stop]
             for i in range(own.size):
                 own[i] = activated(own[i], kind) * other[i]
+            for group in range(first, end):
+                target = row * groups + group
+                quantize_group(
+                    out, row * out.shape[1] + group * GROUP, gated_codes, target * GROUP, gated_scales, target,
+                    gated_sums, 2 * target,
+                )  # fmt: skip
         return np.int64(0 * code_version)
 
     return address_of(gate)
@@ -226,23 +239,24 @@ def attention_output(dtype: str) -> Any:
         widened(hidden, x)
         add_mixed(run, multiply, mixed, gates, matrices[:1], bias, after_norm, epsilon, factor, x, per_pass, threads)
         inner = matrices[1, 1] * TILE
-        wide = max(width, inner)
-        scales = np.empty((rows, wide // GROUP), np.float32)
-        sums = np.empty((rows, wide // 16), np.int32)
         normed_x = np.empty((rows, width), np.float32)
         normed(x, norm, epsilon, normed_x)
-        narrow = np.empty((rows, width), np.int8)
-        quantize_rows(normed_x, narrow, scales, sums)
+        codes = np.empty((rows, width), np.int8)
+        scales = np.empty((rows, width // GROUP), np.float32)
+        sums = np.empty((rows, width // 16), np.int32)
+        quantize_rows(normed_x, codes, scales, sums)
         gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
-        both = products_table(matrices[1:3], rows), normed_x, narrow, scales, sums, gate_up, per_pass
-        run_region("multiply and gate", "", run, gate, threads, both)
-        gated = np.empty((rows, inner), np.float32)
-        for row in range(rows):
-            gated[row] = gate_up[row, :inner]
-        wide_codes = np.empty((rows, inner), np.int8)
-        quantize_rows(gated, wide_codes, scales, sums)
+        gated_codes = np.empty((rows, inner), np.int8)
+        gated_scales = np.empty((rows, inner // GROUP), np.float32)
+        gated_sums = np.empty((rows, inner // 16), np.int32)
+        gate_args = (
+            products_table(matrices[1:3], rows), codes, scales, sums, gate_up, gated_codes, gated_scales, gated_sums,
+            per_pass,
+        )  # fmt: skip
+        run_region("multiply and gate", "", run, gate, threads, gate_args)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
-        region_args = products_table(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
+        # Only numbers of 16 bits would be multiplied with the numbers themselves.
+        region_args = products_table(matrices[3:], rows), gate_up, gated_codes, gated_scales, gated_sums, down, per_pass
         run_region("multiply", "", run, multiply, threads, region_args)
         add_normed(down, after_mlp_norm, epsilon, factor, x)
         for row in range(rows):
