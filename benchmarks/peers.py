@@ -174,10 +174,10 @@ def plot(measured: Sequence[EngineSpeed], path: Path) -> None:
 
 
 def recorded() -> list[EngineSpeed]:
-    """The current decode times of the record `peers`, one per engine and length."""
+    """The default model's current decode times of the record `peers`, one per engine and length."""
     found = []
     for entry in load("peers").measurements:
-        if entry.status == CURRENT and entry.columns[0] == "tokens":
+        if entry.status == CURRENT and entry.columns[0] == "tokens" and "--shape" not in entry.command:
             for tokens, engine, decode, _, prefill, *_ in entry.rows:
                 found.append(EngineSpeed(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
     return found
