@@ -31,6 +31,8 @@ _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
 # Rows up to which reading codes repeatedly costs less than unpacking weights once (`benchmarks.few_rows`), without dot
 # products of bytes, and with AMX tiles that multiply bfloat16.
 _ROWS_BY_CODES, _ROWS_BESIDE_TILES = 96, 48
+# Rows up to which logits stay float32.
+_FLOAT32_LOGITS = 96
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
@@ -139,14 +141,21 @@ class QuantizedWeight(PackedWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See PackedWeight."""
         if not self._is_prompt_of_codes(x):
-            return self.logits(x, bias).to(x.dtype)
+            return self._products(x, bias).to(x.dtype)
         y = torch.empty((len(x), self.shape[0]), dtype=x.dtype)
         added = None if bias is None else bias.detach().float().numpy()
         multiply_prompt(bits(x.detach().contiguous()), self.matrix, bits(y), added, kernel_threads_of_torch())
         return y
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `multiply`, but products with codes stay float32. Rounding them to bfloat16 makes ties of other logits."""
+        """As `multiply`, but few rows' products with codes stay float32.
+
+        Rounding them to bfloat16 makes ties of other logits. For all tokens of a prompt they would take twice the room.
+        """
+        return self.multiply(x, bias) if len(x) > _FLOAT32_LOGITS else self._products(x, bias)
+
+    def _products(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias, float32 where codes are multiplied."""
         if len(x) > FEW_ROWS and len(x) > most_rows_of_codes(self.name, x.dtype):
             y = self._multiply_unpacked(x)
         else:

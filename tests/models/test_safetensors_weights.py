@@ -89,6 +89,15 @@ def test_logits_are_not_rounded_as_long_as_their_sums_are_those_of_one_token(few
     assert logits.dtype is (torch.bfloat16 if more else torch.float32)
 
 
+def test_logits_of_a_whole_prompt_take_no_more_memory_than_the_models_dtype(tiny_directory, monkeypatch):
+    monkeypatch.setattr(quantized_weight, "most_rows_of_codes", lambda name, dtype: 1000)
+    model = load_model(tiny_directory, dtype="bfloat16").model
+    inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
+    of = [model(torch.arange(rows)[None] % 90, past_key_values=HeteroCache(model, 256)).logits for rows in (96, 97)]
+    assert [each.dtype for each in of] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(of[0].bfloat16(), of[1][:, :96], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_rows_of_several_lengths_keep_the_logits_of_few_tokens(few, order):
     model, most = few
