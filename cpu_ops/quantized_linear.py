@@ -27,8 +27,6 @@ from hetero_kv.cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_n
 
 # Bytes of activations, and numbers of a matrix, that passes use in turn: together they stay in a core's L2 cache.
 _CACHED = 1 << 17
-# Rows from which on all threads quantize them.
-_SHARED_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def multiply_runs(
         np.int64,
     )
     with kernel_threads(threads) as used:
-        addresses = all_threads(), _quantize_region(), multiply_region()
+        addresses = all_threads(), multiply_region()
         _multiplier()(*addresses, np.ascontiguousarray(x), table, out, rows_per_pass(), used)
     return [out[:, column : column + count] for column, count in zip(starts, outputs, strict=False)]
 
@@ -253,41 +251,20 @@ def multiply_region() -> int:
     return address_of(multiply)
 
 
-@region_arguments("quantize")
-def _quantized(_: str) -> tuple[Any, ...]:
-    """(x, codes, scales, sums), as for `activations.quantize_rows`."""
-    return _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C")
-
-
-@cache
-def _quantize_region() -> int:
-    code_version = CODE_VERSION
-
-    @njit(REGION, cache=True, nogil=True)
-    def quantize(thread, threads, arguments):
-        x, codes, scales, sums = arguments_at("quantize", "", arguments)
-        first, end = len(x) * thread // threads, len(x) * (thread + 1) // threads
-        quantize_rows(x[first:end], codes[first:end], scales[first:end], sums[first:end])
-        return np.int64(0 * code_version)
-
-    return address_of(quantize)
-
-
 @cache
 def _multiplier() -> Any:
     code_version = CODE_VERSION
 
     integer = types.int64
 
-    @njit(types.void(integer, integer, integer, _REAL2, _TABLE, _REAL2, integer, integer), cache=True, nogil=True)
-    def multiply_all(run, quantize, region, x, table, out, per_pass, threads):
+    @njit(types.void(integer, integer, _REAL2, _TABLE, _REAL2, integer, integer), cache=True, nogil=True)
+    def multiply_all(run, region, x, table, out, per_pass, threads):
         rows, columns = x.shape
         codes = np.empty((rows, columns), np.int8)
         scales = np.empty((rows, columns // GROUP), np.float32)
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
         if not table[:, 7].all():
-            sharing = threads if rows >= _SHARED_ROWS else 1
-            run_region("quantize", "", run, quantize, sharing, (x, codes, scales, sums))
+            quantize_rows(x, codes, scales, sums)
         run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass))
 
     return multiply_all
