@@ -100,6 +100,16 @@ def has(feature: str) -> bool:
     return name != "avx2" or not feature.startswith(_BEYOND_AVX2)
 
 
+def is_amd() -> bool:
+    """Whether this is an x86 CPU of AMD's: only these have SSE4a."""
+    return "sse4a" in _features()
+
+
+def is_intel() -> bool:
+    """Whether this is an x86 CPU, and not AMD's."""
+    return "sse2" in _features() and not is_amd()
+
+
 def use_isa(name: str | None) -> None:
     """Force an instruction set, overriding the environment; None returns to HETERO_KV_ISA or the detected one.
 

@@ -1,0 +1,68 @@
+"""Guesses, and the forwards that verify them, take arrays, and compute what each token's own decode step does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_kv import inject
+from hetero_kv.engine.draft_blocks import DraftBlocks
+from hetero_kv.families.retrieval import attention, draft_attention
+from hetero_kv.serving.forward import ModelForward
+from tests.operators.test_ragged_arrays import SETTINGS
+from tests.support.ragged_rows import prompt
+from tests.support.tiny_models import tiny_model
+
+#: More than the tokens from which on consecutive tokens share a reading; within a block, and at its end.
+LENGTHS = (1102, 1103)
+TOKENS = [3, 90, 41, 17, 5]
+
+
+def prefilled(recipe, length):
+    """A forward, and a cache behind a prompt and one decoded token."""
+    model = tiny_model("qwen2")
+    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0", "max_seq_len": 1400})
+    forward = ModelForward(model)
+    cache = forward.new_cache(model.hetero_kv_injection.common_store(1400))
+    with torch.no_grad():
+        model(prompt(length - 1, 0)[None], past_key_values=cache)
+    forward.decode([cache], [7])
+    return forward, cache
+
+
+@pytest.mark.parametrize("recipe", ["dense", pytest.param("quest", marks=pytest.mark.slow)])
+def test_a_guess_by_arrays_is_that_of_the_wrapped_layer(recipe, monkeypatch):
+    monkeypatch.setattr(draft_attention, "NEWEST", 12)
+    monkeypatch.setattr(draft_attention, "CHOSEN", 16)
+    forward, cache = prefilled(recipe, 203)
+
+    def guesses():
+        few = DraftBlocks()
+        with forward.guessing([cache]):
+            return [forward.guess([cache], [token], [few]) for token in (3, 90)]
+
+    calls, attend = [], draft_attention.attend_natively
+    monkeypatch.setattr(attention, "attend_natively", lambda *given: (calls.append(given), attend(*given)))
+    by_arrays = guesses()
+    assert len(calls) == 2 * forward.model.config.num_hidden_layers
+    monkeypatch.setattr(attention.RetrievalAttention, "prepare_step", lambda *given: None)
+    own = guesses()
+    assert len(calls) == 2 * forward.model.config.num_hidden_layers
+    torch.testing.assert_close(by_arrays, own, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("others", [0, 1])
+def test_tokens_of_a_long_sequence_are_verified_as_if_decoded_one_by_one(length, others):
+    """Others: sequences beside it, which are short."""
+    forward, cache = prefilled("dense", length)
+    short = [forward.new_cache(cache.groups[0].store) for _ in range(others)]
+    for each in short:
+        forward.prompt(each, prompt(40, 1).tolist())
+    drafts = [TOKENS] + [TOKENS[:2]] * others
+    logits, stored = forward.verify([cache, *short], drafts)
+    for each in stored:
+        each.keep(1)
+    for each, tokens, found in zip([cache, *short], drafts, logits, strict=True):
+        expected = [found[0], *(forward.decode([each], [token])[0] for token in tokens[1:])]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
