@@ -5,13 +5,16 @@ of queries: scores [tokens, queries] with the queries in the lanes, the online s
 2022, arXiv:2205.14135, algorithm 1) over whole vectors, and the weighted values. Keys and values are not transposed.
 """
 
+import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from hetero_kv.cpu_ops import causal_attention_bf16
+from hetero_kv.cpu_ops import causal_attention_bf16, causal_attention_tiles
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.array_checks import check_lists, check_offsets, outside_pool
 from hetero_kv.cpu_ops.attention import NO_OFFSETS
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
@@ -33,8 +36,8 @@ _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
 _ROWS = 4
 """Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
-_FEWEST_QUERIES = 33
-"""Of fewer, most of a tile of the bfloat16 kernel would be empty."""
+_FEWEST_QUERIES, _FEWEST_BY_TILES = 33, 14
+"""Of fewer, most of a tile of the bfloat16 kernel would be empty, without AMX and with it."""
 _MASKED = np.float32(-3e38)
 """Score of a token after the query. It is finite, so that a query which sees nothing in a tile has a finite maximum."""
 
@@ -81,7 +84,7 @@ def attend_blocks_causal(
     check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
     shape = group, k_dim, v_dim
     if in_bfloat16 and key_offsets is None and is_in_bfloat16(q_len, *shape, k_storage.name, v_storage.name):
-        region = address_of(causal_attention_bf16.region(k_storage.name, *shape, softcap > 0))
+        region = address_of(_region_bf16()(k_storage.name, *shape, softcap > 0))
     else:
         region = address_of(
             _region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None)
@@ -117,8 +120,24 @@ def compile_for(
     names, shape = (k_storage.name, v_storage.name), (group, k_dim, v_dim)
     kernel_for(numbers_of(k_storage, v_storage))
     _region(isa(), *names, *shape, softcapped, offset)
-    if in_bfloat16 and not offset and is_in_bfloat16(_FEWEST_QUERIES, *shape, *names):
-        causal_attention_bf16.region(k_storage.name, *shape, softcapped)
+    if in_bfloat16 and not offset and is_in_bfloat16(_fewest_queries(), *shape, *names):
+        _region_bf16()(k_storage.name, *shape, softcapped)
+
+
+def regions_for(
+    keys: np.dtype, values: np.dtype, group: int, k_dim: int, v_dim: int, softcapped: bool, *, in_bfloat16: bool
+) -> tuple[int, int, int]:
+    """Addresses of the regions in float32 and in bfloat16, for `list_attention.kernel_for`, as by `compile_for`.
+
+    Returns also how many queries of a kv head are computed in bfloat16, at least; without the second region, more than
+    there are.
+    """
+    names, shape = (storage_of(keys).name, storage_of(values).name), (group, k_dim, v_dim)
+    in_float32 = address_of(_region(isa(), *names, *shape, softcapped, False))
+    fewest = _fewest_queries()
+    if not (in_bfloat16 and is_in_bfloat16(fewest, *shape, *names)):
+        return in_float32, 0, sys.maxsize
+    return in_float32, address_of(_region_bf16()(names[0], *shape, softcapped)), fewest
 
 
 def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str, value_storage: str) -> bool:
@@ -127,7 +146,16 @@ def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str,
     float16 stores bfloat16 numbers as they are, but for those below 2^-14; coarser types do not.
     """
     is_stored = storage == value_storage and storage in ("bfloat16", "float16")
-    return is_stored and q_len * group >= _FEWEST_QUERIES and runs_in_bfloat16(k_dim, v_dim)
+    return is_stored and q_len * group >= _fewest_queries() and runs_in_bfloat16(k_dim, v_dim)
+
+
+def _fewest_queries() -> int:
+    return _FEWEST_BY_TILES if multiplies_by_tiles() else _FEWEST_QUERIES
+
+
+def _region_bf16() -> Callable[..., Any]:
+    """The function that compiles a thread's share in bfloat16."""
+    return causal_attention_tiles.region if multiplies_by_tiles() else causal_attention_bf16.region
 
 
 @cache

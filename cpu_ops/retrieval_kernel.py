@@ -34,8 +34,10 @@ from hetero_kv.cpu_ops.step_contract import (
     BAD_LISTS,
     BAD_PLACE,
     BAD_SHAPES,
+    CAUSAL,
     CHOSEN,
     EVERYTHING,
+    LONG,
     TOKEN_ATTENDER,
     TOUCHED,
     WHOLE,
@@ -47,13 +49,14 @@ from hetero_kv.cpu_ops.step_parts import (
     as_rows_of_heads,
     contexts,
     copy_into,
+    end_of_draft,
     end_of_run,
     merge_into,
     show_up_to,
     sums_of_powers,
     write_numbers,
 )
-from hetero_kv.cpu_ops.step_stages import are_in_pool, attend, choose_by_scores, fits, store
+from hetero_kv.cpu_ops.step_stages import are_in_pool, attend, attend_causally, choose_by_scores, fits, store
 from hetero_kv.cpu_ops.untyped_arrays import items_of
 
 _SETTINGS = len(StepSettings._fields)
@@ -125,9 +128,26 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
         while start < rows:
             stop = rows
             if drafted:
-                # Each attends to its block up to its own token, as in a call of its own.
-                stop = start + 1
-                show_up_to(ranges[0, start], table[start], lengths, settings.block_size)
+                stop = end_of_draft(ranges[0], table, used, settings.block_size, start)
+                is_long = used[stop - 1, 0] * settings.block_size >= LONG and calls[CAUSAL] != 0
+                if which != EVERYTHING or stop == start + 1 or not is_long:
+                    # Each attends to its block up to its own token, as in a call of its own.
+                    stop = start + 1
+                for row in range(start, stop):
+                    show_up_to(ranges[0, row], table[row], lengths, settings.block_size)
+                if stop > start + 1:
+                    nothing, none = np.empty((1, 1, 0), np.int32), np.zeros(1, np.int64)
+                    ids, counts = attended_ids(table[stop - 1 : stop], nothing, none, none)
+                    if settings.rehearses == 0 and not attend_causally(
+                        queries[start:stop], pool, ids, counts, scale, softcap, settings, calls, attended[start:stop],
+                        lse[start:stop],
+                    ):  # fmt: skip
+                        return BAD_LISTS
+                    if estimates:
+                        copy_into(lse[start:stop], masses[0, start:stop])
+                        copy_into(lse[start:stop], masses[1, start:stop])
+                    start = stop
+                    continue
             elif estimates:
                 stop = end_of_run(firsts, ends, start)
             if estimates:

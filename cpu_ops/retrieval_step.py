@@ -12,6 +12,7 @@ from hetero_kv.cpu_ops import (
     attention,
     block_choice,
     block_rerank,
+    causal_attention,
     chosen_tokens,
     int4_key_scores,
     list_attention,
@@ -139,6 +140,8 @@ class RetrievalStep:
         choice: how blocks are chosen.
         has_mean: whether blocks' masses are estimated: a block's first representative is the mean of its keys and a
             second one, if any, their standard deviation.
+        decodes_drafts: whether consecutive tokens of a long sequence that attend to everything share a reading of it.
+            In bfloat16 their weights may be rounded to bfloat16 then (`causal_attention`).
 
     Attributes:
         stores: whether calls write the token to blocks of these storage types; otherwise it must be stored before.
@@ -152,7 +155,7 @@ class RetrievalStep:
 
     def __init__(
         self, pool: StepPool, group: int, score: str, softcapped: bool, dtype: Any, threads: int,
-        choice: BlockChoice = BY_MEAN_SCORE, has_mean: bool = False,
+        choice: BlockChoice = BY_MEAN_SCORE, has_mean: bool = False, decodes_drafts: bool = False,
     ) -> None:  # fmt: skip
         if not has_mean and (choice.rerank != 1 or choice.target or choice.tokens):
             raise ValueError(
@@ -191,6 +194,12 @@ class RetrievalStep:
         rest = residual_attention.region_for(q, self.v_dim, means.dtype) if has_mean else 0
         rester = address_of(residual_attention.kernel_for(kind.kernel_dtype.name)) if has_mean else 0
         calls += [look, rester, rest, *(self._token_calls(pool, q, softcapped) if self.by_token else (0, 0, 0))]
+        causal = 0, 0, 0
+        if decodes_drafts and self.stores:
+            causal = causal_attention.regions_for(
+                keys.dtype, values.dtype, group, k_dim, self.v_dim, softcapped, in_bfloat16=np.dtype(dtype) == np.uint16
+            )
+        calls += causal[:2]
         coarse_bytes = 1 if coarse is pool.key_codes else storage.kernel_dtype.itemsize
         settings = StepSettings(
             group, k_dim, self.v_dim, keys.shape[2], threads,
@@ -199,7 +208,7 @@ class RetrievalStep:
             storage_of(coarse_means.dtype).kernel_dtype.itemsize,
             choice.reduce, choice.rerank, choice.least, choice.group_blocks if pool.group_vectors is not None else 1,
             choice.group_factor, choice.tokens, choice.candidates, has_mean, pool.key_codes is not None,
-            pool.value_means is not None, rehearses=0,
+            pool.value_means is not None, fewest_bf16=causal[2], rehearses=0,
         )  # fmt: skip
         self._calls, self._target = np.array(calls, np.int64), float(choice.target)
         self._settings = np.array(settings, np.int64)

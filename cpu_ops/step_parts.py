@@ -100,6 +100,18 @@ def are_drafted(positions, table, used, block_size):
 
 
 @kernel_part
+def end_of_draft(positions, table, used, block_size, start):
+    """Returns the end of the rows from `start` on that are consecutive tokens of one sequence, as in `are_drafted`."""
+    stop = start + 1
+    while stop < len(table):
+        block = positions[stop - 1] // block_size
+        if positions[stop - 1] < 0 or block >= used[stop, 0] or table[stop - 1, block] != table[stop, block]:
+            break
+        stop += 1
+    return stop
+
+
+@kernel_part
 def show_up_to(position, ids, lengths, block_size):
     """Make the block of the token at `position`, among ids [blocks], end with that token."""
     if position >= 0:

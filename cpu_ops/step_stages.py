@@ -10,7 +10,18 @@ from hetero_kv.cpu_ops.chosen_blocks import best_blocks, in_context
 from hetero_kv.cpu_ops.device_function import kernel_part
 from hetero_kv.cpu_ops.kernel_address import call_kernel
 from hetero_kv.cpu_ops.parallel_region import run_region
-from hetero_kv.cpu_ops.step_contract import CHOOSE, CHOSEN, EVERYTHING, RUN, SCORE, SCORER, STORE
+from hetero_kv.cpu_ops.step_contract import (
+    ATTENDER,
+    CAUSAL,
+    CAUSAL_BF16,
+    CHOOSE,
+    CHOSEN,
+    EVERYTHING,
+    RUN,
+    SCORE,
+    SCORER,
+    STORE,
+)
 from hetero_kv.cpu_ops.step_parts import as_rows_of_heads, by_head, copy_into, forget_behind, has_token, head_rows
 from hetero_kv.cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL
 
@@ -111,3 +122,29 @@ def attend(queries, pool, ids, counts, scale, softcap, settings, calls, attender
         key_offsets, ids, counts, lengths, scale, softcap, settings.threads, out, lse,
     )  # fmt: skip
     return call_kernel("attend lists", UNTYPED_POOL, calls[attender], arguments) >= 0
+
+
+@kernel_part
+def attend_causally(queries, pool, ids, counts, scale, softcap, settings, calls, out, lse):
+    """As `attend` for consecutive tokens of one sequence, whose blocks ids [1, 1, n] contain them.
+
+    queries: [tokens, kv_heads, group, k_dim]; each sees the tokens up to its own. All share a reading of the blocks.
+    """
+    tokens, kv_heads, group, k_dim = queries.shape
+    keys, values, key_offsets, lengths = pool
+    heads_first = np.empty((1, kv_heads, tokens * group, settings.v_dim), np.float32)
+    lse_first = np.empty((1, kv_heads, tokens * group), np.float32)
+    region = CAUSAL_BF16 if tokens * group >= settings.fewest_bf16 else CAUSAL
+    arguments = (
+        calls[RUN], calls[region], tokens, queries.reshape(1, tokens, kv_heads, group, k_dim), keys, values,
+        key_offsets, ids, counts, lengths, scale, softcap, settings.threads, heads_first, lse_first,
+    )  # fmt: skip
+    if call_kernel("attend lists", UNTYPED_POOL, calls[ATTENDER], arguments) < 0:
+        return False
+    for token in range(tokens):
+        for head in range(kv_heads):
+            for g in range(group):
+                lse[token, head, g] = lse_first[0, head, token * group + g]
+                for d in range(settings.v_dim):
+                    out[token, head, g, d] = heads_first[0, head, token * group + g, d]
+    return True

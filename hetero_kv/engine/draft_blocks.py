@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
+
+
+class ChosenBlocks(NamedTuple):
+    """What the tokens of a draft attend to in a layer, besides all blocks before `first` and from `end` on.
+
+    Attributes:
+        positions: chosen ones of the blocks [first, end), counted from `first`: [1, kv_heads, count] int32, ascending.
+        first, end: places in the block table.
+    """
+
+    positions: np.ndarray
+    first: int
+    end: int
+
+    def ids(self, table: np.ndarray) -> np.ndarray:
+        """The ids of all of them, [kv_heads, n], in a block table [blocks]."""
+        heads = self.positions.shape[1]
+        around = [np.broadcast_to(each, (heads, len(each))) for each in (table[: self.first], table[self.end :])]
+        chosen = table[self.first + self.positions[0]]
+        return np.ascontiguousarray(np.concatenate((around[0], chosen, around[1]), axis=1))
 
 
 class DraftBlocks:
@@ -15,12 +37,12 @@ class DraftBlocks:
     Attributes:
         means: layer -> the mean keys of the sequence's first full blocks, [kv_heads, blocks, k_dim] float32. A block's
             tokens must not change once it has a mean.
-        chosen: layer -> the places of the chosen blocks in the block table, [kv_heads, count]; of the present draft.
+        chosen: layer -> the chosen blocks of the present draft.
     """
 
     def __init__(self) -> None:
         self.means: dict[int, torch.Tensor] = {}
-        self.chosen: dict[int, np.ndarray] = {}
+        self.chosen: dict[int, ChosenBlocks] = {}
 
     def begin_draft(self) -> None:
         """Let the next token choose."""

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_kv.cpu_ops import causal_attention
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.causal_attention import attend_blocks_causal, is_in_bfloat16
 from hetero_kv.cpu_ops.cpu_features import available, forced_isa
@@ -124,6 +126,18 @@ BF16_SHAPES = {
     seed=st.integers(0, 2**32),
 )
 def test_in_bfloat16_it_is_off_by_the_rounding_of_weights(shape, rows, q_len, block_size, separate, threads, seed):
+    assert_off_by_rounding(shape, rows, q_len, block_size, separate, threads, seed)
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+@pytest.mark.parametrize("shape", BF16_SHAPES.values(), ids=BF16_SHAPES)
+def test_in_bfloat16_without_tiles_it_is_off_by_the_rounding_of_weights(shape, monkeypatch):
+    monkeypatch.setattr(causal_attention, "multiplies_by_tiles", lambda: False)
+    for q_len, block_size in ((11, 16), (40, 100), (64, 64)):
+        assert_off_by_rounding(shape, 2, q_len, block_size, True, 1, q_len)
+
+
+def assert_off_by_rounding(shape, rows, q_len, block_size, separate, threads, seed):
     q, keys, values, *lists = problem(shape, rows, min(q_len, 3 * block_size), block_size, separate, seed)
     q = (q.view(np.uint32) & 0xFFFF0000).view(np.float32)
     if shape.dtype is np.float16:

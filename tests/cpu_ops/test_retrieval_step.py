@@ -12,7 +12,15 @@ from hetero_kv.cpu_ops.chosen_blocks import LARGEST, MEAN, attended_ids, best_bl
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.retrieval_step import BlockChoice, RetrievalStep, StepPool
 from hetero_kv.cpu_ops.scores import block_scores
-from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, row_ranges
+from hetero_kv.cpu_ops.step_contract import (
+    AS_GIVEN,
+    CAUSAL,
+    CHOSEN,
+    EVERYTHING,
+    LONG,
+    NOTHING_FORBIDDEN,
+    row_ranges,
+)
 from hetero_kv.cpu_ops.token_store import store_token
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
@@ -102,6 +110,42 @@ def one_by_one(problem, ranges, which, count, lists):
             lists == 1, 0.25, 0.0, out, lse,
         )  # fmt: skip
         yield positions[0], out[0], lse[0]
+
+
+@pytest.mark.parametrize("position", [LONG - 3, LONG, LONG + 1])
+@pytest.mark.parametrize("others", [0, 2])
+def test_consecutive_tokens_of_a_long_sequence_are_attended_to_as_one_by_one(position, others):
+    """Others: rows of other sequences, before and after them."""
+    rng = np.random.default_rng(0)
+    tokens, blocks = 6, (LONG + 8) // BLOCK
+    rows = tokens + others
+    shape = (2 * blocks, KV_HEADS, BLOCK, DIM)
+    pools = [rng.standard_normal(shape, np.float32) for _ in "kv"]
+    heads = KV_HEADS * GROUP, KV_HEADS, KV_HEADS
+    q, k, v = (rng.standard_normal((rows, each, 1, DIM), np.float32) for each in heads)
+    table = np.full((rows, blocks), -1, np.int32)
+    own, places = slice(others // 2, others // 2 + tokens), np.full(rows, 5)
+    places[own] = position + np.arange(tokens)
+    order = rng.permutation(2 * blocks)
+    for row, place in enumerate(places):
+        first = 0 if own.start <= row < own.stop else blocks + 2 * row
+        table[row, : place // BLOCK + 1] = order[first : first + place // BLOCK + 1]
+    found = []
+    for together in (False, True):
+        keys, values = (each.copy() for each in pools)
+        lengths = np.full(2 * blocks, BLOCK, np.int32)
+        # Where only others are in a call, the length of a block is the caller's.
+        lengths[order[blocks:]] = 5 % BLOCK + 1
+        lengths[table[np.arange(rows), 0][[row for row in range(rows) if not own.start <= row < own.stop]]] = BLOCK
+        pool = StepPool(keys, values, np.zeros((2 * blocks, KV_HEADS, 2, DIM), np.float32), lengths)
+        step = RetrievalStep(pool, GROUP, "dot", False, np.float32, 2, decodes_drafts=together)
+        assert (step._calls[CAUSAL] != 0) == together
+        out, lse = np.empty(q.shape, np.float32), np.empty((rows, KV_HEADS, GROUP), np.float32)
+        ranges = np.array([places, np.zeros(rows, np.int64), np.zeros(rows, np.int64)])
+        step(q, k, v, ranges, table, EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN, True, 0.25, 0.0, out, lse)
+        found.append((out, lse, keys, values, lengths))
+    for apart, joint in zip(*found, strict=True):
+        np.testing.assert_allclose(joint, apart, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lists", [1, KV_HEADS])

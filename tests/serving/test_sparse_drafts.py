@@ -141,16 +141,16 @@ def test_the_blocks_with_the_best_mean_keys_are_chosen_and_kept_for_a_draft():
         # 200 tokens are 25 blocks of 8; one is the attention sink, and one is among the newest.
         means = keys[:, :192].unflatten(1, (24, 8)).mean(dim=2)
         assert torch.allclose(few.means[1], means, atol=1e-6)
-        assert first.shape == (2, 1 + 2 + 2)
-        assert (first[:, 0] == 0).all()
-        assert (first[:, -2:] == torch.tensor([24, 25]).numpy()).all()
+        assert (first.positions.shape, first.first, first.end) == ((1, 2, 2), 1, 24)
         q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)) * 3
         step = type("Step", (), {"length": 201, "past": 200})()
+        few.begin_draft()
         found = draft_attention._chosen(layer, step, few, q, 0.25)
         for head in range(2):
             shares = (q[head] @ means[head, 1:].T * 0.25).softmax(dim=1).sum(dim=0)
             best = sorted((1 + shares.topk(2).indices).tolist())
-            assert found[head, 1:3].tolist() == best
+            assert (1 + found.positions[0, head]).tolist() == best
+            assert found.ids(torch.arange(26).numpy())[head].tolist() == [0, *best, 24, 25]
 
 
 def test_a_saved_context_guesses_on(tmp_path):

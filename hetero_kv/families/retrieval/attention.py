@@ -22,7 +22,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
-from hetero_kv.families.retrieval.draft_attention import attend_sparsely
+from hetero_kv.families.retrieval.draft_attention import attend_natively, attend_sparsely
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -108,7 +108,8 @@ class RetrievalAttention(ResidentDecode):
         native = layer.token_step
         if (
             native is None
-            or step.draft_blocks is not None
+            # A guess chooses by no estimates.
+            or (step.draft_blocks is not None and native.estimates)
             or not native.stores
             or not native.fits(dtype, softcap is not None)
             or layer.window is not None
@@ -127,6 +128,8 @@ class RetrievalAttention(ResidentDecode):
         if pool is None or pool.reads_ahead() or any(layer.pool is not pool for layer in layers):
             # Blocks in files are requested for each group.
             return False
+        if any(step.draft_blocks is not None for step, _ in prepared):
+            return False
         if any(step.is_draft and self._closes_drafted(step) for step, _ in prepared):
             return False
         # With a schedule, a selection is stored in each group.
@@ -143,7 +146,11 @@ class RetrievalAttention(ResidentDecode):
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
     ) -> None:
-        groups = []
+        (first, native), groups = prepared[0], []
+        if first.draft_blocks is not None:
+            layer = first.group.layers[self.layer_idx]
+            attend_natively(native, layer, first, first.draft_blocks, arrays, scale, softcap)
+            return
         for step, _ in prepared:
             layer = step.group.layers[self.layer_idx]
             blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
@@ -152,7 +159,7 @@ class RetrievalAttention(ResidentDecode):
             if closes:
                 self._finalize_blocks(layer, step)
             groups.append(GroupRows(layer, step, blocks, is_stored=False))
-        native, q, k, v = prepared[0][1], arrays.q, arrays.k, arrays.v
+        q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
         counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
         for number, group in enumerate(groups):

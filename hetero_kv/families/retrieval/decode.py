@@ -50,7 +50,9 @@ class RetrievalDecode(RetrievalPrefill):
         score = "dot" if self.budget is None else kind.score
         has_mean = self.choice is not None and kind.has_mean
         number = ARRAY_DTYPES.get(dtype, np.float32)
-        return RetrievalStep(arrays, group, score, softcapped, number, self.threads, choice, has_mean)
+        return RetrievalStep(
+            arrays, group, score, softcapped, number, self.threads, choice, has_mean, self.decodes_drafts
+        )
 
     def _native_of(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, dtype: torch.dtype

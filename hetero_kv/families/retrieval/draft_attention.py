@@ -6,11 +6,16 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.cpu_ops.attention import attend_blocks
-from hetero_kv.engine.draft_blocks import DraftBlocks
+from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, NOTHING_FORBIDDEN
+from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
+from hetero_kv.engine.draft_blocks import ChosenBlocks, DraftBlocks
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops.merge import apply_sink
+from hetero_kv.store.pool import BlockPool
 
 #: The newest tokens, and the tokens of chosen blocks, that a guess attends to; both in whole blocks.
 NEWEST, CHOSEN = 512, 2048
@@ -26,21 +31,14 @@ def attend_sparsely(
     Nothing but the stored token changes in the layer: no block is finalized, no query is observed, nothing is counted.
     """
     blocks = layer.store_token(step, call.k, call.v)
-    pool, table, group = layer.pool, blocks.table[0], call.q.shape[1] // call.k.shape[1]
+    pool, group = layer.pool, call.q.shape[1] // call.k.shape[1]
     assert pool is not None
     q = call.q.reshape(call.k.shape[1], group, -1).float().contiguous()
-    chosen = few.chosen.get(layer.layer_idx)
-    if chosen is None:
-        chosen = few.chosen[layer.layer_idx] = _chosen(layer, step, few, q, call.scale)
-    if pool.reads_ahead():
-        assert pool.read_ahead is not None
-        pool.read_ahead.request(np.unique(table[chosen]))
-    # Blocks that the draft has begun follow the chosen ones, which end with the newest block of the first guess.
-    begun = np.arange(chosen.max() + 1, len(table))
-    ids = np.concatenate((table[chosen], np.broadcast_to(table[begun], (len(chosen), len(begun)))), axis=1)
-    counts = np.full((1, len(ids)), ids.shape[1], np.int32)
+    chosen = _chosen(layer, step, few, q, call.scale)
+    ids = _requested(pool, chosen.ids(blocks.table[0]))[None]
+    counts = np.full((1, len(q)), ids.shape[2], np.int32)
     out, lse = attend_blocks(
-        q[None].numpy(), pool.key_array, pool.value_array, ids[None].astype(np.int32), counts, blocks.lengths,
+        q[None].numpy(), pool.key_array, pool.value_array, ids, counts, blocks.lengths,
         call.scale, call.softcap or 0.0, threads=threads, key_offsets=pool.offset_array,
     )  # fmt: skip
     attended = torch.from_numpy(out).view(1, call.q.shape[1], 1, -1)
@@ -49,27 +47,60 @@ def attend_sparsely(
     return attended.to(call.q.dtype)
 
 
+def attend_natively(
+    native: RetrievalStep, layer: RetrievalLayer, step: Step, few: DraftBlocks, arrays: DecodeBuffers, scale: float,
+    softcap: float,
+) -> None:  # fmt: skip
+    """As `attend_sparsely`, from `arrays.q`, `k` and `v` to `arrays.attended`, by a step that has no estimates."""
+    blocks, kv_heads = step.blocks(layer.layout), arrays.k.shape[1]
+    chosen = few.chosen.get(layer.layer_idx)
+    if chosen is None:
+        q = torch.from_numpy(arrays.q)
+        numbers = q.float() if q.dtype is torch.float32 else q.view(torch.bfloat16).float()
+        chosen = _chosen(layer, step, few, numbers.view(kv_heads, native.group, -1), scale)
+    assert layer.pool is not None
+    if layer.pool.read_ahead is not None:
+        _requested(layer.pool, chosen.ids(blocks.table[0]))
+    ranges = np.array([[step.past], [chosen.first], [chosen.end]])
+    lse = np.empty((1, kv_heads, native.group), np.float32)
+    with one_kernel_at_a_time:
+        stored = native(
+            arrays.q, arrays.k, arrays.v, ranges, blocks.table, AS_GIVEN, chosen.positions, NOTHING_FORBIDDEN, False,
+            scale, softcap, arrays.attended, lse,
+        )  # fmt: skip
+    if stored:
+        layer.require_storable(stored)
+
+
+def _requested(pool: BlockPool, ids: np.ndarray) -> np.ndarray:
+    """Blocks that are read soon, also those of a file."""
+    if pool.reads_ahead():
+        assert pool.read_ahead is not None
+        pool.read_ahead.request(np.unique(ids))
+    return ids
+
+
 def blocks_with_means(tokens: int, block_size: int) -> int:
     """How many blocks have mean keys, of a sequence with `tokens` before its guesses: full ones before the newest."""
     return max(0, tokens // block_size - -(-NEWEST // block_size))
 
 
-def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor, scale: float) -> np.ndarray:
-    """The blocks that a draft attends to, as places in the block table, ascending: [kv_heads, count].
-
-    q: [kv_heads, group, k_dim] float32, of the draft's first token.
-    """
-    size, sink = layer.layout.block_size, layer.layout.sink_blocks
-    count = -(-step.length // size)
-    newest = blocks_with_means(step.past, size)
-    around = np.concatenate((np.arange(min(sink, newest)), np.arange(newest, count)))
-    budget = min(-(-CHOSEN // size), max(0, newest - sink))
-    best = np.empty((len(q), 0), np.int64)
-    if budget:
-        means = _means(layer, few, newest)[:, sink:newest]
-        shares = torch.bmm(q, means.transpose(1, 2)).mul_(scale).softmax(dim=2).sum(dim=1)
-        best = sink + shares.topk(budget, dim=1).indices.numpy()
-    return np.sort(np.concatenate((best, np.broadcast_to(around, (len(q), len(around)))), axis=1), axis=1)
+def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor, scale: float) -> ChosenBlocks:
+    """What a draft attends to, which its first token chooses by its query q [kv_heads, group, k_dim] float32."""
+    found = few.chosen.get(layer.layer_idx)
+    if found is None:
+        size, first = layer.layout.block_size, layer.layout.sink_blocks
+        end = max(first, blocks_with_means(step.past, size))
+        budget = min(-(-CHOSEN // size), end - first)
+        best = np.empty((len(q), 0), np.int32)
+        if budget:
+            means = _means(layer, few, end)[:, first:end]
+            shares = torch.bmm(q, means.transpose(1, 2)).mul_(scale).softmax(dim=2).sum(dim=1)
+            best = np.sort(shares.topk(budget, dim=1).indices.numpy().astype(np.int32), axis=1)
+        # A short sequence has fewer blocks than the attention sink.
+        blocks = -(-step.length // size)
+        found = few.chosen[layer.layer_idx] = ChosenBlocks(best[None], min(first, blocks), min(end, blocks))
+    return found
 
 
 def _means(layer: RetrievalLayer, few: DraftBlocks, blocks: int) -> torch.Tensor:
