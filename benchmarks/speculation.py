@@ -1,7 +1,7 @@
 """Tokens per second with and without speculation: questions that quote a document, and open ones.
 
     python -m benchmarks.speculation [--model NAME] [--recipe adaptive] [--lengths 4096,16384] [--questions 20]
-        [--kinds quoting,open] [--tokens 128] [--ways lookup] [--rows 8] [--json FILE]
+        [--kinds quoting,open] [--tokens 128] [--ways lookup] [--rows 8] [--json FILE] [--plot FILE]
 
 A document is source code of Python's standard library. A question that quotes is about a function of it, word for word,
 with another name, or its first lines; an open one has nothing to do with the document. Every question is answered once
@@ -9,7 +9,8 @@ in each way, in turns, behind the same document, which passes once; answers whos
 the median over the questions of the ratio of tokens per second to those without speculation, and the mean of both
 speeds. `--rows` answers so many questions at a time. A way is `lookup`, `sparse` (whose goal is for `--recipe dense
 --lengths 31000`), or a draft model's name or path; what a prompt takes to pass the draft model counts, where it is not
-known from an earlier question about the same document.
+known from an earlier question about the same document. The plot shows the median ratio by length, a line per way and
+kind of question.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import Label, label_lines, new_figure, save
 from hetero_kv import Engine, SamplingParams, load_model
 from hetero_kv.models import DEFAULT_MODEL
 
@@ -135,6 +137,29 @@ def measure(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, rows:
     }
 
 
+def plot(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """The ratio of one question at a time by tokens of the document, a labelled line for each way and kind."""
+    figure, axes = new_figure()
+    alone = [line for line in lines if line["rows"] == 1]
+    names = list(dict.fromkeys((line["way"], line["questions"]) for line in alone))
+    labels = []
+    for number, (way, kind) in enumerate(names):
+        of_name = [line for line in alone if (line["way"], line["questions"]) == (way, kind)]
+        points = sorted((line["length"], line["ratio"]) for line in of_name)
+        axes.plot(*zip(*points, strict=True), marker="o", color=f"C{number}")
+        labels.append(Label(f"{way}, {kind}", *points[-1], f"C{number}"))
+    lengths = sorted({line["length"] for line in alone})
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 2.5)
+    axes.set_xlabel("tokens of the document")
+    axes.set_ylabel("times as fast as without guesses")
+    axes.set_title("What guessing the next tokens gains (higher is better)", fontsize=10)
+    label_lines(figure, axes, labels)
+    save(figure, axes, path)
+
+
 def main() -> None:
     """Print a table, and the costs of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,6 +172,7 @@ def main() -> None:
     parser.add_argument("--ways", default="lookup", help="ways to guess, with commas between")
     parser.add_argument("--rows", type=int, default=8, help="questions at a time in the last lines")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw the ratios to this file")
     flags = parser.parse_args()
     lengths = [int(each) for each in flags.lengths.split(",")]
     model = load_model(flags.model, config=flags.recipe)
@@ -154,7 +180,7 @@ def main() -> None:
     for way in flags.ways.split(","):
         # A request cannot load a draft model.
         with Engine(
-            model, max_seq_len=max(lengths) + 1024, max_batch=flags.rows, checkpoint_gb=0, speculation=way,
+            model, max_seq_len=max(lengths) + 1536, max_batch=flags.rows, checkpoint_gb=0, speculation=way,
             starts_thread=False, kept_prefixes=_KEPT,
         ) as engine:  # fmt: skip
             if engine.speculation == "off":
@@ -180,6 +206,8 @@ def main() -> None:
     Console(width=130).print(table)
     if flags.json:
         flags.json.write_text(json.dumps(lines, indent=1))
+    if flags.plot:
+        plot(lines, flags.plot)
 
 
 if __name__ == "__main__":

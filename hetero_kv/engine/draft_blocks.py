@@ -9,7 +9,7 @@ import torch
 
 
 class ChosenBlocks(NamedTuple):
-    """What the tokens of a draft attend to in a layer, besides all blocks before `first` and from `end` on.
+    """What guesses attend to in a layer, besides all blocks before `first` and from `end` on.
 
     Attributes:
         positions: chosen ones of the blocks [first, end), counted from `first`: [1, kv_heads, count] int32, ascending.
@@ -29,22 +29,22 @@ class ChosenBlocks(NamedTuple):
 
 
 class DraftBlocks:
-    """Which blocks one sequence's guesses attend to, by layer: a draft's first token chooses, the others reuse it.
+    """Which blocks one sequence's guesses attend to, by layer: one token chooses, the following ones reuse it.
 
     TriForce (Sun et al. 2024, arXiv:2404.11912, section 4.1) and MagicDec (Chen et al. 2024, arXiv:2408.11049) draft
     with a model's own weights and a part of its keys and values.
 
     Attributes:
-        means: layer -> the mean keys of the sequence's first full blocks, [kv_heads, blocks, k_dim] float32. A block's
-            tokens must not change once it has a mean.
-        chosen: layer -> the chosen blocks of the present draft.
+        means: layer -> the mean keys of the sequence's first full blocks, [kv_heads, means, k_dim] float32. A block's
+            tokens must not change once it has them.
+        chosen: layer -> the chosen blocks.
     """
 
     def __init__(self) -> None:
         self.means: dict[int, torch.Tensor] = {}
         self.chosen: dict[int, ChosenBlocks] = {}
 
-    def begin_draft(self) -> None:
+    def choose_anew(self) -> None:
         """Let the next token choose."""
         self.chosen = {}
 

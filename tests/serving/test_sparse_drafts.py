@@ -128,7 +128,9 @@ def test_several_sequences_guess_together_as_each_does_alone():
                     assert torch.allclose(alone, together[step][index], atol=1e-5)
 
 
-def test_the_blocks_with_the_best_mean_keys_are_chosen_and_kept_for_a_draft():
+@pytest.mark.parametrize("of_block", [1, 2])
+def test_the_blocks_with_the_best_mean_keys_are_chosen_and_kept_for_a_draft(of_block, monkeypatch):
+    monkeypatch.setattr(draft_attention, "SPAN", 8 // of_block)
     with engine_of("dense") as engine:
         forward, cache, _ = prefilled(engine, PROMPT)
         layer, few = cache.groups[0].layers[1], DraftBlocks()
@@ -139,15 +141,16 @@ def test_the_blocks_with_the_best_mean_keys_are_chosen_and_kept_for_a_draft():
             assert few.chosen[1] is first
         keys, _ = layer.pool.read(layer.block_ids(0), 0, len(PROMPT))
         # 200 tokens are 25 blocks of 8; one is the attention sink, and one is among the newest.
-        means = keys[:, :192].unflatten(1, (24, 8)).mean(dim=2)
+        means = keys[:, :192].unflatten(1, (24 * of_block, -1)).mean(dim=2)
         assert torch.allclose(few.means[1], means, atol=1e-6)
         assert (first.positions.shape, first.first, first.end) == ((1, 2, 2), 1, 24)
         q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0)) * 3
         step = type("Step", (), {"length": 201, "past": 200})()
-        few.begin_draft()
+        few.choose_anew()
         found = draft_attention._chosen(layer, step, few, q, 0.25)
         for head in range(2):
-            shares = (q[head] @ means[head, 1:].T * 0.25).softmax(dim=1).sum(dim=0)
+            shares = (q[head] @ means[head, of_block:].T * 0.25).softmax(dim=1).sum(dim=0)
+            shares = shares.unflatten(0, (-1, of_block)).sum(dim=1)
             best = sorted((1 + shares.topk(2).indices).tolist())
             assert (1 + found.positions[0, head]).tolist() == best
             assert found.ids(torch.arange(26).numpy())[head].tolist() == [0, *best, 24, 25]

@@ -1,4 +1,7 @@
-"""Attention of a guess: to the attention sink, the newest blocks, and the blocks whose mean keys fit its query best."""
+"""Attention of a guess: to the attention sink, the newest blocks, and the blocks whose mean keys fit its query best.
+
+A block has a mean key of every 32 tokens: with one of all 128 tokens, fewer guesses are right.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from hetero_kv.store.pool import BlockPool
 
 #: The newest tokens, and the tokens of chosen blocks, that a guess attends to; both in whole blocks.
 NEWEST, CHOSEN = 512, 2048
+#: Consecutive tokens of a mean key; a block whose size is not a multiple has one mean key.
+SPAN = 32
 # Blocks whose keys are converted at once.
 _BLOCKS_AT_ONCE = 64
 
@@ -80,9 +85,18 @@ def _requested(pool: BlockPool, ids: np.ndarray) -> np.ndarray:
     return ids
 
 
-def blocks_with_means(tokens: int, block_size: int) -> int:
-    """How many blocks have mean keys, of a sequence with `tokens` before its guesses: full ones before the newest."""
+def number_of_means(tokens: int, block_size: int) -> int:
+    """How many mean keys a sequence with `tokens` before its guesses has, per layer and kv head."""
+    return _blocks_with_means(tokens, block_size) * _means_of_block(block_size)
+
+
+def _blocks_with_means(tokens: int, block_size: int) -> int:
+    """How many blocks have mean keys: full ones before the newest."""
     return max(0, tokens // block_size - -(-NEWEST // block_size))
+
+
+def _means_of_block(block_size: int) -> int:
+    return 1 if block_size % SPAN else block_size // SPAN
 
 
 def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor, scale: float) -> ChosenBlocks:
@@ -90,13 +104,15 @@ def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor
     found = few.chosen.get(layer.layer_idx)
     if found is None:
         size, first = layer.layout.block_size, layer.layout.sink_blocks
-        end = max(first, blocks_with_means(step.past, size))
+        end = max(first, _blocks_with_means(step.past, size))
         budget = min(-(-CHOSEN // size), end - first)
         best = np.empty((len(q), 0), np.int32)
         if budget:
-            means = _means(layer, few, end)[:, first:end]
+            each = _means_of_block(size)
+            means = _means(layer, few, end)[:, first * each :]
             shares = torch.bmm(q, means.transpose(1, 2)).mul_(scale).softmax(dim=2).sum(dim=1)
-            best = np.sort(shares.topk(budget, dim=1).indices.numpy().astype(np.int32), axis=1)
+            of_blocks = shares.unflatten(1, (-1, each)).sum(dim=2)
+            best = np.sort(of_blocks.topk(budget, dim=1).indices.numpy().astype(np.int32), axis=1)
         # A short sequence has fewer blocks than the attention sink.
         blocks = -(-step.length // size)
         found = few.chosen[layer.layer_idx] = ChosenBlocks(best[None], min(first, blocks), min(end, blocks))
@@ -104,13 +120,14 @@ def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor
 
 
 def _means(layer: RetrievalLayer, few: DraftBlocks, blocks: int) -> torch.Tensor:
-    """The mean keys of the sequence's first blocks, [kv_heads, blocks or more, k_dim] float32."""
-    pool, known = layer.pool, few.means.get(layer.layer_idx)
+    """The mean keys of the sequence's first `blocks` blocks, [kv_heads, means, k_dim] float32."""
+    pool, known, each = layer.pool, few.means.get(layer.layer_idx), _means_of_block(layer.layout.block_size)
     assert pool is not None
-    done = 0 if known is None else known.shape[1]
+    done = 0 if known is None else known.shape[1] // each
     if done < blocks:
         ids = torch.from_numpy(layer.block_ids(0)[done:blocks].astype(np.int64))
-        new = [pool.decoded_keys(part).float().mean(dim=2).transpose(0, 1) for part in ids.split(_BLOCKS_AT_ONCE)]
+        keys = (pool.decoded_keys(part).float() for part in ids.split(_BLOCKS_AT_ONCE))
+        new = [part.unflatten(2, (each, -1)).mean(dim=3).transpose(0, 1).flatten(1, 2) for part in keys]
         known = few.means[layer.layer_idx] = torch.cat(new if known is None else [known, *new], dim=1)
     assert known is not None
-    return known
+    return known[:, : blocks * each]

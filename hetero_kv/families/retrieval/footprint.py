@@ -21,7 +21,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
-from hetero_kv.families.retrieval.draft_attention import blocks_with_means
+from hetero_kv.families.retrieval.draft_attention import number_of_means
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
@@ -139,7 +139,7 @@ class PagedFootprint(LayerFootprint):
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.sparse_drafts:
-            means = blocks_with_means(demand.tokens, self.block_size) * self.shape.kv_heads * self.shape.k_dim
+            means = number_of_means(demand.tokens, self.block_size) * self.shape.kv_heads * self.shape.k_dim
             yield MemoryShare(MEAN_KEYS, demand.sequences * means * _FLOAT_BYTES)
         if demand.on_gpu:
             yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))

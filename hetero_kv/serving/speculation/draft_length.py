@@ -11,7 +11,7 @@ from threading import Lock
 #: The most guesses of one sequence in a forward.
 MOST_GUESSES = 12
 #: Cost of each further row, as a share of a step with fewer rows, until a step with as many rows was measured.
-_FIRST_SHARE = 0.12
+_FIRST_SHARE = 0.06
 # The median is of the latest steps with a number of rows, and needs a few of them: the first one may be an outlier.
 _LATEST, _LEAST = 7, 3
 # A median is dropped after so many steps without its number of rows: contexts, or the machine's load, have changed.

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hetero_kv.serving.speculation.draft_model import DraftModel
 
 _logger = logging.getLogger(__name__)
+# Assumed of a draft model's guesses before any is verified.
+_FIRST_ODDS = 0.7
 
 
 class ModelDrafter:
@@ -37,7 +39,7 @@ class ModelDrafter:
         self._model, self.tokens, self.tenant = model, list(tokens), tenant
         self.cache: HeteroCache | None = None
         self.is_over = False
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(_FIRST_ODDS)
         # The cache has the first `_verified` of `tokens`, followed by tokens of `_behind` up to its length.
         self._verified = 0
         self._behind: list[int] = []
