@@ -183,6 +183,16 @@ def _gemma3(file: ShapeFile, layer: int) -> None:
     file.gated(prefix, 3840, 15360, down=_more_bits(layer))
 
 
+def _llama31(file: ShapeFile, layer: int) -> None:
+    prefix = f"blk.{layer}."
+    if layer == 0:
+        # The factors of Llama 3.1's RoPE scaling, by frequency; what they are does not matter for speed.
+        file.writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, 64).astype(np.float32))
+    file.norms(prefix, attn_norm=4096, ffn_norm=4096)
+    file.attention(prefix, 4096, 4096, 1024, values=_more_bits(layer))
+    file.gated(prefix, 4096, 14336, down=_more_bits(layer))
+
+
 def _attends(layer: int) -> bool:
     return layer in (2, 6, 10, 14, 18, 21)
 
@@ -252,6 +262,13 @@ _GEMMA3 = {
     "rope.scaling.factor": 8.0,
     **_attention_keys(16, 8, 256, 1e6),
 }
+_LLAMA31 = {
+    "context_length": 1 << 17,
+    "embedding_length": 4096,
+    "feed_forward_length": 14336,
+    "rope.dimension_count": 128,
+    **_attention_keys(32, 8, 128, 5e5),
+}
 _LFM2 = {
     "context_length": 1 << 17,
     "embedding_length": 2048,
@@ -276,6 +293,7 @@ SHAPES = {
     "gpt-oss-20b": Shape(
         "gpt-oss", 201088, "gpt-4o", 2880, lambda layers: _GPT_OSS, _gpt_oss, Kind.Q8_0, Kind.Q8_0
     ),
+    "llama-3.1-8b": Shape("llama", 128256, "llama-bpe", 4096, lambda layers: _LLAMA31, _llama31),
     "gemma-3-12b": Shape("gemma3", 262144, "qwen2", 3840, lambda layers: _GEMMA3, _gemma3, Kind.Q6_K, None),
     "lfm2-8b-a1b": Shape(
         "lfm2moe", 65536, "lfm2", 2048,

@@ -166,34 +166,67 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
     scores: [2 * pairs, pitch]; the 16 lanes from `s_at` on hold one query each. most, totals: from `m_at` on. weights:
     words, [pairs, pitch], from `s_at` on.
     """
-    stride = pitch.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        v = Vectors(builder, LANES)
-        s_pointer = array_pointer(context, builder, scores, arguments[1], arguments[2])
-        w_pointer = array_pointer(context, builder, weights, arguments[7], arguments[2])
-        t_pointer = array_pointer(context, builder, totals, arguments[8], arguments[6])
-        times = v.everywhere(arguments[4])
-        most_of = v.load(array_pointer(context, builder, most, arguments[5], arguments[6]))
-        shift = builder.fneg(builder.fmul(most_of, times))
-        (slot,) = v.slots([v.load(t_pointer)])
-        with cgutils.for_range(builder, arguments[3]) as loop:
-            line = builder.mul(loop.index, integer(2 * stride))
-            pair = []
-            for token in range(2):
-                score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
-                weight = v.exp2(v.call("fmuladd", score, times, shift), coarse=True)
-                builder.store(builder.fadd(builder.load(slot), weight), slot)
-                # Adding half of the last bit that is kept rounds to nearest, ties away from zero.
-                pair.append(builder.add(builder.bitcast(weight, _WORDS), _same(1 << 15)))
-            lower, upper = builder.lshr(pair[0], _same(16)), builder.and_(pair[1], _same(0xFFFF << 16))
-            place = offset(builder, w_pointer, builder.mul(loop.index, integer(stride)))
-            builder.store(builder.or_(lower, upper), builder.bitcast(place, _WORDS.as_pointer()), align=4)
-        v.store(builder.load(slot), t_pointer)
+        _emit_lane_weights(context, builder, signature.args, arguments, pitch.literal_value, None)
         return context.get_dummy_value()
 
     real, at = types.float32, types.int64
     return types.none(pitch, scores, at, at, real, most, at, weights, totals), codegen
+
+
+@intrinsic(prefer_literal=True)
+def split_lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at, weights, totals, rests):
+    """As `lane_weights_bf16`; what a weight loses by rounding is written to `rests`, as bfloat16 in weights' form.
+
+    Products with both are those of weights with 16 bits of precision.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        rest = array_pointer(context, builder, signature.args[9], arguments[9], arguments[2])
+        _emit_lane_weights(context, builder, signature.args, arguments, pitch.literal_value, rest)
+        return context.get_dummy_value()
+
+    real, at = types.float32, types.int64
+    return types.none(pitch, scores, at, at, real, most, at, weights, totals, rests), codegen
+
+
+def _emit_lane_weights(
+    context: Any, builder: ir.IRBuilder, kinds: Any, arguments: Any, stride: int, rests: ir.Value | None
+) -> None:
+    v = Vectors(builder, LANES)
+    s_pointer = array_pointer(context, builder, kinds[1], arguments[1], arguments[2])
+    w_pointer = array_pointer(context, builder, kinds[7], arguments[7], arguments[2])
+    t_pointer = array_pointer(context, builder, kinds[8], arguments[8], arguments[6])
+    times = v.everywhere(arguments[4])
+    most_of = v.load(array_pointer(context, builder, kinds[5], arguments[5], arguments[6]))
+    shift = builder.fneg(builder.fmul(most_of, times))
+    (slot,) = v.slots([v.load(t_pointer)])
+
+    def rounded(numbers: ir.Value) -> ir.Value:
+        # Adding half of the last bit that is kept rounds to nearest, ties away from zero.
+        return builder.add(builder.bitcast(numbers, _WORDS), _same(1 << 15))
+
+    def write(pair: list[ir.Value], target: ir.Value, number: ir.Value) -> None:
+        lower, upper = builder.lshr(pair[0], _same(16)), builder.and_(pair[1], _same(0xFFFF << 16))
+        place = offset(builder, target, builder.mul(number, integer(stride)))
+        builder.store(builder.or_(lower, upper), builder.bitcast(place, _WORDS.as_pointer()), align=4)
+
+    with cgutils.for_range(builder, arguments[3]) as loop:
+        line = builder.mul(loop.index, integer(2 * stride))
+        pair, lost = [], []
+        for token in range(2):
+            score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
+            weight = v.exp2(v.call("fmuladd", score, times, shift), coarse=True)
+            builder.store(builder.fadd(builder.load(slot), weight), slot)
+            pair.append(rounded(weight))
+            if rests is not None:
+                kept = builder.bitcast(builder.and_(pair[-1], _same(0xFFFF << 16)), v.type)
+                lost.append(rounded(builder.fsub(weight, kept)))
+        write(pair, w_pointer, loop.index)
+        if rests is not None:
+            write(lost, rests, loop.index)
+    v.store(builder.load(slot), t_pointer)
 
 
 @intrinsic

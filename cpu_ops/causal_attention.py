@@ -127,17 +127,17 @@ def compile_for(
 def regions_for(
     keys: np.dtype, values: np.dtype, group: int, k_dim: int, v_dim: int, softcapped: bool, *, in_bfloat16: bool
 ) -> tuple[int, int, int]:
-    """Addresses of the regions in float32 and in bfloat16, for `list_attention.kernel_for`, as by `compile_for`.
+    """Addresses of the regions in float32 and by tiles, for `list_attention.kernel_for`, as by `compile_for`.
 
-    Returns also how many queries of a kv head are computed in bfloat16, at least; without the second region, more than
+    Returns also how many queries of a kv head are computed by tiles, at least; without the second region, more than
     there are.
     """
     names, shape = (storage_of(keys).name, storage_of(values).name), (group, k_dim, v_dim)
     in_float32 = address_of(_region(isa(), *names, *shape, softcapped, False))
     fewest = _fewest_queries()
-    if not (in_bfloat16 and is_in_bfloat16(fewest, *shape, *names)):
+    if not (in_bfloat16 and multiplies_by_tiles() and is_in_bfloat16(fewest, *shape, *names)):
         return in_float32, 0, sys.maxsize
-    return in_float32, address_of(_region_bf16()(names[0], *shape, softcapped)), fewest
+    return in_float32, address_of(causal_attention_tiles.region(names[0], *shape, softcapped)), fewest
 
 
 def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str, value_storage: str) -> bool:

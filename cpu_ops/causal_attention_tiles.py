@@ -1,7 +1,8 @@
 """`causal_attention.attend_blocks_causal` in bfloat16 with AMX tiles, on CPUs that have them.
 
-Numbers are those of `causal_attention_bf16`. As in `prompt_attention_tiles`, queries are in the lanes and output sums
-have one row per channel of the values, so that nothing is summed across lanes before the end.
+Keys and values are those of `causal_attention_bf16`. A weight of the softmax is the sum of two bfloat16 numbers, so
+that tokens verified together are attended to as precisely as one alone. As in `prompt_attention_tiles`, queries are in
+the lanes and output sums have one row per channel of the values, so that nothing is summed across lanes before the end.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
-from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16
+from hetero_kv.cpu_ops.bfloat16_tiles import split_lane_weights_bf16
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.exponential import LOG2_E
 from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, round_to_pairs, round_to_words, row_address
@@ -60,7 +61,8 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
         sums, sums_of_queries = scratch(q_pad // side * v_pad, side), scratch(q_pad, v_pad)
         key_words = scratch(tokens, depth).view(np.uint32)
         value_words, transposed_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
-        scores, weights = scratch(tokens, side), scratch(pairs, side).view(np.uint32)
+        scores = scratch(tokens, side)
+        weights, rests = scratch(pairs, side).view(np.uint32), scratch(pairs, side).view(np.uint32)
         most, totals = np.empty((2, q_pad), np.float32)
         fresh, rescale = np.empty((2, side), np.float32)
         addresses = np.empty(tokens + 1, np.int64)
@@ -155,11 +157,16 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
                     if grown:
                         rescale_outgrown(most, tile, fresh, factor, totals, rescale, sums, below, v_dim)
                     for i in range(0, side, lanes):
-                        lane_weights_bf16(side, scores, i, whole // 2, factor, most, tile + i, weights, totals)
+                        split_lane_weights_bf16(
+                            side, scores, i, whole // 2, factor, most, tile + i, weights, totals, rests
+                        )
                     for d in range(0, v_pad, side):
                         at = (below + d) * side
                         multiply_by_tiles(
                             1, transposed_values, d * pairs, pairs, whole // 2, weights, 0, side, sums, at, side
+                        )
+                        multiply_by_tiles(
+                            1, transposed_values, d * pairs, pairs, whole // 2, rests, 0, side, sums, at, side
                         )
                 position += filled
             sum_words, query_words = sums.view(np.uint32), sums_of_queries.view(np.uint32)

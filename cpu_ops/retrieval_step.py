@@ -140,8 +140,8 @@ class RetrievalStep:
         choice: how blocks are chosen.
         has_mean: whether blocks' masses are estimated: a block's first representative is the mean of its keys and a
             second one, if any, their standard deviation.
-        decodes_drafts: whether consecutive tokens of a long sequence that attend to everything share a reading of it.
-            In bfloat16 their weights may be rounded to bfloat16 then (`causal_attention`).
+        decodes_drafts: whether consecutive tokens of a long sequence that attend to everything share a reading of it
+            (`causal_attention`).
 
     Attributes:
         stores: whether calls write the token to blocks of these storage types; otherwise it must be stored before.
@@ -208,7 +208,7 @@ class RetrievalStep:
             storage_of(coarse_means.dtype).kernel_dtype.itemsize,
             choice.reduce, choice.rerank, choice.least, choice.group_blocks if pool.group_vectors is not None else 1,
             choice.group_factor, choice.tokens, choice.candidates, has_mean, pool.key_codes is not None,
-            pool.value_means is not None, fewest_bf16=causal[2], rehearses=0,
+            pool.value_means is not None, fewest_by_tiles=causal[2], rehearses=0,
         )  # fmt: skip
         self._calls, self._target = np.array(calls, np.int64), float(choice.target)
         self._settings = np.array(settings, np.int64)

@@ -19,7 +19,7 @@ REFUSALS = {
 
 (
     RUN, STORE, SCORER, SCORE, ATTENDER, ATTEND, CHOOSE, LOOK, RESTER, REST, CHOOSE_TOKENS, TOKEN_ATTENDER, _,
-    CAUSAL, CAUSAL_BF16,
+    CAUSAL, CAUSAL_TILES,
 ) = range(15)  # fmt: skip
 """The places of kernels and regions in a step's `calls`, an array of addresses. A kernel (SCORER) is followed by the
 region that it runs (SCORE). The regions of `causal_attention` are run by ATTENDER's kernel, too."""
@@ -41,7 +41,7 @@ class StepSettings(NamedTuple):
         has_mean: whether a block's first representative is the mean of its keys.
         has_codes: whether candidates are scored by coarse copies of their keys.
         adds_rest: whether the mean values of what is not attended to count.
-        fewest_bf16: of so many queries of a kv head, consecutive tokens of a sequence are attended to in bfloat16.
+        fewest_by_tiles: so many queries of a kv head, of consecutive tokens of a sequence, are computed by tiles.
         rehearses: whether a call ends before it attends to the Context.
     """
 
@@ -66,7 +66,7 @@ class StepSettings(NamedTuple):
     has_mean: int
     has_codes: int
     adds_rest: int
-    fewest_bf16: int
+    fewest_by_tiles: int
     rehearses: int
 
 

@@ -13,7 +13,7 @@ from hetero_kv.cpu_ops.parallel_region import run_region
 from hetero_kv.cpu_ops.step_contract import (
     ATTENDER,
     CAUSAL,
-    CAUSAL_BF16,
+    CAUSAL_TILES,
     CHOOSE,
     CHOSEN,
     EVERYTHING,
@@ -134,7 +134,7 @@ def attend_causally(queries, pool, ids, counts, scale, softcap, settings, calls,
     keys, values, key_offsets, lengths = pool
     heads_first = np.empty((1, kv_heads, tokens * group, settings.v_dim), np.float32)
     lse_first = np.empty((1, kv_heads, tokens * group), np.float32)
-    region = CAUSAL_BF16 if tokens * group >= settings.fewest_bf16 else CAUSAL
+    region = CAUSAL_TILES if tokens * group >= settings.fewest_by_tiles else CAUSAL
     arguments = (
         calls[RUN], calls[region], tokens, queries.reshape(1, tokens, kv_heads, group, k_dim), keys, values,
         key_offsets, ids, counts, lengths, scale, softcap, settings.threads, heads_first, lse_first,
