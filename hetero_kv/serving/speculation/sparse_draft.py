@@ -24,6 +24,9 @@ _logger = logging.getLogger(__name__)
 _FIRST_ODDS = 0.93
 # For so many tokens of an answer the chosen blocks stay, if all guesses are right: choosing takes half a guess's time.
 _CHOSEN_FOR = 64
+# So many tokens of an answer come without guesses: computing the mean keys takes several tokens' time, which an answer
+# of a few words does not win back.
+_FIRST_WITHOUT = 8
 
 
 class SparseDrafter:
@@ -44,6 +47,7 @@ class SparseDrafter:
         self._draft, self._acceptance = draft, Acceptance(_FIRST_ODDS)
         self.newest, self.length = tokens[-1], len(tokens)
         self.few, self.is_over, self._chosen_at = DraftBlocks(), False, len(tokens)
+        self._begins_at = len(tokens) + _FIRST_WITHOUT
 
     @property
     def guess_s(self) -> float:
@@ -58,7 +62,8 @@ class SparseDrafter:
 
     def odds(self, most: int) -> list[float]:
         """See `Drafter`."""
-        return [] if self.is_over else self._acceptance.odds(most)
+        is_early = self.length < self._begins_at
+        return [] if self.is_over or is_early else self._acceptance.odds(most)
 
     def guessed(self, guesses: Sequence[int]) -> None:
         """Record the guesses at the next tokens."""
