@@ -6,7 +6,6 @@ of queries: scores [tokens, queries] with the queries in the lanes, the online s
 """
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -84,7 +83,7 @@ def attend_blocks_causal(
     check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
     shape = group, k_dim, v_dim
     if in_bfloat16 and key_offsets is None and is_in_bfloat16(q_len, *shape, k_storage.name, v_storage.name):
-        region = address_of(_region_bf16()(k_storage.name, *shape, softcap > 0))
+        region = address_of(_region_bf16(k_storage.name, *shape, softcap > 0))
     else:
         region = address_of(
             _region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None)
@@ -121,7 +120,7 @@ def compile_for(
     kernel_for(numbers_of(k_storage, v_storage))
     _region(isa(), *names, *shape, softcapped, offset)
     if in_bfloat16 and not offset and is_in_bfloat16(_fewest_queries(), *shape, *names):
-        _region_bf16()(k_storage.name, *shape, softcapped)
+        _region_bf16(k_storage.name, *shape, softcapped)
 
 
 def regions_for(
@@ -137,7 +136,7 @@ def regions_for(
     fewest = _fewest_queries()
     if not (in_bfloat16 and multiplies_by_tiles() and is_in_bfloat16(fewest, *shape, *names)):
         return in_float32, 0, sys.maxsize
-    return in_float32, address_of(causal_attention_tiles.region(names[0], *shape, softcapped)), fewest
+    return in_float32, address_of(causal_attention_tiles.region(names[0], *shape, softcapped, True)), fewest
 
 
 def is_in_bfloat16(q_len: int, group: int, k_dim: int, v_dim: int, storage: str, value_storage: str) -> bool:
@@ -153,9 +152,11 @@ def _fewest_queries() -> int:
     return _FEWEST_BY_TILES if multiplies_by_tiles() else _FEWEST_QUERIES
 
 
-def _region_bf16() -> Callable[..., Any]:
-    """The function that compiles a thread's share in bfloat16."""
-    return causal_attention_tiles.region if multiplies_by_tiles() else causal_attention_bf16.region
+def _region_bf16(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """A thread's share in bfloat16."""
+    if multiplies_by_tiles():
+        return causal_attention_tiles.region(storage, group, k_dim, v_dim, softcapped, False)
+    return causal_attention_bf16.region(storage, group, k_dim, v_dim, softcapped)
 
 
 @cache

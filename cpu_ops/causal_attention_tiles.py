@@ -1,8 +1,9 @@
 """`causal_attention.attend_blocks_causal` in bfloat16 with AMX tiles, on CPUs that have them.
 
-Keys and values are those of `causal_attention_bf16`. A weight of the softmax is the sum of two bfloat16 numbers, so
-that tokens verified together are attended to as precisely as one alone. As in `prompt_attention_tiles`, queries are in
-the lanes and output sums have one row per channel of the values, so that nothing is summed across lanes before the end.
+Numbers are those of `causal_attention_bf16`; but where guesses are verified, a weight of the softmax is the sum of two
+bfloat16 numbers, so that tokens are attended to together as precisely as one alone. As in `prompt_attention_tiles`,
+queries are in the lanes and output sums have one row per channel of the values, so that nothing is summed across lanes
+before the end.
 """
 
 from functools import cache
@@ -12,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
-from hetero_kv.cpu_ops.bfloat16_tiles import split_lane_weights_bf16
+from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16, split_lane_weights_bf16
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.exponential import LOG2_E
 from hetero_kv.cpu_ops.gathered_rows import copy_row, pair_rows, round_to_pairs, round_to_words, row_address
@@ -30,10 +31,10 @@ _TOKENS = 96
 
 
 @cache
-def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool, is_precise: bool) -> Any:
     """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values.
 
-    storage: of keys and values, "bfloat16" or "float16".
+    storage: of keys and values, "bfloat16" or "float16". is_precise: whether weights are two bfloat16 numbers.
     """
     words, depth, v_pad = k_dim // 2, -(-k_dim // BLOCK) * TILE, -(-v_dim // BLOCK) * BLOCK
     tokens, side, lanes = _TOKENS, BLOCK, TILE
@@ -157,17 +158,21 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
                     if grown:
                         rescale_outgrown(most, tile, fresh, factor, totals, rescale, sums, below, v_dim)
                     for i in range(0, side, lanes):
-                        split_lane_weights_bf16(
-                            side, scores, i, whole // 2, factor, most, tile + i, weights, totals, rests
-                        )
+                        if is_precise:
+                            split_lane_weights_bf16(
+                                side, scores, i, whole // 2, factor, most, tile + i, weights, totals, rests
+                            )
+                        else:
+                            lane_weights_bf16(side, scores, i, whole // 2, factor, most, tile + i, weights, totals)
                     for d in range(0, v_pad, side):
                         at = (below + d) * side
                         multiply_by_tiles(
                             1, transposed_values, d * pairs, pairs, whole // 2, weights, 0, side, sums, at, side
                         )
-                        multiply_by_tiles(
-                            1, transposed_values, d * pairs, pairs, whole // 2, rests, 0, side, sums, at, side
-                        )
+                        if is_precise:
+                            multiply_by_tiles(
+                                1, transposed_values, d * pairs, pairs, whole // 2, rests, 0, side, sums, at, side
+                            )
                 position += filled
             sum_words, query_words = sums.view(np.uint32), sums_of_queries.view(np.uint32)
             for tile in range(0, queries, side):
