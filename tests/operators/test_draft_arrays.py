@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hetero_kv import inject
+from hetero_kv.cpu_ops.step_contract import LONG
 from hetero_kv.engine.draft_blocks import DraftBlocks
 from hetero_kv.families.retrieval import attention, draft_attention
 from hetero_kv.serving.forward import ModelForward
@@ -14,16 +15,16 @@ from tests.support.ragged_rows import prompt
 from tests.support.tiny_models import tiny_model
 
 #: More than the tokens from which on consecutive tokens share a reading; within a block, and at its end.
-LENGTHS = (1102, 1103)
+LENGTHS = (LONG + 61, LONG + 63)
 TOKENS = [3, 90, 41, 17, 5]
 
 
 def prefilled(recipe, length):
     """A forward, and a cache behind a prompt and one decoded token."""
     model = tiny_model("qwen2")
-    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0", "max_seq_len": 1400})
+    inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0", "block_size": 64, "max_seq_len": 17000})
     forward = ModelForward(model)
-    cache = forward.new_cache(model.hetero_kv_injection.common_store(1400))
+    cache = forward.new_cache(model.hetero_kv_injection.common_store(17000))
     with torch.no_grad():
         model(prompt(length - 1, 0)[None], past_key_values=cache)
     forward.decode([cache], [7])
@@ -32,9 +33,9 @@ def prefilled(recipe, length):
 
 @pytest.mark.parametrize("recipe", ["dense", pytest.param("quest", marks=pytest.mark.slow)])
 def test_a_guess_by_arrays_is_that_of_the_wrapped_layer(recipe, monkeypatch):
-    monkeypatch.setattr(draft_attention, "NEWEST", 12)
-    monkeypatch.setattr(draft_attention, "CHOSEN", 16)
-    forward, cache = prefilled(recipe, 203)
+    monkeypatch.setattr(draft_attention, "NEWEST", 64)
+    monkeypatch.setattr(draft_attention, "CHOSEN", 128)
+    forward, cache = prefilled(recipe, 803)
 
     def guesses():
         few = DraftBlocks()
