@@ -163,9 +163,8 @@ def test_sparse_speculation_adds_mean_keys_and_where_it_is_off_nothing(plan, cap
     machine = ("--json", "--dram", 60, "--device", "cpu", "--config", "dense")
     without, drafting = plan(*machine), plan(*machine, "--speculation", "sparse")
     at_64k = drafting["lengths"][str(64 * K)]
-    # Four layers of 8 heads with 128 numbers; the newest 512 tokens have none.
-    size = 128
-    assert at_64k["cpu"]["mean_keys"] == 4 * 8 * 128 * 4 * (64 * K - 512) // size
+    # Four layers of 8 heads with 128 numbers, of every 32 tokens; the newest 512 have none.
+    assert at_64k["cpu"]["mean_keys"] == 4 * 8 * 128 * 4 * (64 * K - 512) // 32
     assert at_64k["cpu"]["dram"] - without["lengths"][str(64 * K)]["cpu"]["dram"] == at_64k["cpu"]["mean_keys"]
     assert at_64k["gpu"]["mean_keys"] == 0
     assert drafting["largest_max_seq_len"] < without["largest_max_seq_len"]

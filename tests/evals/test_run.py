@@ -16,7 +16,7 @@ from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.planning.plan import Footprint
-from hetero_kv.serving.speculation import speculation
+from hetero_kv.serving.speculation import sparse_draft, speculation
 from tests.support.slow_variants import with_few
 from tests.support.tiny_evaluation import SPARSE, tiny_loaded
 
@@ -166,6 +166,8 @@ def test_guessed_tokens_change_no_answer_and_are_counted(loaded, tmp_path, monke
     # Guess whatever the speed of the machine says about it.
     monkeypatch.setattr(speculation, "draft_lengths", lambda costs, odds, _: list(map(len, odds)))
     monkeypatch.setattr(speculation.StepCosts, "of", lambda costs, rows: 1.0)
+    # Answers are short.
+    monkeypatch.setattr(sparse_draft, "_FIRST_WITHOUT", 0)
     guessing = loaded_draft() if way == "small" else way
     alone = run(["recite"], model_under(loaded, "quest"), tmp_path / "alone", OPTIONS)
     guessed = run(["recite"], model_under(loaded, "quest", speculation=guessing), tmp_path / "guessed", OPTIONS)
