@@ -186,8 +186,10 @@ def _gemma3(file: ShapeFile, layer: int) -> None:
 def _llama31(file: ShapeFile, layer: int) -> None:
     prefix = f"blk.{layer}."
     if layer == 0:
-        # The factors of Llama 3.1's RoPE scaling, by frequency; what they are does not matter for speed.
-        file.writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, 64).astype(np.float32))
+        # Llama 3.1's RoPE scaling: 8 for waves longer than 8,192 tokens, none for those shorter than 2,048.
+        turns = 8192 * 5e5 ** -(np.arange(64) / 64) / (2 * np.pi)
+        kept = np.clip((turns - 1) / 3, 0, 1)
+        file.writer.add_tensor("rope_freqs.weight", (1 / (kept + (1 - kept) / 8)).astype(np.float32))
     file.norms(prefix, attn_norm=4096, ffn_norm=4096)
     file.attention(prefix, 4096, 4096, 1024, values=_more_bits(layer))
     file.gated(prefix, 4096, 14336, down=_more_bits(layer))
