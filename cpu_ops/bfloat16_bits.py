@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
@@ -68,3 +69,20 @@ def round_row(numbers, target):
     """Write float32 numbers to target as the bits of bfloat16."""
     for d in range(numbers.size):
         target[d] = float_to_bfloat16(numbers[d])
+
+
+@device_function(error_model="numpy")
+def transpose_queries(q, head, depth, transposed):
+    """Write the queries of a kv head as words, two neighbouring numbers each, with the queries in the lanes.
+
+    q: [q_len, kv_heads, group, k_dim] float32, of bfloat16 numbers. transposed: uint32 [tiles * depth, columns]; a tile
+    has `columns` queries, and `depth` words of each. What remains is 0.
+    """
+    bits, columns = q.view(np.uint32), transposed.shape[1]
+    group = q.shape[2]
+    transposed[:] = 0
+    for n in range(q.shape[0] * group):
+        for d in range(q.shape[3] // 2):
+            low = bits[n // group, head, n % group, 2 * d] >> np.uint32(16)
+            high = bits[n // group, head, n % group, 2 * d + 1] & np.uint32(0xFFFF0000)
+            transposed[n // columns * depth + d, n % columns] = low | high

@@ -29,7 +29,7 @@ from hetero_kv.cpu_ops.simd import prefetch
 from hetero_kv.cpu_ops.softmax_rows import rows_exp2, rows_most
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of, storage_of
 from hetero_kv.cpu_ops.threads import kernel_threads
-from hetero_kv.cpu_ops.work_division import keep_part
+from hetero_kv.cpu_ops.work_division import keep_part, own_entries
 
 _TOKENS = 64
 """Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
@@ -198,15 +198,8 @@ def _region(
                 continue
             row, head = index // kv_heads, index % kv_heads
             which = min(head, block_ids.shape[1] - 1)
-            # This thread's entries are the blocks that begin among its tokens.
-            entry, position = np.int64(0), starts[index]
-            while entry < block_counts[row, which] and position < first:
-                position += block_lengths[block_ids[row, which, entry]]
-                entry += 1
-            end, behind = entry, position
-            while end < block_counts[row, which] and behind < last:
-                behind += block_lengths[block_ids[row, which, end]]
-                end += 1
+            ids, count_of_list = block_ids[row, which], np.int64(block_counts[row, which])
+            entry, end, position = own_entries(ids, count_of_list, block_lengths, starts[index], first, last)
             for n in range(queries):
                 query, lane = q[row, n // group, head, n % group], n % tile_columns
                 for d in range(k_dim):

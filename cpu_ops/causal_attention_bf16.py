@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from hetero_kv.cpu_ops.bfloat16_bits import transpose_queries
 from hetero_kv.cpu_ops.bfloat16_tiles import (
     COLUMNS,
     LANES,
@@ -27,7 +28,7 @@ from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.simd import prefetch
 from hetero_kv.cpu_ops.softmax_rows import rows_most
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of
-from hetero_kv.cpu_ops.work_division import keep_part
+from hetero_kv.cpu_ops.work_division import keep_part, own_entries
 
 _TOKENS = 96
 """Tokens of a tile: a multiple of `_ROWS`."""
@@ -63,7 +64,6 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
         # Scaling bfloat16 queries would lose precision, so their scores are scaled instead.
         factor = np.float32(1) if softcapped else scaling
         first, last = total * thread // threads, total * (thread + 1) // threads
-        bits = q.view(np.uint32)
         transposed_q = scratch(tiles * depth, columns).view(np.uint32)
         tile_keys = scratch(tokens, depth).view(np.uint32)
         tile_values = scratch(tokens // 2, v_dim).view(np.uint32)
@@ -76,21 +76,9 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -
                 continue
             row, head = index // kv_heads, index % kv_heads
             which = min(head, block_ids.shape[1] - 1)
-            # This thread's entries are the blocks that begin among its tokens.
-            entry, position = np.int64(0), starts[index]
-            while entry < block_counts[row, which] and position < first:
-                position += block_lengths[block_ids[row, which, entry]]
-                entry += 1
-            end, behind = entry, position
-            while end < block_counts[row, which] and behind < last:
-                behind += block_lengths[block_ids[row, which, end]]
-                end += 1
-            transposed_q[:] = 0
-            for n in range(queries):
-                for d in range(depth):
-                    low = bits[row, n // group, head, n % group, 2 * d] >> np.uint32(16)
-                    high = bits[row, n // group, head, n % group, 2 * d + 1] & np.uint32(0xFFFF0000)
-                    transposed_q[n // columns * depth + d, n % columns] = low | high
+            ids, count_of_list = block_ids[row, which], np.int64(block_counts[row, which])
+            entry, end, position = own_entries(ids, count_of_list, block_lengths, starts[index], first, last)
+            transpose_queries(q[row], head, depth, transposed_q)
             # Of a query that sees none of this thread's tokens, all weights are 0.
             most[:], totals[:], sums[:] = LEAST, 0, 0
             base = starts[index + 1] - q_len

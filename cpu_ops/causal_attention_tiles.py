@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, transpose_words
+from hetero_kv.cpu_ops.bfloat16_bits import transpose_queries
 from hetero_kv.cpu_ops.bfloat16_tiles import lane_weights_bf16, split_lane_weights_bf16
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.exponential import LOG2_E
@@ -24,7 +25,7 @@ from hetero_kv.cpu_ops.simd import prefetch
 from hetero_kv.cpu_ops.softmax_rows import rows_most
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES, numbers_of
 from hetero_kv.cpu_ops.tile_softmax import cap_products, rescale_outgrown
-from hetero_kv.cpu_ops.work_division import keep_part
+from hetero_kv.cpu_ops.work_division import keep_part, own_entries
 
 _TOKENS = 96
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
@@ -56,7 +57,6 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool, i
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
         first, last = total * thread // threads, total * (thread + 1) // threads
-        bits = q.view(np.uint32)
         # Transposed queries and output sums, in tiles of `side` queries.
         transposed_q = scratch(q_pad // side * depth, side).view(np.uint32)
         sums, sums_of_queries = scratch(q_pad // side * v_pad, side), scratch(q_pad, v_pad)
@@ -74,21 +74,9 @@ def region(storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool, i
                 continue
             row, head = index // kv_heads, index % kv_heads
             which = min(head, block_ids.shape[1] - 1)
-            # This thread's entries are the blocks that begin among its tokens.
-            entry, position = np.int64(0), starts[index]
-            while entry < block_counts[row, which] and position < first:
-                position += block_lengths[block_ids[row, which, entry]]
-                entry += 1
-            end, behind = entry, position
-            while end < block_counts[row, which] and behind < last:
-                behind += block_lengths[block_ids[row, which, end]]
-                end += 1
-            transposed_q[:] = 0
-            for n in range(queries):
-                for d in range(words):
-                    low = bits[row, n // group, head, n % group, 2 * d] >> np.uint32(16)
-                    high = bits[row, n // group, head, n % group, 2 * d + 1] & np.uint32(0xFFFF0000)
-                    transposed_q[n // side * depth + d, n % side] = low | high
+            ids, count_of_list = block_ids[row, which], np.int64(block_counts[row, which])
+            entry, end, position = own_entries(ids, count_of_list, block_lengths, starts[index], first, last)
+            transpose_queries(q[row], head, depth, transposed_q)
             # Of a query that sees none of this thread's tokens, all weights are 0.
             most[:], totals[:], sums[:] = LEAST, 0, 0
             base = starts[index + 1] - q_len

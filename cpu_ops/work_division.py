@@ -41,6 +41,24 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
 
 
 @device_function
+def own_entries(ids, count, block_lengths, position, first, last):
+    """Returns the first of a list's blocks that begin among a thread's tokens, the end of these, and its position.
+
+    ids: of the list's blocks, of which `count` are in use. position: of the list's first token. first, last: the range
+    of the thread's tokens; all positions count the tokens of all lists.
+    """
+    entry = np.int64(0)
+    while entry < count and position < first:
+        position += block_lengths[ids[entry]]
+        entry += 1
+    end, behind = entry, position
+    while end < count and behind < last:
+        behind += block_lengths[ids[end]]
+        end += 1
+    return entry, end, position
+
+
+@device_function
 def token_starts(counts, kv_heads):
     """As `list_starts`, for lists of single tokens; counts: [rows, 1 or kv_heads], their lengths."""
     starts = np.zeros(counts.shape[0] * kv_heads + 1, np.int64)

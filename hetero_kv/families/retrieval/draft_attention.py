@@ -61,8 +61,8 @@ def attend_natively(
     chosen = few.chosen.get(layer.layer_idx)
     if chosen is None:
         q = torch.from_numpy(arrays.q)
-        numbers = q.float() if q.dtype is torch.float32 else q.view(torch.bfloat16).float()
-        chosen = _chosen(layer, step, few, numbers.view(kv_heads, native.group, -1), scale)
+        numbers = q if q.dtype is torch.float32 else q.view(torch.bfloat16)
+        chosen = _chosen(layer, step, few, numbers.float().view(kv_heads, native.group, -1), scale)
     assert layer.pool is not None
     if layer.pool.read_ahead is not None:
         _requested(layer.pool, chosen.ids(blocks.table[0]))
@@ -100,7 +100,7 @@ def _means_of_block(block_size: int) -> int:
 
 
 def _chosen(layer: RetrievalLayer, step: Step, few: DraftBlocks, q: torch.Tensor, scale: float) -> ChosenBlocks:
-    """What a draft attends to, which its first token chooses by its query q [kv_heads, group, k_dim] float32."""
+    """What guesses attend to; if nothing is chosen yet, by this one's query q [kv_heads, group, k_dim] float32."""
     found = few.chosen.get(layer.layer_idx)
     if found is None:
         size, first = layer.layout.block_size, layer.layout.sink_blocks

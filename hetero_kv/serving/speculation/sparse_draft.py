@@ -20,7 +20,8 @@ from hetero_kv.serving.speculation.acceptance import Acceptance
 from hetero_kv.serving.speculation.draft_length import StepCosts
 
 _logger = logging.getLogger(__name__)
-# Right guesses of the default model behind 31,000 tokens: 0.8 to 1. With lower odds none would be tried.
+# Assumed before any guess is verified; with lower odds none would be tried. Behind 31,000 tokens two thirds of the
+# default model's guesses are right, and in some answers nearly all.
 _FIRST_ODDS = 0.93
 # For so many tokens of an answer the chosen blocks stay, if all guesses are right: choosing takes half a guess's time.
 _CHOSEN_FOR = 64
