@@ -110,6 +110,7 @@ def main() -> None:
     flags = parser.parse_args()
     threads = {} if flags.threads is None else {"threads_num": flags.threads}
     model = load_model(flags.model, config="dense", **threads).model
+    model.hetero_kv_injection.sparse_drafts = True
     tokens = [int(each) for each in flags.tokens.split(",")]
     cache = filled(model, flags.length)
     clock = time.process_time if flags.cpu_time else time.perf_counter

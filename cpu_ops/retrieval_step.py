@@ -140,7 +140,7 @@ class RetrievalStep:
         choice: how blocks are chosen.
         has_mean: whether blocks' masses are estimated: a block's first representative is the mean of its keys and a
             second one, if any, their standard deviation.
-        decodes_drafts: whether consecutive tokens of a long sequence that attend to everything share a reading of it
+        shares_readings: whether consecutive tokens of a long sequence that attend to everything share a reading of it
             (`causal_attention`).
 
     Attributes:
@@ -155,7 +155,7 @@ class RetrievalStep:
 
     def __init__(
         self, pool: StepPool, group: int, score: str, softcapped: bool, dtype: Any, threads: int,
-        choice: BlockChoice = BY_MEAN_SCORE, has_mean: bool = False, decodes_drafts: bool = False,
+        choice: BlockChoice = BY_MEAN_SCORE, has_mean: bool = False, shares_readings: bool = False,
     ) -> None:  # fmt: skip
         if not has_mean and (choice.rerank != 1 or choice.target or choice.tokens):
             raise ValueError(
@@ -195,7 +195,7 @@ class RetrievalStep:
         rester = address_of(residual_attention.kernel_for(kind.kernel_dtype.name)) if has_mean else 0
         calls += [look, rester, rest, *(self._token_calls(pool, q, softcapped) if self.by_token else (0, 0, 0))]
         causal = 0, 0, 0
-        if decodes_drafts and self.stores:
+        if shares_readings and self.stores:
             causal = causal_attention.regions_for(
                 keys.dtype, values.dtype, group, k_dim, self.v_dim, softcapped, in_bfloat16=np.dtype(dtype) == np.uint16
             )

@@ -25,8 +25,8 @@ REFUSALS = {
 region that it runs (SCORE). The regions of `causal_attention` are run by ATTENDER's kernel, too."""
 
 LONG = 16384
-"""Tokens of a sequence from which on consecutive ones share a reading of its blocks. Sums are rounded otherwise then
-than for one token, so that an answer may differ at near ties; behind shorter contexts little would be gained."""
+"""Tokens of a sequence from which on consecutive ones may share a reading of its blocks. Sums are rounded otherwise
+then than for one token, so that an answer may differ at near ties; behind shorter contexts little would be gained."""
 
 
 class StepSettings(NamedTuple):

@@ -46,6 +46,9 @@ class AttentionOperator(Operator):
     #: Whether it decodes several tokens of a sequence in one forward, layer by layer, as it would one after the other.
     #: May be an instance attribute.
     decodes_drafts: bool = False
+    #: Whether tokens that are verified together may share a reading of keys and values, which rounds sums otherwise
+    #: than for one token. `sparse` guesses need it; others leave the answer as it is, bit by bit.
+    shares_readings: bool = False
     #: Whether it can decode a token by attention to few blocks, for a guess (`Step.draft_blocks`), or attends to few
     #: tokens anyway.
     drafts_sparsely: ClassVar[bool] = False

@@ -315,5 +315,6 @@ class Injection:
                     f"the model's config has {len(layers)} layers (num_hidden_layers), and {operator.path} is layer "
                     f"{operator.layer_idx}: layers were removed after inject; call hetero_kv.eject(model) before that"
                 )
+            operator.shares_readings = self.sparse_drafts
             layers[operator.layer_idx] = operator.new_cache_layer()
         return layers

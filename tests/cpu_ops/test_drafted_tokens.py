@@ -33,7 +33,7 @@ def attended_together_and_apart(position, tokens, others, dtype, storage):
         alone = [row for row in range(rows) if not own.start <= row < own.stop]
         lengths[table[alone, 5 // BLOCK]] = 5 % BLOCK + 1
         pool = StepPool(keys, values, np.zeros((2 * blocks, KV_HEADS, 2, DIM), np.float32), lengths)
-        step = RetrievalStep(pool, GROUP, "dot", False, dtype, 2, decodes_drafts=together)
+        step = RetrievalStep(pool, GROUP, "dot", False, dtype, 2, shares_readings=together)
         assert (step._calls[CAUSAL] != 0) == together
         out, lse = np.empty(inputs[0].shape, dtype), np.empty((rows, KV_HEADS, GROUP), np.float32)
         ranges = np.array([places, np.zeros(rows, np.int64), np.zeros(rows, np.int64)])

@@ -20,10 +20,12 @@ LENGTHS = (LONG + 61, LONG + 63)
 TOKENS = [3, 90, 41, 17, 5]
 
 
-def prefilled(recipe, length):
+def prefilled(recipe, length, shares=True):
     """A forward, and a cache behind a prompt and one decoded token."""
     model = tiny_model("qwen2")
     inject(model, recipe, command_line=SETTINGS | {"weights": "q8_0", "block_size": 64, "max_seq_len": 17000})
+    # As where `speculation` is `sparse`.
+    model.hetero_kv_injection.sparse_drafts = shares
     forward = ModelForward(model)
     cache = forward.new_cache(model.hetero_kv_injection.common_store(17000))
     with torch.no_grad():
@@ -51,6 +53,14 @@ def test_a_guess_by_arrays_is_that_of_the_wrapped_layer(recipe, monkeypatch):
     own = guesses()
     assert len(calls) == 2 * forward.model.config.num_hidden_layers
     torch.testing.assert_close(by_arrays, own, rtol=0, atol=1e-4)
+
+
+def test_without_sparse_guesses_a_long_sequence_is_verified_bit_by_bit():
+    forward, cache = prefilled("dense", LENGTHS[0], shares=False)
+    (logits,), (stored,) = forward.verify([cache], [TOKENS])
+    stored.keep(1)
+    one_by_one = [forward.decode([cache], [token])[0] for token in TOKENS[1:]]
+    assert torch.equal(logits[1:], torch.stack(one_by_one))
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -192,7 +192,7 @@ class RetrievalAttention(ResidentDecode):
             pool.key_array.dtype, pool.value_array.dtype, group, k_dim, v_dim, softcap > 0,
             offset=settings.offset_keys, in_bfloat16=self._own_config.dtype == torch.bfloat16,
         )  # fmt: skip
-        self._bound_step(pool, np.ones(1, np.int32), group, softcap > 0, self._own_config.dtype)
+        self._bound_step(pool, np.ones(1, np.int32), group, softcap > 0, self._own_config.dtype, True)
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- descriptions for the engine

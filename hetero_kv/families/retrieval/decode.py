@@ -36,9 +36,12 @@ class RetrievalDecode(RetrievalPrefill):
         return self.settings.group_reduce == "max"
 
     def _bound_step(
-        self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype
+        self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype, shares: bool
     ) -> RetrievalStep:
-        """The native call of a layer with this pool and `lengths` tokens per row, for queries of `dtype`."""
+        """The native call of a layer with this pool and `lengths` tokens per row, for queries of `dtype`.
+
+        shares: as `shares_readings`.
+        """
         kind, choice = self.representative_type, self.choice
         if choice is None:
             choice = BY_MEAN_SCORE._replace(reduce=LARGEST) if self._takes_largest else BY_MEAN_SCORE
@@ -51,7 +54,7 @@ class RetrievalDecode(RetrievalPrefill):
         has_mean = self.choice is not None and kind.has_mean
         number = ARRAY_DTYPES.get(dtype, np.float32)
         return RetrievalStep(
-            arrays, group, score, softcapped, number, self.threads, choice, has_mean, self.decodes_drafts
+            arrays, group, score, softcapped, number, self.threads, choice, has_mean, shares and self.decodes_drafts
         )
 
     def _native_of(
@@ -62,7 +65,7 @@ class RetrievalDecode(RetrievalPrefill):
         if native is None or not native.fits(ARRAY_DTYPES[dtype], softcapped):
             assert layer.pool is not None
             group = call.q.shape[1] // call.k.shape[1]
-            native = self._bound_step(layer.pool, blocks.lengths, group, softcapped, dtype)
+            native = self._bound_step(layer.pool, blocks.lengths, group, softcapped, dtype, self.shares_readings)
             layer.token_step, layer.reading = native, ReadSizes.of(layer.pool, layer.window)
         return native
 
