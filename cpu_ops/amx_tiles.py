@@ -145,6 +145,30 @@ def multiply_from(typingctx, adds, addresses, first, count, skipped, a_pitch, b,
 
 
 @intrinsic(prefer_literal=True)
+def multiply_laid_out(typingctx, adds, a, a_at, count, b, b_at, c, c_at):
+    """As `multiply_by_tiles`, of factors laid out for it: `count` blocks, each [`BLOCK` rows, `TILE`] words of a.
+
+    b: words, [count * TILE, BLOCK] from b_at on. c: float32, [BLOCK, BLOCK] from c_at on.
+    """
+    is_sum = bool(adds.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        first = array_pointer(context, builder, a, arguments[1], arguments[2])
+        second = array_pointer(context, builder, b, arguments[4], arguments[5])
+        sums = array_pointer(context, builder, c, arguments[6], arguments[7])
+
+        def left(index: ir.Value) -> ir.Value:
+            return byte_pointer(builder, offset(builder, first, builder.mul(index, integer(BLOCK * TILE))))
+
+        pitch, side = integer(4 * TILE), integer(BLOCK)
+        _emit_product(builder, is_sum, arguments[3], left, pitch, second, side, sums, side)
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(adds, a, at, at, b, at, c, at), codegen
+
+
+@intrinsic(prefer_literal=True)
 def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c, c_at, c_row):
     """Compute c = a b, or c += a b if the literal `adds` is 1, for `BLOCK` rows of a and `BLOCK` columns of b.
 

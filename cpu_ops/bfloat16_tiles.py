@@ -18,20 +18,20 @@ COLUMNS = 4 * LANES
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
-class _BFloat16(ir.Type):
+class BFloat16(ir.Type):
     """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
+        return isinstance(other, BFloat16)
 
     def __hash__(self) -> int:
-        return hash(_BFloat16)
+        return hash(BFloat16)
 
 
-_PAIRS, _HALVES = ir.VectorType(_BFloat16(), 2 * LANES), ir.VectorType(_BFloat16(), LANES)
+_PAIRS, _HALVES = ir.VectorType(BFloat16(), 2 * LANES), ir.VectorType(BFloat16(), LANES)
 
 
 def _add_pairs(v: Vectors, slot: ir.Value, first: ir.Value, second: ir.Value) -> None:

@@ -69,7 +69,7 @@ def add_experts(
     scales, sums: of the rows (`activations.quantize_rows`). chosen, shares: [rows, k] int64 and float32. matrices:
     [3, 5] int64, of the gate, up and down projections: the address of the first expert's data, bytes from one expert's
     to the next one's, tiles, addresses of the kernels for one row and for several. gate_bias, up_bias: [experts,
-    inner], down_bias: [experts, width]; empty for none. shared: [3, 4] int64, `PackedMatrix.call` of the shared
+    inner], down_bias: [experts, width]; empty for none. shared: [3, 5] int64, `PackedMatrix.call` of the shared
     expert's projections; empty for none. shared_shares: [rows] float32, what its output is multiplied with. out: [rows,
     width]. All gate and up projections have whole tiles and groups.
     """

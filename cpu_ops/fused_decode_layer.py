@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hetero_kv.cpu_ops.activations import quantize_group, quantize_rows
+from hetero_kv.cpu_ops.activations import quantize_group
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, normed, products_table, widened
+from hetero_kv.cpu_ops.fused_layer_parts import add_mixed, add_normed, coded, normed, products_table, widened
 from hetero_kv.cpu_ops.gates import activated, sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.quantized_linear import multiply_tiles
+from hetero_kv.cpu_ops.tile_products import WORDS, gate_by_tiles, laid_out
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
@@ -66,12 +67,12 @@ def _rotated(x, first, stride, cos, sin, out):
 
 @region_arguments("multiply and gate")
 def _gated_products(_: str) -> tuple[Any, ...]:
-    """(table, codes, scales, sums, out, gated_codes, gated_scales, gated_sums, per_pass): as for the region "multiply";
-    the table has the gate projection, then the up projection. The gated products are written quantized, as for
-    `activations.quantize_rows`."""
+    """(table, codes, scales, sums, words, rows, out, gated_codes, gated_scales, gated_sums, gated_words, per_pass): as
+    for the region "multiply"; the table has the gate projection, then the up projection. rows: of `words`. out: has the
+    rows of `codes`. The gated products are written as the next product takes them."""
     real2, table = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
     quantized = types.Array(types.int8, 2, "C"), real2, types.Array(types.int32, 2, "C")
-    return table, *quantized, real2, *quantized, types.int64
+    return table, *quantized, WORDS, types.int64, real2, *quantized, WORDS, types.int64
 
 
 @cache
@@ -86,17 +87,19 @@ def gate_region(kind: int) -> int:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def gate(thread, threads, arguments):
-        table, codes, scales, sums, out, gated_codes, gated_scales, gated_sums, per_pass = arguments_at(
-            "multiply and gate", "", arguments
-        )
+        (
+            table, codes, scales, sums, words, rows, out, gated_codes, gated_scales, gated_sums, gated_words, per_pass
+        ) = arguments_at("multiply and gate", "", arguments)  # fmt: skip
         # Both projections have as many tiles.
-        groups, up = table[0, 1] // pair, table[1, 4]
+        groups, up = table[0, 1] // pair, table[1, 5]
         first, end = groups * thread // threads, groups * (thread + 1) // threads
         for index in range(2):
             weights, one, several = table[index, 0], table[index, 2], table[index, 3]
             multiply_tiles(
-                weights, one, several, per_pass, codes, scales, sums, out, table[index, 4], first * pair, end * pair
+                weights, one, several, per_pass, codes, scales, sums, out, table[index, 5], first * pair, end * pair
             )
+        if words.size:
+            gate_by_tiles(kind, table, codes.shape[1], words, rows, gated_words, first, end)
         start, stop = first * GROUP, end * GROUP
         for row in range(out.shape[0]):
             own, other = out[row, start:stop], out[row, up + start : up + stop]
@@ -121,16 +124,16 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     arrays are C-contiguous.
 
     (run, multiply, hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v,
-    gates, per_pass, threads)
+    gates, few, per_pass, threads)
 
     run: `parallel_region.all_threads()`. multiply: `quantized_linear.multiply_region()`.
 
     hidden: [rows, width], float32 or the bits of bfloat16. q: [rows, heads, 1, dim], k: [rows, kv_heads, 1, dim] and v:
-    [rows, kv_heads, 1, dim], of the same type, written. norm: [width] float32, with its epsilon. projections: [3, 4]
+    [rows, kv_heads, 1, dim], of the same type, written. norm: [width] float32, with its epsilon. projections: [3, 5]
     int64, `PackedMatrix.call` of q, k and v. bias: [all outputs] float32; length 0 for none. query_norm, key_norm:
     [dim] float32, or of all heads together; length 0 for none. cos, sin: [rows, rotated], of the tokens' positions.
     gates: [rows, heads * dim] float32, written: sigmoids of the numbers that follow each head's query in the outputs;
-    length 0 for queries without gates. per_pass: `weight_dots.rows_per_pass()`.
+    length 0 for queries without gates. few: as for `fused_layer_parts.coded`. per_pass: `weight_dots.rows_per_pass()`.
     """
     code_version = CODE_VERSION
     real, integer, weights = types.float32, types.int64, types.Array(types.float32, 1, "C")
@@ -138,7 +141,7 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
     rotation, table = types.Array(NUMBERS[rotation_dtype], 2, "C"), types.Array(integer, 2, "C")
     signature = types.void(
         integer, integer, hidden_type, weights, real, table, weights, weights, weights, real, rotation, rotation,
-        heads_type, heads_type, heads_type, types.Array(real, 2, "C"), integer, integer,
+        heads_type, heads_type, heads_type, types.Array(real, 2, "C"), integer, integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
@@ -159,6 +162,7 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         k,
         v,
         gates,
+        few,
         per_pass,
         threads,
     ):
@@ -167,14 +171,11 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         x = np.empty((rows, width), np.float32)
         widened(hidden, x)
         normed(x, norm, epsilon, x)
-        codes = np.empty((rows, width), np.int8)
-        scales = np.empty((rows, width // GROUP), np.float32)
-        sums = np.empty((rows, width // 16 + 0 * code_version), np.int32)
-        quantize_rows(x, codes, scales, sums)
+        codes, scales, sums, words = coded(x, few)
         first_k = projections[0, 1] * TILE
         first_v = first_k + projections[1, 1] * TILE
-        out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
-        region_args = products_table(projections, rows), x, codes, scales, sums, out, per_pass
+        out = np.empty((rows, first_v + projections[2, 1] * TILE + 0 * code_version), np.float32)
+        region_args = products_table(projections, few), x, codes, scales, sums, out, per_pass, words
         run_region("multiply", "", run, multiply, threads, region_args)
         heads, kv_heads = q.shape[1], k.shape[1]
         stride = 2 * dim if gates.size else dim
@@ -213,50 +214,53 @@ def attention_output(dtype: str) -> Any:
     dtype: of the hidden states, a key of `bfloat16_bits.NUMBERS`. All arrays are C-contiguous.
 
     (run, multiply, gate, hidden, mixed, gates, bias, after_norm, norm, after_mlp_norm, epsilon, factor, matrices, out,
-    per_pass, threads)
+    few, per_pass, threads)
 
     hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, bias, after_norm, factor: as for
     `fused_layer_parts.add_mixed`. norm: [width] float32, of the MLP's input, and after_mlp_norm of its output, of
-    length 0 for none; `epsilon` is that of all three norms. matrices: [4, 4] int64, `PackedMatrix.call` of the output,
+    length 0 for none; `epsilon` is that of all three norms. matrices: [4, 5] int64, `PackedMatrix.call` of the output,
     gate, up and down projections; the last tiles of gate and up are full. gate: from `gate_region`, for the MLP's
-    activation.
+    activation. few: as for `fused_layer_parts.coded`.
     """
     code_version = CODE_VERSION
     real, integer, numbers_type = types.float32, types.int64, types.Array(NUMBERS[dtype], 2, "C")
     real1, real2 = types.Array(real, 1, "C"), types.Array(real, 2, "C")
     signature = types.void(
         integer, integer, integer, numbers_type, numbers_type, real2, real1, real1, real1, real1, real, real,
-        types.Array(integer, 2, "C"), numbers_type, integer, integer,
+        types.Array(integer, 2, "C"), numbers_type, integer, integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
     def output(
         run, multiply, gate, hidden, mixed, gates, bias, after_norm, norm, after_mlp_norm, epsilon, factor, matrices,
-        out, per_pass, threads,
+        out, few, per_pass, threads,
     ):  # fmt: skip
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)
         widened(hidden, x)
-        add_mixed(run, multiply, mixed, gates, matrices[:1], bias, after_norm, epsilon, factor, x, per_pass, threads)
+        add_mixed(
+            run, multiply, mixed, gates, matrices[:1], bias, after_norm, epsilon, factor, x, few, per_pass, threads
+        )
         inner = matrices[1, 1] * TILE
         normed_x = np.empty((rows, width), np.float32)
         normed(x, norm, epsilon, normed_x)
-        codes = np.empty((rows, width), np.int8)
-        scales = np.empty((rows, width // GROUP), np.float32)
-        sums = np.empty((rows, width // 16), np.int32)
-        quantize_rows(normed_x, codes, scales, sums)
-        gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
-        gated_codes = np.empty((rows, inner), np.int8)
-        gated_scales = np.empty((rows, inner // GROUP), np.float32)
-        gated_sums = np.empty((rows, inner // 16), np.int32)
+        codes, scales, sums, words = coded(normed_x, few)
+        gate_up = np.empty((few, 2 * inner + 0 * code_version), np.float32)
+        gated_codes = np.empty((few, inner), np.int8)
+        gated_scales = np.empty((few, inner // GROUP), np.float32)
+        gated_sums = np.empty((few, inner // 16), np.int32)
+        gated_words = laid_out(rows - few, inner)
         gate_args = (
-            products_table(matrices[1:3], rows), codes, scales, sums, gate_up, gated_codes, gated_scales, gated_sums,
-            per_pass,
+            products_table(matrices[1:3], few), codes, scales, sums, words, rows - few, gate_up, gated_codes,
+            gated_scales, gated_sums, gated_words, per_pass,
         )  # fmt: skip
         run_region("multiply and gate", "", run, gate, threads, gate_args)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
         # Only numbers of 16 bits would be multiplied with the numbers themselves.
-        region_args = products_table(matrices[3:], rows), gate_up, gated_codes, gated_scales, gated_sums, down, per_pass
+        region_args = (
+            products_table(matrices[3:], few), gate_up, gated_codes, gated_scales, gated_sums, down, per_pass,
+            gated_words,
+        )  # fmt: skip
         run_region("multiply", "", run, multiply, threads, region_args)
         add_normed(down, after_mlp_norm, epsilon, factor, x)
         for row in range(rows):

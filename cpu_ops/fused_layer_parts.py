@@ -6,6 +6,7 @@ from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import number
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.parallel_region import run_region
+from hetero_kv.cpu_ops.tile_products import laid_out, lay_out_part
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
@@ -32,27 +33,46 @@ def widened(x, out):
 
 
 @device_function
+def coded(x, few):
+    """Returns the rows of x [rows, columns] as products take them: codes, scales, sums, words.
+
+    The first `few` rows are quantized (`activations.quantize_rows`), the others laid out in words (`tile_products`),
+    on a CPU that has tiles.
+    """
+    rows, columns = x.shape
+    codes = np.empty((few, columns), np.int8)
+    scales = np.empty((few, columns // GROUP), np.float32)
+    sums = np.empty((few, columns // 16), np.int32)
+    quantize_rows(x[:few], codes, scales, sums)
+    words = laid_out(rows - few, columns)
+    for row in range(few, rows):
+        lay_out_part(x[row], words, columns // GROUP, row - few, 0)
+    return codes, scales, sums, words
+
+
+@device_function
 def products_table(matrices, rows):
-    """Returns the table of the region "multiply" (`cpu_ops.quantized_linear`) for matrices that share an input."""
-    table = np.zeros((len(matrices), 8), np.int64)
+    """Returns the table of the region "multiply" (`cpu_ops.quantized_linear`) for matrices that share an input, of
+    which `rows` rows are codes."""
+    table = np.zeros((len(matrices), 9), np.int64)
     column = 0
     for index in range(len(matrices)):
-        for each in range(4):
+        for each in range(5):
             table[index, each] = matrices[index, each]
-        table[index, 4], table[index, 6] = column, rows
+        table[index, 5], table[index, 6] = column, rows
         column += matrices[index, 1] * TILE
     return table
 
 
 @device_function
 def add_mixed(
-    run, multiply, mixed, gates, matrix, bias, after_norm, after_epsilon, factor, x, per_pass, threads,
+    run, multiply, mixed, gates, matrix, bias, after_norm, after_epsilon, factor, x, few, per_pass, threads,
 ):  # fmt: skip
     """Add a token mixer's output to x: `factor` times the norm of the output projection of `mixed`.
 
     mixed: [rows, columns], the mixer's result, float32 or the bits of bfloat16. gates: [rows, columns] float32, its
-    factors; length 0 for none. matrix: [1, 4] int64, `PackedMatrix.call` of the projection. bias: [width]; after_norm:
-    [width]; both float32, of length 0 for none. x: [rows, width] float32.
+    factors; length 0 for none. matrix: [1, 5] int64, `PackedMatrix.call` of the projection. bias: [width]; after_norm:
+    [width]; both float32, of length 0 for none. x: [rows, width] float32. few: as for `coded`.
     """
     rows, columns = mixed.shape
     width = x.shape[1]
@@ -62,12 +82,9 @@ def add_mixed(
         for row in range(rows):
             for i in range(columns):
                 numbers[row, i] *= gates[row, i]
-    codes = np.empty((rows, columns), np.int8)
-    scales = np.empty((rows, columns // GROUP), np.float32)
-    sums = np.empty((rows, columns // 16), np.int32)
-    quantize_rows(numbers, codes, scales, sums)
+    codes, scales, sums, words = coded(numbers, few)
     projected = np.empty((rows, matrix[0, 1] * TILE), np.float32)
-    region_args = products_table(matrix, rows), numbers, codes, scales, sums, projected, per_pass
+    region_args = products_table(matrix, few), numbers, codes, scales, sums, projected, per_pass, words
     run_region("multiply", "", run, multiply, threads, region_args)
     if bias.size:
         for row in range(rows):

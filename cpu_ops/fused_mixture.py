@@ -59,7 +59,7 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
         experts = router.shape[0]
         x, normed_x = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
         widened(hidden, x)
-        add_mixed(run, multiply, mixed, gates, matrix, bias, after_norm, epsilon, factor, x, per_pass, threads)
+        add_mixed(run, multiply, mixed, gates, matrix, bias, after_norm, epsilon, factor, x, rows, per_pass, threads)
         normed(x, norm, epsilon, normed_x)
         logits = np.empty((rows, experts), np.float32)
         run_region("router products", router_dtype, run, route, threads, (router, normed_x, logits))

@@ -50,7 +50,7 @@ def multiply_prompt(
     dtype = x.dtype.name
     regions = all_threads(), _quantize_region(dtype), _product_region(dtype)
     with kernel_threads(threads) as used:
-        _multiplier(dtype)(*regions, x, *matrix.call, added, out, rows_per_pass(), used)
+        _multiplier(dtype)(*regions, x, *matrix.call[:4], added, out, rows_per_pass(), used)
 
 
 @region_arguments("prompt codes")

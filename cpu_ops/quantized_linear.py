@@ -21,6 +21,7 @@ from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.tile_products import WORDS, multiply_rows_by_tiles, tile_products_address
 from hetero_kv.cpu_ops.weight_blocks import pack
 from hetero_kv.cpu_ops.weight_dots import dots_address, rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
@@ -57,13 +58,16 @@ class PackedMatrix:
         return -(-self.rows // TILE)
 
     @cached_property
-    def call(self) -> tuple[int, int, int, int]:
-        """(address of the data, number of tiles, address of the kernel for one row, address of that for several rows).
+    def call(self) -> tuple[int, int, int, int, int]:
+        """(address of the data, number of tiles, addresses of the kernels for one row, for several, and by AMX tiles).
+
+        The last address is 0 on a CPU without tiles.
 
         The first access compiles the kernels for the instruction set in use, which is then fixed.
         """
         several = dots_address(self.name, rows_per_pass())
-        return self.data.ctypes.data, self.tiles, dots_address(self.name, 1), several
+        by_tiles = tile_products_address(self.name)
+        return self.data.ctypes.data, self.tiles, dots_address(self.name, 1), several, by_tiles
 
 
 def multiply(x: np.ndarray, matrices: Sequence[PackedMatrix], threads: int | None = None) -> list[np.ndarray]:
@@ -105,7 +109,7 @@ def multiply_runs(
     starts = [0, *accumulate(widths)]
     table = np.array(
         [
-            (*matrix.call, column, start, end, bool(matrix.layout.number))
+            (*matrix.call, column, end, bool(matrix.layout.number), start)
             for start, end, matrices in runs
             for matrix, column in zip(matrices, starts, strict=False)
         ],
@@ -217,11 +221,12 @@ _REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2,
 
 @region_arguments("multiply")
 def _multiplied(_: str) -> tuple[Any, ...]:
-    """(table, x, codes, scales, sums, out, per_pass): `table` has one row per matrix and run of rows:
-    `PackedMatrix.call`, the first column in out, the first and the end row of x, and whether the weights are
-    unquantized numbers."""
+    """(table, x, codes, scales, sums, out, per_pass, words): `table` has one row per matrix and run of rows:
+    `PackedMatrix.call`, the first column in out, the end row of x, whether the weights are unquantized numbers, and the
+    first row. words: the rows behind those of `codes`, as for `tile_products`; empty if there are none."""
     return (
         _TABLE, _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C"), _REAL2, types.int64,
+        WORDS,
     )  # fmt: skip
 
 
@@ -232,9 +237,10 @@ def multiply_region() -> int:
 
     @njit(REGION, cache=True, nogil=True)
     def multiply(thread, threads, arguments):
-        table, x, codes, scales, sums, out, per_pass = arguments_at("multiply", "", arguments)
+        table, x, codes, scales, sums, out, per_pass, words = arguments_at("multiply", "", arguments)
+        few = codes.shape[0]
         for index in range(table.shape[0]):
-            weights, tiles, one, several, column, first, end, numbers = table[index]
+            weights, tiles, one, several, by_tiles, column, end, numbers, first = table[index]
             row_scales, row_sums, rows_out = scales[first:end], sums[first:end], out[first:end]
             if numbers:
                 multiply_part(
@@ -246,6 +252,10 @@ def multiply_region() -> int:
                     weights, tiles, one, several, per_pass, codes[first:end], row_scales, row_sums, rows_out, column,
                     thread, threads,
                 )  # fmt: skip
+            if words.size:
+                multiply_rows_by_tiles(
+                    by_tiles, weights, tiles, codes.shape[1], words, out[few:], column, thread, threads
+                )
         return np.int64(0 * code_version)
 
     return address_of(multiply)
@@ -265,6 +275,7 @@ def _multiplier() -> Any:
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
         if not table[:, 7].all():
             quantize_rows(x, codes, scales, sums)
-        run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass))
+        no_words = np.empty(0, np.uint32)
+        run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass, no_words))
 
     return multiply_all

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.fused_layer_parts import normed, products_table, widened
+from hetero_kv.cpu_ops.fused_layer_parts import coded, normed, products_table, widened
 from hetero_kv.cpu_ops.gates import sigmoid
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.cpu_ops.weight_formats import TILE
 
 _REAL1, _REAL2 = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2))
 _STATES = types.Array(types.float32, 4, "C")
@@ -33,14 +32,11 @@ _STEEP = np.float32(20)
 @device_function
 def _projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out, per_pass, threads):
     """Write the norm of `hidden` to normed_x, and the products with quantized matrices to out [rows, all tiles]."""
-    rows, width = hidden.shape
+    rows = hidden.shape[0]
     widened(hidden, normed_x)
     normed(normed_x, norm, epsilon, normed_x)
-    codes = np.empty((rows, width), np.int8)
-    scales = np.empty((rows, width // GROUP), np.float32)
-    sums = np.empty((rows, width // 16), np.int32)
-    quantize_rows(normed_x, codes, scales, sums)
-    region_args = products_table(projections, rows), normed_x, codes, scales, sums, out, per_pass
+    codes, scales, sums, words = coded(normed_x, rows)
+    region_args = products_table(projections, rows), normed_x, codes, scales, sums, out, per_pass, words
     run_region("multiply", "", run, multiply, threads, region_args)
 
 
@@ -73,7 +69,7 @@ def short_convolution(dtype: str) -> Any:
 
     (run, multiply, hidden, norm, epsilon, projection, bias, state, weight, weight_bias, mixed, per_pass, threads)
 
-    hidden, mixed: [rows, width]; mixed is written. norm: [width] float32. projection: [1, 4] int64, `PackedMatrix.call`
+    hidden, mixed: [rows, width]; mixed is written. norm: [width] float32. projection: [1, 5] int64, `PackedMatrix.call`
     of the matrix of b, c and x. bias: [3 * width] float32, of the matrix; length 0 for none. state: [rows, width,
     taps], updated. weight: [width, taps] float32, and weight_bias: [width] float32; length 0 for none.
     """

@@ -1,28 +1,24 @@
 """Unpacks packed weights to numbers: whole tiles for products with many rows, single rows for embeddings."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
-from hetero_kv.cpu_ops.half_precision_weights import column_of, number_rows
+from hetero_kv.cpu_ops.half_precision_weights import number_rows
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
 from hetero_kv.cpu_ops.threads import kernel_threads
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
-from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat, scales_of_bytes
+from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, scales_of_bytes
+from hetero_kv.cpu_ops.weight_numbers import unpack_tile
 
 _NUMBERS = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
-_I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
-_FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(ir.IntType(32), TILE)
 
 
 def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, threads: int | None = None) -> None:
@@ -44,69 +40,6 @@ def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, thr
         unpack = address_of(_unpacker(matrix.name, number, dot_instruction()))
         region_args = matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns
         call_region("unpack tiles", "", unpack, region_args, used)
-
-
-@intrinsic(prefer_literal=True)
-def _unpack_tile(typingctx, name, number, how, weights, out, out_stride, columns):
-    """Unpack the tile at address `weights` to address `out`, sixteen numbers per column; out_stride in bytes."""
-    layout, kind, instruction = FORMATS[name.literal_value], number.literal_value, how.literal_value
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, out, stride, columns = arguments[3:]
-        int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
-        element: ir.Type = {"float32": ir.FloatType(), "float16": ir.HalfType()}.get(kind, ir.IntType(16))
-        first, base = builder.inttoptr(weights, _POINTER), builder.inttoptr(out, _POINTER)
-        with cgutils.for_range(builder, builder.udiv(columns, int_(layout.columns))) as blocks:
-            block = builder.gep(first, [builder.mul(blocks.index, int_(layout.record_bytes))])
-            with cgutils.for_range(builder, int_(layout.groups)) as groups:
-                place = builder.add(builder.mul(groups.index, int_(layout.group_bytes)), int_(layout.head_bytes))
-                group = builder.gep(block, [place])
-                index = builder.add(builder.mul(blocks.index, int_(layout.groups)), groups.index)
-                for k, values in enumerate(_columns(builder, layout, block, group, instruction)):
-                    column = builder.add(builder.mul(index, int_(GROUP)), int_(k))
-                    target = builder.gep(base, [builder.mul(column, stride)])
-                    target = builder.bitcast(target, ir.VectorType(element, TILE).as_pointer())
-                    builder.store(_as(builder, values, kind), target, align=2)
-        return context.get_dummy_value()
-
-    return types.none(name, number, how, *[types.int64] * 4), codegen
-
-
-def _columns(
-    builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value, how: str
-) -> Iterator[ir.Value]:
-    """Yields the 32 columns of a group, each a vector of sixteen numbers."""
-    if layout.number:
-        yield from (column_of(builder, group, layout.number, 2 * TILE * k) for k in range(GROUP))
-        return
-    scales, minimums = group_scales(builder, layout, block, group)
-    zero, right = ir.Constant(_INTS, [layout.zero] * TILE), ir.Constant(_INTS, [24] * TILE)
-    codes_of = code_vectors(builder, layout, group, how)
-    for vector in range(VECTORS):
-        codes, part = codes_of(vector), vector * layout.parts // VECTORS
-        lanes = builder.bitcast(codes, _INTS)
-        for byte in range(4):
-            moved = builder.shl(lanes, ir.Constant(_INTS, [24 - 8 * byte] * TILE))
-            code = builder.ashr(moved, right) if layout.signed else builder.lshr(moved, right)
-            if layout.zero:
-                code = builder.sub(code, zero)
-            values = builder.fmul(builder.sitofp(code, _FLOATS), scales[part])
-            yield builder.fadd(values, minimums[part]) if minimums else values
-
-
-def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
-    if kind == "float32":
-        return values
-    if kind == "float16":
-        return builder.fptrunc(values, ir.VectorType(ir.HalfType(), TILE))
-    bits = builder.bitcast(values, _INTS)
-
-    def every(value: int) -> ir.Constant:
-        return ir.Constant(_INTS, [value] * TILE)
-
-    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, every(0x7FFF))), every(16))
-    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), TILE))
 
 
 @region_arguments("unpack tiles")
@@ -135,7 +68,7 @@ def _unpacker(name: str, number: str, how: str) -> Any:
         stride = tiles * TILE * size
         for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
             source = weights + (first_tile + tile) * tile_bytes
-            _unpack_tile(name, number, how, source, out + tile * TILE * size, stride, columns)
+            unpack_tile(name, number, how, source, out + tile * TILE * size, stride, columns)
         return np.int64(0 * code_version)
 
     return unpack

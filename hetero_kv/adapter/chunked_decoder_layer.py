@@ -80,6 +80,12 @@ class ChunkedDecoderLayer(Operator):
         elif self.is_recurrent:
             self._fused_recurrent()
 
+    @property
+    def multiplies_by_tiles(self) -> bool:
+        """Whether many rows take the fused decode layer, whose products are then computed by AMX tiles."""
+        native = self._fused_decode() if self._is_replaced else None
+        return native is not None and native.by_tiles
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token is not chunked."""
         cache = passed_cache(kwargs)
@@ -98,8 +104,8 @@ class ChunkedDecoderLayer(Operator):
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
             native = self._fused_decode()
-            if native is not None and not args and native.fits(hidden_states, kwargs):
-                return self._kept(cache, batch, native(hidden_states, cache, kwargs))
+            if native is not None and not args and native.fits(hidden_states, kwargs, batch.decoded_rows):
+                return self._kept(cache, batch, native(hidden_states, cache, kwargs, batch.decoded_rows))
             return self._kept(cache, batch, self.wrapped(hidden_states, *args, **kwargs))
 
         if hidden_states.dim() != 3:

@@ -107,7 +107,7 @@ def _halves(gate_up: _Parts, is_concatenated: bool) -> list[tuple[ExpertWeights,
 
 def _call(weights: ExpertWeights, first: int) -> list[int]:
     """A row of `ExpertProducts.matrices`, of the rows from `first` on."""
-    address, tiles, one, several = weights.matrices[0].call
+    address, tiles, one, several = weights.matrices[0].call[:4]
     ahead = FORMATS[weights.name].packed_bytes(first, weights.shape[1])
     return [address + ahead, weights.data.stride(0), tiles, one, several]
 

@@ -18,6 +18,7 @@ from hetero_kv.adapter.decoder_form import (
 )
 from hetero_kv.adapter.llama_layer import GATES, MLP
 from hetero_kv.adapter.mixture_form import MixtureForm
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.fused_decode_layer import attention_output, gate_region
 from hetero_kv.cpu_ops.fused_mixture import mixture_output
 from hetero_kv.cpu_ops.parallel_region import all_threads
@@ -38,11 +39,13 @@ class FeedForward(ABC):
 
     Attributes:
         most_rows: the largest number of tokens that it takes.
+        by_tiles: whether it takes more tokens behind these, which AMX tiles multiply.
         copied: tensors of which it has copies.
         trials: the largest number of random inputs that it is tested with; the best result counts.
     """
 
     trials = 1
+    by_tiles = False
     copied: tuple[torch.Tensor, ...] = ()
 
     def __init__(self, form: DecoderForm, most_rows: int) -> None:
@@ -61,11 +64,12 @@ class FeedForward(ABC):
         return True
 
     @abstractmethod
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
         """Write the layer's output to `out`, from its input and what the mixer gives before its output projection.
 
         hidden, out: [rows, width], mixed: [rows, columns], float32 or the bits of bfloat16. gates: [rows, columns]
-        float32, what `mixed` is multiplied with, or empty.
+        float32, what `mixed` is multiplied with, or empty. few: how many of the first rows are multiplied by codes;
+        all, unless `by_tiles`.
         """
 
 
@@ -78,12 +82,14 @@ class _GatedMLP(FeedForward):
         of_mlp = np.array([matrix.quantized.kernels for matrix in matrices], dtype=np.int64)
         self._matrices = np.concatenate([self._matrix, of_mlp])
         self._gate_up = gate_region(kind)
+        self.by_tiles = dtype is torch.bfloat16 and multiplies_by_tiles()
 
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
         with one_kernel_at_a_time:
             attention_output(NAMES[hidden.dtype])(
                 *self._addresses, self._gate_up, hidden, mixed, gates, *self._before, self._norm, self._after,
-                self._epsilon, self._factor, self._matrices, out, self._per_pass, at_most(torch.get_num_threads()),
+                self._epsilon, self._factor, self._matrices, out, few, self._per_pass,
+                at_most(torch.get_num_threads()),
             )  # fmt: skip
 
 
@@ -103,7 +109,7 @@ class _Mixture(FeedForward):
     def is_current(self) -> bool:
         return self._mixture.is_current
 
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
         own, products = self._mixture, self._mixture.products
         kernel = mixture_output(NAMES[hidden.dtype], NAMES[own.router.dtype], products.dtype)
         with one_kernel_at_a_time:

@@ -35,6 +35,7 @@ from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
+from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that
@@ -88,6 +89,11 @@ class FusedDecodeLayer:
         self._copied = CopiedFrom([each for each in copied if each is not None])
 
     @property
+    def by_tiles(self) -> bool:
+        """Whether parts of prompts may be more rows than codes are for (`FeedForward`)."""
+        return self._feed_forward.by_tiles
+
+    @property
     def is_current(self) -> bool:
         """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was created."""
         return self._tree.is_unchanged and self._copied.is_unchanged and self._feed_forward.is_current
@@ -102,14 +108,18 @@ class FusedDecodeLayer:
         path = cls(layer, operator, form, feed_forward)
         return path if agrees(path, layer, TOLERANCE[form.norm.weight.dtype], "the fused decode layer") else None
 
-    def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-        """Whether these tokens, one per row, can take the path."""
-        embeddings = kwargs.get("position_embeddings")
+    def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any], decoded: int) -> bool:
+        """Whether these tokens, one per row, can take the path.
+
+        Args:
+            decoded: how many of the first rows are decoded or drafted; the others are parts of prompts.
+        """
+        rows, embeddings = len(hidden_states), kwargs.get("position_embeddings")
         return (
             hidden_states.dim() == 3
             and hidden_states.device.type == "cpu"
             and hidden_states.shape[1] == 1
-            and len(hidden_states) <= self._most_rows
+            and (rows <= self._most_rows or (self.by_tiles and decoded <= self._most_rows))
             and isinstance(embeddings, tuple)
             and embeddings[0].shape[-1] in self._rotated
             and kwargs.get("attention_mask") is None
@@ -118,8 +128,12 @@ class FusedDecodeLayer:
             and not self.operator.training
         )
 
-    def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The layer's output for [rows, 1, width]."""
+    def __call__(
+        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], decoded: int
+    ) -> torch.Tensor:
+        """The layer's output for [rows, 1, width]; see `fits`. Where there are tiles, decoded tokens still take codes:
+        their results do not depend on what passes beside them."""
+        few = decoded if self.by_tiles and len(hidden_states) > FEW_ROWS else len(hidden_states)
         if self.operator.changes_arguments:
             arguments = (self._input_norm(hidden_states),) if self.operator.reads_hidden_states else ()
             kwargs = self.operator.arguments_for(arguments, dict(kwargs))
@@ -128,27 +142,27 @@ class FusedDecodeLayer:
         can_be_arrays = window is None and sink is None
         prepared = self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap) if can_be_arrays else None
         if prepared is None:
-            q, k, v, gates = self.queries_keys_values(hidden, dtype, kwargs["position_embeddings"])
+            q, k, v, gates = self.queries_keys_values(hidden, dtype, kwargs["position_embeddings"], few)
             attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
-            return self.output(hidden_states, hidden, _array(attended), gates)
+            return self.output(hidden_states, hidden, _array(attended), gates, few)
         arrays = decode_buffers(len(hidden), self.heads, self.dim, dtype)
-        gates = self._make_inputs(hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v)
+        gates = self._make_inputs(hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v, few)
         self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0)
-        return self.output(hidden_states, hidden, arrays.attended_rows, gates)
+        return self.output(hidden_states, hidden, arrays.attended_rows, gates, few)
 
     def queries_keys_values(
-        self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+        self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor], few: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
         """The arguments of the attention function, [rows, heads, 1, dim] each, from hidden states [rows, width].
 
-        The last result is the gates of attention's output, [rows, heads * dim], or empty.
+        The last result is the gates of attention's output, [rows, heads * dim], or empty. few: as for `FeedForward`.
         """
         q, k, v = (torch.empty((len(hidden), heads, 1, self.dim), dtype=dtype) for heads in self.heads)
-        return q, k, v, self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v))
+        return q, k, v, self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v), few)
 
     def _make_inputs(
         self, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        q: np.ndarray, k: np.ndarray, v: np.ndarray,
+        q: np.ndarray, k: np.ndarray, v: np.ndarray, few: int,
     ) -> np.ndarray:  # fmt: skip
         cos, sin = _ROTATION.arrays(position_embeddings, len(hidden), self._are_halves)
         gates = np.empty((len(hidden), self._gate_width), np.float32) if self._gate_width else _NO_GATES
@@ -156,17 +170,17 @@ class FusedDecodeLayer:
         with one_kernel_at_a_time:
             kernel(
                 *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
-                self._key_norm, self._head_epsilon, cos, sin, q, k, v, gates, self._per_pass,
+                self._key_norm, self._head_epsilon, cos, sin, q, k, v, gates, few, self._per_pass,
                 at_most(torch.get_num_threads()),
             )  # fmt: skip
         return gates
 
     def output(
-        self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray, gates: np.ndarray
+        self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray, gates: np.ndarray, few: int
     ) -> torch.Tensor:
         """The layer's output from its input [rows, 1, width], also as an array, and its attention's [rows, all]."""
         out, array = new_hidden(hidden_states)
-        self._feed_forward(hidden, attended, gates, array)
+        self._feed_forward(hidden, attended, gates, array, few)
         return out
 
     def found(self) -> Any:
@@ -197,20 +211,24 @@ class FusedDecodeLayer:
     @torch.no_grad()
     def _difference_from(self, layer: Any, rotated: int) -> float:
         seeds = range(self._feed_forward.trials)
-        trials = (Trial.of(layer, self.operator, _TRIED_ROWS, 1, rotated, seed) for seed in seeds)
-        inputs, outputs = zip(*map(self._differences_in, trials), strict=True)
-        # Two experts may be nearly tied for a row of some trial.
-        return max(*inputs, min(outputs))
+        trials = [Trial.of(layer, self.operator, _TRIED_ROWS, 1, rotated, seed) for seed in seeds]
+        found = []
+        # By codes; and also by tiles, if the layer may take these.
+        for few in (_TRIED_ROWS, 0) if self.by_tiles else (_TRIED_ROWS,):
+            inputs, outputs = zip(*(self._differences_in(trial, few) for trial in trials), strict=True)
+            # Two experts may be nearly tied for a row of some trial.
+            found.append(max(*inputs, min(outputs)))
+        return max(found)
 
-    def _differences_in(self, trial: Trial) -> tuple[float, float]:
-        """The differences of the attention's inputs, and of the output."""
+    def _differences_in(self, trial: Trial, few: int) -> tuple[float, float]:
+        """The differences of the attention's inputs, and of the output, with so many rows by codes."""
         call, hidden = trial.call, trial.hidden
         if call is None or call.sink is not getattr(self.operator.wrapped, "sinks", None):
             return float("inf"), float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, call.sink)
         array = _array(hidden)
-        q, k, v, gates = self.queries_keys_values(array, hidden.dtype, trial.embeddings)
-        output = self.output(hidden, array, _array(trial.attended), gates)
+        q, k, v, gates = self.queries_keys_values(array, hidden.dtype, trial.embeddings, few)
+        output = self.output(hidden, array, _array(trial.attended), gates, few)
         return largest_difference((q, k, v), (call.q, call.k, call.v)), output_difference(output, trial.output, hidden)
 
 

@@ -91,7 +91,7 @@ class FusedRecurrentLayer:
         if self._inputs is not None:
             mixed = np.ascontiguousarray(mixed[:, self._inputs])
         out, array = new_hidden(hidden_states)
-        self._feed_forward(hidden, mixed, _NO_GATES, array)
+        self._feed_forward(hidden, mixed, _NO_GATES, array, len(hidden))
         return out
 
     @torch.no_grad()

@@ -101,6 +101,11 @@ class ForwardBatch:
         return found
 
     @property
+    def decoded_rows(self) -> int:
+        """How many of the first rows are decoded or drafted tokens; parts of prompts follow."""
+        return next((each.rows.start for each in self.slices if each.part is not None), self.slices[-1].rows.stop)
+
+    @property
     def kept_rows(self) -> list[int]:
         """The rows whose logits are needed: all that decode, and the last one of each part of a prompt."""
         return [

@@ -28,6 +28,7 @@ from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
 from hetero_kv.gpu_ops.host_copies import on_device
+from hetero_kv.serving.part_size import SMALL, SMALL_BY_TILES
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class ModelForward:
     def mixes(self) -> bool:
         """Whether parts of prompts can be computed in one forward with decoded tokens."""
         return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
+
+    @cached_property
+    def most_beside(self) -> int:
+        """The most tokens of prompts in a forward with decoded tokens: with more, separate forwards take less time."""
+        layers = [module for module in self.model.modules() if isinstance(module, ChunkedDecoderLayer)]
+        return SMALL_BY_TILES if layers and all(each.multiplies_by_tiles for each in layers) else SMALL
 
     @property
     def why_no_drafts(self) -> str | None:

@@ -122,7 +122,7 @@ class Scheduler:
         """The end of the next part of a request's tokens up to `end`."""
         size = remaining = end - request.stored
         if splits:
-            size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others)
+            size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others, self._small)
             checkpoint = None if isinstance(request, Replay) else self._checkpoints.next_stop(request, request.stored)
             size = size if checkpoint is None else min(size, checkpoint - request.stored)
         return request.stored + size
@@ -166,15 +166,21 @@ class Scheduler:
         speed = self._part_size.tokens_per_s
         return speed is None or SMALL / speed < _NOTICED_S
 
+    @property
+    def _small(self) -> int:
+        """The most tokens of a small part; few while nobody waits for a token, and a cancelled request for its end."""
+        return self.forward.most_beside if self.queues.running else SMALL
+
     def _parts_beside(self, passing: Sequence[Request]) -> list[tuple[Request, Part]]:
         """Small parts of prompts in progress, of as many as fit into a step; empty if the first one's is large."""
         parts: list[tuple[Request, Part]] = []
-        left = self._part_size.of(SMALL, len(self.queues.running), beside=True, others=self._turn.others)
+        most = self._small
+        left = self._part_size.of(most, len(self.queues.running), beside=True, others=self._turn.others, small=most)
         for request in passing:
             if isinstance(request, Replay):
                 break
             part = self._part_of(request, splits=True, beside=True)
-            if not parts and len(part.tokens) > SMALL:
+            if not parts and len(part.tokens) > most:
                 break
             if len(part.tokens) > left:
                 part = replace(part, stop=part.start + left)

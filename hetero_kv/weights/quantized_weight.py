@@ -13,6 +13,7 @@ import torch
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.prompt_products import multiply_prompt
+from hetero_kv.cpu_ops.prompt_products_tiles import multiply_prompt_by_tiles
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
@@ -134,7 +135,7 @@ class QuantizedWeight(PackedWeight):
         return packed
 
     @cached_property
-    def kernels(self) -> tuple[int, int, int, int]:
+    def kernels(self) -> tuple[int, int, int, int, int]:
         """The arguments for a fused kernel; see `PackedMatrix.call`."""
         return self.matrix.call
 
@@ -170,6 +171,10 @@ class QuantizedWeight(PackedWeight):
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = self.shape
         out = torch.empty((len(x), rows), dtype=x.dtype)
+        if x.dtype is torch.bfloat16 and multiplies_by_tiles():
+            numbers = bits(x.detach().contiguous())
+            multiply_prompt_by_tiles(numbers, self.matrix, bits(out), threads=kernel_threads_of_torch())
+            return out
         piece = max(_PIECE_BYTES // (columns * x.dtype.itemsize) // TILE, 1)
         for tile in range(0, self.matrix.tiles, piece):
             part = self._unpacked(tile, min(piece, self.matrix.tiles - tile), x.dtype)
@@ -213,5 +218,6 @@ def _compile_kernels(name: str, dtype: torch.dtype, instruction_set: str) -> Non
     tile = QuantizedWeight(PackedMatrix(data, name, TILE, columns))
     for rows in (1, FEW_ROWS + 1):
         tile.multiply(torch.zeros(rows, columns, dtype=dtype))
+    tile._multiply_unpacked(torch.zeros(1, columns, dtype=dtype))
     tile.unpacked(dtype)
     tile.rows(torch.zeros(1, dtype=torch.int64), dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from hetero_kv import HeteroCache, SamplingParams, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.serving import scheduler
 from hetero_kv.serving.forward import ModelForward, Part
-from hetero_kv.serving.part_size import LEAST_BESIDE, SMALL
+from hetero_kv.serving.part_size import LEAST_BESIDE, SMALL, SMALL_BY_TILES
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
 from tests.support.slow_variants import with_few
 from tests.support.small_recipes import RECIPES
@@ -69,6 +72,7 @@ def test_short_prompts_pass_in_one_forward_and_none_changes(recipe, monkeypatch)
 @pytest.mark.parametrize("recipe", with_few(RECIPES, ("dense", "adaptive", "snapkv")))
 def test_a_short_prompt_passes_in_a_mixed_forward_though_nothing_is_decoded(recipe, monkeypatch):
     prompts = PROMPTS[0], PROMPTS[2], [*PROMPTS[2], 7, 8, 9]
+    monkeypatch.setattr(scheduler, "_NOTICED_S", math.inf)
     with engine_of(recipe) as engine:
         kinds = counted_forwards(engine, monkeypatch)
         answers = [engine.generate(tokens, LONG).result() for tokens in prompts]
@@ -112,6 +116,32 @@ def test_a_short_prompt_in_bfloat16_by_two_threads_is_that_of_one_forward(count)
     logits = forward.mixed([], [], [(HeteroCache(model), part)])[0].float()
     expected = forward.prefill(HeteroCache(model), part).float()
     assert torch.linalg.vector_norm(logits - expected) < 3e-2 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive"]))
+def test_a_large_part_takes_tiles_and_changes_no_bit_of_the_answers_beside_it(recipe):
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    inject(model, recipe, command_line={"block_size": 16, "max_seq_len": 400, "weights": "q8_0"})
+    forward, tokens = ModelForward(model), PROMPTS[3]
+    assert forward.most_beside == SMALL_BY_TILES
+    caches, alone_caches = [[HeteroCache(model) for _ in range(3)] for _ in range(2)]
+    for cache, other, start in zip(caches, alone_caches, (20, 31, 44), strict=True):
+        for each in (cache, other):
+            forward.prefill(each, Part(tokens, 0, start, start, None))
+    logits = forward.mixed(caches[:2], [7, 8], [(caches[2], Part(tokens, 44, 200, 0, None))]).float()
+    assert torch.equal(logits[:2], forward.decode(alone_caches[:2], [7, 8]).float())
+    expected = forward.prefill(alone_caches[2], Part(tokens, 44, 200, 0, None)).float()
+    assert torch.linalg.vector_norm(logits[2] - expected) < 3e-2 * torch.linalg.vector_norm(expected)
+    layers = [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers)
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "q8_0"), (torch.bfloat16, "auto")])
+def test_parts_beside_answers_stay_small_without_products_by_tiles(dtype, weights):
+    model = tiny_model("qwen2").to(dtype)
+    inject(model, "dense", command_line={"block_size": 16, "max_seq_len": 400, "weights": weights})
+    assert ModelForward(model).most_beside == SMALL
 
 
 def test_a_file_that_changes_under_a_prompt_is_noticed_in_a_mixed_forward():

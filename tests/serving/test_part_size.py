@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hetero_kv.serving.part_size import LARGE, LEAST, LEAST_BESIDE, SMALL, PartSize
+from hetero_kv.serving.part_size import LARGE, LEAST, LEAST_BESIDE, SMALL, SMALL_BY_TILES, PartSize
 
 
 def measured(token_s, step_s=0.0):
@@ -51,6 +51,12 @@ def test_the_first_part_is_small_because_nothing_is_known():
 )
 def test_a_part_beside_decoded_tokens_leaves_them_their_share_of_the_gap(token_s, expected):
     assert measured(token_s).of(5000, rows=2, beside=True) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(("token_s", "expected"), [(0.25 / 300, 238), (0.25 / 3000, 2048), (0.01, 18)])
+def test_small_parts_are_larger_where_they_cost_no_more_for_each_token(token_s, expected):
+    found = measured(token_s).of(5000, rows=2, beside=True, small=SMALL_BY_TILES)
+    assert found == pytest.approx(expected, abs=1)
 
 
 def test_a_forwards_own_time_does_not_count_as_its_tokens():

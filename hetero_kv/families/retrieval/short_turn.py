@@ -26,7 +26,7 @@ def is_short(step: Step, call: AttentionCall) -> bool:
     Parts that pass beside decoded tokens are many, and would copy their past again and again, however short it is.
     """
     tokens = call.q.shape[2]
-    few = tokens == step.tokens <= MOST_TOKENS and (step.past >= LEAST_PAST or step.part.is_mixed)
+    few = tokens == step.tokens and (step.part.is_mixed or (tokens <= MOST_TOKENS and step.past >= LEAST_PAST))
     return few and step.stores and call.q.device.type == "cpu"
 
 

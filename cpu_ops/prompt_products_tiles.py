@@ -1,0 +1,148 @@
+"""Products of a prompt's rows with a packed matrix in bfloat16, by AMX tiles, from and to the model's bfloat16.
+
+As `prompt_products`, with numbers instead of codes: weights of any format are rounded to bfloat16, and a sum once.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from hetero_kv.cpu_ops.amx_tiles import BLOCK, begin_tiles, end_tiles
+from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel
+from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
+from hetero_kv.cpu_ops.threads import kernel_threads
+from hetero_kv.cpu_ops.tile_products import (
+    BLOCKS_AT_ONCE,
+    ROWS_AT_ONCE,
+    SUMS,
+    WORDS,
+    laid_out,
+    room_for_sums,
+    tile_products_address,
+    unpacking_room,
+)
+
+_BITS = types.Array(types.uint16, 2, "C")
+
+
+def multiply_prompt_by_tiles(
+    x: np.ndarray, matrix: PackedMatrix, out: np.ndarray, bias: np.ndarray | None = None, threads: int | None = None
+) -> None:
+    """Write x @ matrix.T + bias to out, rounded once.
+
+    x: [rows, columns], the bits of bfloat16 (uint16), C-contiguous. matrix: of any format, with `columns` columns. out:
+    [rows, matrix.rows], of x's dtype, C-contiguous. bias: [matrix.rows] float32; None for none. threads: number of
+    threads (None: Numba's setting).
+
+    Raises ValueError if the arrays do not fit together, TypeError for other dtypes, NotImplementedError on a CPU
+    without tiles.
+    """
+    if x.ndim != 2 or x.shape[1] != matrix.columns or out.shape != (len(x), matrix.rows):
+        raise ValueError(
+            f"x {x.shape} and out {out.shape} do not fit a {matrix.name} [{matrix.rows}, {matrix.columns}]"
+        )
+    added = np.zeros(0, np.float32) if bias is None else np.ascontiguousarray(bias)
+    if bias is not None and (added.shape != (matrix.rows,) or added.dtype != np.float32):
+        raise ValueError(f"bias {added.shape} of {added.dtype} must be [{matrix.rows}] float32")
+    if x.dtype != np.uint16 or out.dtype != np.uint16:
+        raise TypeError(f"x is {x.dtype} and out {out.dtype}; both must be uint16, the bits of bfloat16")
+    kernel = tile_products_address(matrix.name)
+    if not kernel:
+        raise NotImplementedError("this CPU, or its system, has no AMX tiles of bfloat16; use `multiply_prompt`")
+    with kernel_threads(threads) as used:
+        _multiplier()(
+            all_threads(), _layout_region(), _product_region(), x, matrix.data.ctypes.data, matrix.tiles, kernel, added,
+            out, used,
+        )  # fmt: skip
+
+
+@region_arguments("prompt rows")
+def _row_arguments(_: str) -> tuple[Any, ...]:
+    """(x, words): x is laid out in words, as for `tile_products`."""
+    return _BITS, WORDS
+
+
+@region_arguments("prompt tiles")
+def _product_arguments(_: str) -> tuple[Any, ...]:
+    """(address of the weights, tiles, address of the kernel, columns, words, bias, out); bias is empty for none."""
+    return *[types.int64] * 4, WORDS, SUMS, _BITS
+
+
+@cache
+def _layout_region() -> int:
+    side, code_version = BLOCK, CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True)
+    def lay_out(thread, threads, arguments):
+        x, words = arguments_at("prompt rows", "", arguments)
+        rows, columns = x.shape
+        halves, deep = words.view(np.uint16), columns // side
+        for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+            for part in range(deep):
+                at = ((row // side * deep + part) * side + row % side) * side
+                target, source = halves[at : at + side], x[row, part * side : (part + 1) * side]
+                for i in range(side):
+                    target[i] = source[i]
+        return np.int64(0 * code_version)
+
+    return address_of(lay_out)
+
+
+@cache
+def _product_region() -> int:
+    side, several, area = BLOCK, BLOCKS_AT_ONCE, BLOCK * BLOCK
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def products(thread, threads, arguments):
+        weights, tiles, kernel, columns, words, bias, out = arguments_at("prompt tiles", "", arguments)
+        rows, blocks = len(out), (tiles + 1) // 2
+        first, end = blocks * thread // threads, blocks * (thread + 1) // threads
+        unpacked, sums = unpacking_room(), room_for_sums(rows)
+        before = np.empty(64, np.uint8)
+        begin_tiles(before)
+        for start in range(first, end, several):
+            count = min(several, end - start)
+            call_kernel(
+                "tile products", "", kernel, (weights, tiles, columns, words, rows, start, count, unpacked, sums)
+            )
+            for row in range(rows):
+                for each in range(count):
+                    ahead = (start + each) * side
+                    many = min(side, out.shape[1] - ahead)
+                    place = (row // side * several + each) * area + row % side * side
+                    numbers, target = sums[place : place + side], out[row, ahead : ahead + many]
+                    if bias.size:
+                        for i in range(many):
+                            target[i] = float_to_bfloat16(numbers[i] + bias[ahead + i])
+                    else:
+                        for i in range(many):
+                            target[i] = float_to_bfloat16(numbers[i])
+        end_tiles(before)
+        return np.int64(0 * code_version)
+
+    return address_of(products)
+
+
+@cache
+def _multiplier() -> Any:
+    code_version, most = CODE_VERSION, ROWS_AT_ONCE
+    integer = types.int64
+    signature = types.void(*[integer] * 3, _BITS, *[integer] * 3, SUMS, _BITS, integer)
+
+    @njit(signature, cache=True, nogil=True)
+    def multiply(run, lay_out, products, x, weights, tiles, kernel, bias, out, threads):
+        rows, columns = x.shape
+        words = laid_out(min(rows, most) + 0 * code_version, columns)
+        for start in range(0, rows, most):
+            stop = min(start + most, rows)
+            run_region("prompt rows", "", run, lay_out, threads, (x[start:stop], words))
+            region_args = weights, tiles, kernel, columns, words, bias, out[start:stop]
+            run_region("prompt tiles", "", run, products, threads, region_args)
+
+    return multiply
