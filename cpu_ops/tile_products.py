@@ -47,7 +47,8 @@ def tile_products_address(name: str) -> int:
     int64 (weights, tiles, columns, words, rows, first, count, unpacked, sums): the products of laid-out rows with
     `count` blocks of a matrix of so many tiles of `weight_formats.TILE` rows and so many columns, from block `first`
     on. weights: an address. unpacked, sums: from `unpacking_room` and `room_for_sums`; the block of sums of row block i
-    and block first + j is number i * BLOCKS_AT_ONCE + j. Call it between `begin_tiles` and `end_tiles`.
+    and block first + j is number i * BLOCKS_AT_ONCE + j. Only this kernel has instructions for tiles, for which other
+    CPUs have no code.
     """
     return address_of(_kernel(name, dot_instruction())) if multiplies_by_tiles() else 0
 
@@ -63,6 +64,8 @@ def _kernel(name: str, how: str) -> Any:
     def products(weights, tiles, columns, words, rows, first, count, unpacked, sums):
         tile_bytes = columns // block_columns * record
         pitch = width // 2 * side
+        before = np.empty(64, np.uint8)
+        begin_tiles(before)
         for column in range(0, columns, width):
             taken = min(width, columns - column)
             for tile in range(2 * first, min(2 * (first + count), tiles)):
@@ -77,6 +80,7 @@ def _kernel(name: str, how: str) -> Any:
                         multiply_laid_out(1, words, left, taken // side, unpacked, right, sums, place)
                     else:
                         multiply_laid_out(0, words, left, taken // side, unpacked, right, sums, place)
+        end_tiles(before)
         return 0 * code_version
 
     return products
@@ -122,9 +126,7 @@ def multiply_rows_by_tiles(kernel, weights, tiles, columns, words, out, out_colu
     if first == end:
         return
     rows, last = out.shape[0], TILE * tiles
-    before = np.empty(64, np.uint8)
     unpacked, sums = unpacking_room(), room_for_sums(min(rows, ROWS_AT_ONCE))
-    begin_tiles(before)
     for ahead in range(0, rows, ROWS_AT_ONCE):
         taken = min(rows - ahead, ROWS_AT_ONCE)
         part = words[ahead * columns // 2 :]
@@ -138,7 +140,6 @@ def multiply_rows_by_tiles(kernel, weights, tiles, columns, words, out, out_colu
                     place = (row // BLOCK * BLOCKS_AT_ONCE + each) * BLOCK * BLOCK + row % BLOCK * BLOCK
                     for i in range(min(BLOCK, last - column)):
                         out[ahead + row, out_column + column + i] = sums[place + i]
-    end_tiles(before)
 
 
 @device_function(error_model="numpy")
@@ -151,10 +152,8 @@ def gate_by_tiles(kind, table, columns, words, rows, gated_words, first, end):
     if first == end:
         return
     halves, parts = gated_words.view(np.uint16), table[0, 1] // 2
-    before = np.empty(64, np.uint8)
     most = min(rows, ROWS_AT_ONCE)
     unpacked, gates, ups = unpacking_room(), room_for_sums(most), room_for_sums(most)
-    begin_tiles(before)
     for ahead in range(0, rows, ROWS_AT_ONCE):
         taken = min(rows - ahead, ROWS_AT_ONCE)
         part = words[ahead * columns // 2 :]
@@ -178,4 +177,3 @@ def gate_by_tiles(kind, table, columns, words, rows, gated_words, first, end):
                     )
                     for i in range(BLOCK):
                         target[i] = float_to_bfloat16(activated(own[i], kind) * other[i])
-    end_tiles(before)

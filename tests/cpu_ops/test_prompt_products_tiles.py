@@ -1,5 +1,10 @@
 """Products of a prompt's rows by AMX tiles are those of weights in bfloat16, rounded once, each row's own."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -108,3 +113,24 @@ def test_arrays_that_do_not_fit_are_refused(x, out, bias, error, message):
 def test_a_cpu_without_tiles_is_told_so():
     with forced_isa("generic"), pytest.raises(NotImplementedError, match="no AMX tiles of bfloat16"):
         product(numbers(40, 256), matrix_of("Q8_0", 32, 256))
+
+
+COMPILED = """
+import torch
+from hetero_kv.cpu_ops.fused_decode_layer import gate_region
+from hetero_kv.cpu_ops.gates import SILU
+from hetero_kv.weights.quantized_weight import QuantizedWeight
+
+weight, x = QuantizedWeight.of_numbers(torch.ones(32, 64), "Q8_0"), torch.ones(3, 64)
+assert torch.allclose(weight.multiply(x), torch.full((3, 32), 64.0), rtol=1e-2) and gate_region(SILU)
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for a CPU of x86-64")
+def test_kernels_that_may_call_those_of_tiles_compile_for_a_cpu_without_tiles(tmp_path):
+    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi2"}
+    caches = {"NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    variables = os.environ | features | caches | {"HETERO_KV_ISA": "avx2"}
+    found = subprocess.run([sys.executable, "-c", COMPILED], env=variables, capture_output=True, text=True, check=False)
+    assert found.stdout == "compiled\n", found.stderr

@@ -119,9 +119,11 @@ def test_a_short_prompt_in_bfloat16_by_two_threads_is_that_of_one_forward(count)
 
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
-@pytest.mark.parametrize("recipe", with_few(["dense", "adaptive"]))
-def test_a_large_part_takes_tiles_and_changes_no_bit_of_the_answers_beside_it(recipe):
-    model = tiny_model("qwen2").to(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("architecture", "recipe"), with_few([("qwen2", "dense"), ("gemma2", "dense"), ("qwen3", "adaptive")], 2)
+)
+def test_a_large_part_takes_tiles_and_changes_no_bit_of_the_answers_beside_it(architecture, recipe):
+    model = tiny_model(architecture).to(torch.bfloat16)
     inject(model, recipe, command_line={"block_size": 16, "max_seq_len": 400, "weights": "q8_0"})
     forward, tokens = ModelForward(model), PROMPTS[3]
     assert forward.most_beside == SMALL_BY_TILES
