@@ -16,8 +16,8 @@ _LONGEST, _LONGEST_BOUNDS = 1.25, (1.05, 2.0)
 _SELDOM, _FOLLOWS = 0.01, 0.05
 #: The most tokens of a small part, which multiplies packed weights and attends to the past in its blocks.
 SMALL = 64
-#: The same where AMX tiles multiply packed weights: 64 tokens take 0.15 s, 128 take 0.21 and 256 take 0.33 (the default
-#: model beside four answers, Sapphire Rapids or later).
+#: The same beside decoded tokens, where AMX tiles multiply packed weights: 64 tokens take 0.15 s, 128 take 0.21 and 256
+#: take 0.33 (the default model beside four answers, Sapphire Rapids or later).
 SMALL_BY_TILES = 512
 #: The fewest tokens of a large part. Every part that is not small unpacks all weights: 64 tokens take 0.62 s, 128 take
 #: 1.65 and 512 take 4.0 (the default model after 1,024 tokens, AVX2).
@@ -106,7 +106,7 @@ class PartSize:
             rows: number of requests that wait for a token meanwhile.
             beside: whether a small part is computed in one forward with their tokens.
             others: the work of the other engines of the process.
-            small: the most tokens of a small part.
+            small: the most tokens of a small part `beside`.
         """
         if not rows and not others.rows:
             return min(remaining, self._alone)
@@ -116,7 +116,7 @@ class PartSize:
         gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts)
         fitting = int((gap - (self._step_s if rows else 0.0)) / self._token_s)
         if fitting < LARGE:
-            fitting = small if fitting >= small else LEAST
+            fitting = SMALL if fitting >= SMALL else LEAST
             if beside:
                 together = self._beside.fitting(gap)
                 if together is None:

@@ -59,6 +59,10 @@ def test_small_parts_are_larger_where_they_cost_no_more_for_each_token(token_s, 
     assert found == pytest.approx(expected, abs=1)
 
 
+def test_a_part_in_a_forward_of_its_own_is_no_larger_where_those_beside_may_be():
+    assert measured(0.25 / 300).of(5000, rows=2, small=SMALL_BY_TILES) == SMALL
+
+
 def test_a_forwards_own_time_does_not_count_as_its_tokens():
     size = measured(0.01)
     for tokens in (10, 14, 60, 10, 14, 60):
