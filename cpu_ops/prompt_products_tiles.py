@@ -19,7 +19,6 @@ from hetero_kv.cpu_ops.threads import kernel_threads
 from hetero_kv.cpu_ops.tile_products import (
     BLOCKS_AT_ONCE,
     ROWS_AT_ONCE,
-    SUMS,
     WORDS,
     laid_out,
     room_for_sums,
@@ -30,14 +29,11 @@ from hetero_kv.cpu_ops.tile_products import (
 _BITS = types.Array(types.uint16, 2, "C")
 
 
-def multiply_prompt_by_tiles(
-    x: np.ndarray, matrix: PackedMatrix, out: np.ndarray, bias: np.ndarray | None = None, threads: int | None = None
-) -> None:
-    """Write x @ matrix.T + bias to out, rounded once.
+def multiply_prompt_by_tiles(x: np.ndarray, matrix: PackedMatrix, out: np.ndarray, threads: int | None = None) -> None:
+    """Write x @ matrix.T to out, rounded once.
 
     x: [rows, columns], the bits of bfloat16 (uint16), C-contiguous. matrix: of any format, with `columns` columns. out:
-    [rows, matrix.rows], of x's dtype, C-contiguous. bias: [matrix.rows] float32; None for none. threads: number of
-    threads (None: Numba's setting).
+    [rows, matrix.rows], of x's dtype, C-contiguous. threads: number of threads (None: Numba's setting).
 
     Raises ValueError if the arrays do not fit together, TypeError for other dtypes, NotImplementedError on a CPU
     without tiles.
@@ -46,9 +42,6 @@ def multiply_prompt_by_tiles(
         raise ValueError(
             f"x {x.shape} and out {out.shape} do not fit a {matrix.name} [{matrix.rows}, {matrix.columns}]"
         )
-    added = np.zeros(0, np.float32) if bias is None else np.ascontiguousarray(bias)
-    if bias is not None and (added.shape != (matrix.rows,) or added.dtype != np.float32):
-        raise ValueError(f"bias {added.shape} of {added.dtype} must be [{matrix.rows}] float32")
     if x.dtype != np.uint16 or out.dtype != np.uint16:
         raise TypeError(f"x is {x.dtype} and out {out.dtype}; both must be uint16, the bits of bfloat16")
     kernel = tile_products_address(matrix.name)
@@ -56,8 +49,8 @@ def multiply_prompt_by_tiles(
         raise NotImplementedError("this CPU, or its system, has no AMX tiles of bfloat16; use `multiply_prompt`")
     with kernel_threads(threads) as used:
         _multiplier()(
-            all_threads(), _layout_region(), _product_region(), x, matrix.data.ctypes.data, matrix.tiles, kernel, added,
-            out, used,
+            all_threads(), _layout_region(), _product_region(), x, matrix.data.ctypes.data, matrix.tiles, kernel, out,
+            used,
         )  # fmt: skip
 
 
@@ -69,8 +62,8 @@ def _row_arguments(_: str) -> tuple[Any, ...]:
 
 @region_arguments("prompt tiles")
 def _product_arguments(_: str) -> tuple[Any, ...]:
-    """(address of the weights, tiles, address of the kernel, columns, words, bias, out); bias is empty for none."""
-    return *[types.int64] * 4, WORDS, SUMS, _BITS
+    """(address of the weights, tiles, address of the kernel, columns, words, out)."""
+    return *[types.int64] * 4, WORDS, _BITS
 
 
 @cache
@@ -100,7 +93,7 @@ def _product_region() -> int:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def products(thread, threads, arguments):
-        weights, tiles, kernel, columns, words, bias, out = arguments_at("prompt tiles", "", arguments)
+        weights, tiles, kernel, columns, words, out = arguments_at("prompt tiles", "", arguments)
         rows, blocks = len(out), (tiles + 1) // 2
         first, end = blocks * thread // threads, blocks * (thread + 1) // threads
         unpacked, sums = unpacking_room(), room_for_sums(rows)
@@ -115,12 +108,8 @@ def _product_region() -> int:
                     many = min(side, out.shape[1] - ahead)
                     place = (row // side * several + each) * area + row % side * side
                     numbers, target = sums[place : place + side], out[row, ahead : ahead + many]
-                    if bias.size:
-                        for i in range(many):
-                            target[i] = float_to_bfloat16(numbers[i] + bias[ahead + i])
-                    else:
-                        for i in range(many):
-                            target[i] = float_to_bfloat16(numbers[i])
+                    for i in range(many):
+                        target[i] = float_to_bfloat16(numbers[i])
         return np.int64(0 * code_version)
 
     return address_of(products)
@@ -130,16 +119,16 @@ def _product_region() -> int:
 def _multiplier() -> Any:
     code_version, most = CODE_VERSION, ROWS_AT_ONCE
     integer = types.int64
-    signature = types.void(*[integer] * 3, _BITS, *[integer] * 3, SUMS, _BITS, integer)
+    signature = types.void(*[integer] * 3, _BITS, *[integer] * 3, _BITS, integer)
 
     @njit(signature, cache=True, nogil=True)
-    def multiply(run, lay_out, products, x, weights, tiles, kernel, bias, out, threads):
+    def multiply(run, lay_out, products, x, weights, tiles, kernel, out, threads):
         rows, columns = x.shape
         words = laid_out(min(rows, most) + 0 * code_version, columns)
         for start in range(0, rows, most):
             stop = min(start + most, rows)
             run_region("prompt rows", "", run, lay_out, threads, (x[start:stop], words))
-            region_args = weights, tiles, kernel, columns, words, bias, out[start:stop]
+            region_args = weights, tiles, kernel, columns, words, out[start:stop]
             run_region("prompt tiles", "", run, products, threads, region_args)
 
     return multiply

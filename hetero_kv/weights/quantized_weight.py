@@ -29,8 +29,8 @@ _PIECE_BYTES = 8 << 20
 _STEP_ROWS = 4096
 _SHORT_NUMBERS = frozenset({"F16", "BF16"})
 _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
-# Rows up to which reading codes repeatedly costs less than unpacking weights once (`benchmarks.few_rows`), without dot
-# products of bytes, and with AMX tiles that multiply bfloat16.
+# Rows up to which codes are multiplied. Without dot products of bytes, unpacking weights once costs less for more
+# (`benchmarks.few_rows`). AMX tiles cost less from some 16 rows on, but decoded tokens are to be the same for any rows.
 _ROWS_BY_CODES, _ROWS_BESIDE_TILES = 96, 48
 # Rows up to which logits stay float32.
 _FLOAT32_LOGITS = 96

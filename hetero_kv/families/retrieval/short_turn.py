@@ -23,11 +23,11 @@ _KEYS_AT_ONCE = 4096
 def is_short(step: Step, call: AttentionCall) -> bool:
     """Whether the call has all tokens of a short turn: few, behind a long past, to be stored, and on the CPU.
 
-    Parts that pass beside decoded tokens are many, and would copy their past again and again, however short it is.
+    So are parts beside decoded tokens, of any size and behind any past, which each would copy again.
     """
     tokens = call.q.shape[2]
-    few = tokens == step.tokens and (step.part.is_mixed or (tokens <= MOST_TOKENS and step.past >= LEAST_PAST))
-    return few and step.stores and call.q.device.type == "cpu"
+    fits = step.part.is_mixed or (tokens <= MOST_TOKENS and step.past >= LEAST_PAST)
+    return fits and tokens == step.tokens and step.stores and call.q.device.type == "cpu"
 
 
 def store_and_attend(
