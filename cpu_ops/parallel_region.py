@@ -93,15 +93,23 @@ def arguments_at(typingctx, kind, variant, address):
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
         value = builder.load(builder.inttoptr(operands[2], context.get_value_type(tuple_type).as_pointer()))
-        for index, kind_of in enumerate(tuple_type.types):
-            if isinstance(kind_of, types.Array):
-                array = cgutils.create_struct_proxy(kind_of)(context, builder, builder.extract_value(value, index))
-                array.meminfo = cgutils.get_null_value(array.meminfo.type)
-                array.parent = cgutils.get_null_value(array.parent.type)
-                value = builder.insert_value(value, array._getvalue(), index)
-        return value
+        return _borrowed(context, builder, tuple_type, value)
 
     return tuple_type(kind, variant, types.int64), codegen
+
+
+def _borrowed(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
+    """A value whose arrays have no owner; kind: its type, an array's, a tuple's or a number's."""
+    if isinstance(kind, types.Array):
+        array = cgutils.create_struct_proxy(kind)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        array.parent = cgutils.get_null_value(array.parent.type)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for index, each in enumerate(kind):
+            part = _borrowed(context, builder, each, builder.extract_value(value, index))
+            value = builder.insert_value(value, part, index)
+    return value
 
 
 @cache

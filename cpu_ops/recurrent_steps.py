@@ -102,6 +102,24 @@ def short_convolution(dtype: str) -> Any:
     return step
 
 
+@cache
+def columns_at(dtype: str) -> Any:
+    """Returns the kernel that orders columns: (x [rows, columns], places [n] int64, out [rows, n]).
+
+    dtype: of x and out, a key of `bfloat16_bits.NUMBERS`.
+    """
+    code_version = CODE_VERSION
+    numbers = types.Array(NUMBERS[dtype], 2, "C")
+
+    @njit(types.void(numbers, _PLACES, numbers), nogil=True, cache=True)
+    def order(x, places, out):
+        for row in range(x.shape[0]):
+            for i in range(places.size + 0 * code_version):
+                out[row, i] = x[row, places[i]]
+
+    return order
+
+
 @region_arguments("delta rule")
 def _delta_rule(dtype: str) -> tuple[Any, ...]:
     """(qkv, z, decay, beta, state, norm, epsilon, key_heads, mixed): qkv [rows, channels], z [rows, heads * v_dim],

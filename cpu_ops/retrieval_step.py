@@ -4,6 +4,7 @@ Representatives score blocks. They may also estimate a block's attention mass. A
 blocks that reach a target share, and let each other block's mean value count with its estimated mass.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from hetero_kv.cpu_ops import (
 from hetero_kv.cpu_ops.chosen_blocks import MEAN, SOFTMAX
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.kernel_address import address_of
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue, prepare_queued
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.retrieval_kernel import kernel_for
 from hetero_kv.cpu_ops.step_contract import BAD_SHAPES, NOTHING_FORBIDDEN, REFUSALS, WHOLE, StepSettings
@@ -221,6 +223,7 @@ class RetrievalStep:
         offsets = attention.NO_OFFSETS if key_offsets is None else key_offsets
         self._pool = as_bytes(keys), as_bytes(values), offsets, as_bytes(representatives), lengths, derived
         self._kernel = kernel_for(np.dtype(dtype).name, self.estimates)
+        prepare_queued(self._kernel)
 
     @staticmethod
     def _look_region(pool: StepPool, q: tuple[int, ...], means: np.ndarray) -> int:
@@ -296,6 +299,24 @@ class RetrievalStep:
             q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, scale, softcap, self._target,
             self._calls, settings, out, lse, tuple(estimates) if self.estimates and estimates is not None else None,
         )  # fmt: skip
-        if status < 0:
-            raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
-        return float(status)
+        return _largest(status)
+
+    def add_to(
+        self, queue: KernelQueue, check: Callable[[float], None], q: np.ndarray, k: np.ndarray, v: np.ndarray,
+        ranges: np.ndarray, table: np.ndarray, which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool,
+        scale: float, softcap: float, out: np.ndarray, lse: np.ndarray, estimates: StepEstimates | None = None,
+    ) -> None:  # fmt: skip
+        """Add the call to a queue; `check` gets its result unless that is 0."""
+        queue.add(
+            self._kernel, q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, scale, softcap,
+            self._target, self._calls, self._settings, out, lse,
+            tuple(estimates) if self.estimates and estimates is not None else None,
+            check=lambda status: check(_largest(status)),
+        )  # fmt: skip
+
+
+def _largest(status: float) -> float:
+    """A kernel's result as that of `RetrievalStep`; raises its error."""
+    if status < 0:
+        raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
+    return float(status)

@@ -11,6 +11,7 @@ from torch import nn
 from hetero_kv.adapter import attention_module, bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.declarations import CHUNKED_DECODER_LAYER
+from hetero_kv.adapter.decode_buffers import computed
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
@@ -98,15 +99,15 @@ class ChunkedDecoderLayer(Operator):
         if self.is_recurrent and not is_prefill:
             step = self._fused_recurrent()
             if step is not None and not args and step.fits(hidden_states, cache, kwargs):
-                return self._kept(cache, batch, step(hidden_states, cache))
-            return self.wrapped(hidden_states, *args, **kwargs)
+                return self._kept(cache, batch, step(hidden_states, cache, batch.queue))
+            return self.wrapped(computed(hidden_states), *args, **kwargs)
         if replaced and not is_prefill:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
             native = self._fused_decode()
             if native is not None and not args and native.fits(hidden_states, kwargs, batch.decoded_rows):
                 return self._kept(cache, batch, native(hidden_states, cache, kwargs, batch.decoded_rows))
-            return self._kept(cache, batch, self.wrapped(hidden_states, *args, **kwargs))
+            return self._kept(cache, batch, self.wrapped(computed(hidden_states), *args, **kwargs))
 
         if hidden_states.dim() != 3:
             raise UnsupportedModelError(
@@ -151,8 +152,11 @@ class ChunkedDecoderLayer(Operator):
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _kept(self, cache: HeteroCache, batch: ForwardBatch, output: Any) -> Any:
-        """A layer's output; the last layer's without the rows of a prompt's part that need no logits."""
-        if batch.kind is not ForwardKind.MIXED or self.layer_idx != len(cache.layers) - 1:
+        """A layer's output; the last layer's is computed, without the rows of a prompt's part that need no logits."""
+        if self.layer_idx != len(cache.layers) - 1:
+            return output
+        output = computed(output)
+        if batch.kind is not ForwardKind.MIXED:
             return output
         rows = batch.kept_rows
         return (output[0][rows], *output[1:]) if isinstance(output, tuple) else output[rows]

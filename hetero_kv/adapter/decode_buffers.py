@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
 _Shape = tuple[int, tuple[int, int, int], int, torch.dtype]
@@ -55,18 +58,52 @@ class DecodeBuffers:
         return part
 
 
+class QueuedTensor(torch.Tensor):
+    """A layer's output that the kernels in a queue have yet to compute. Every use of it by torch runs them first.
+
+    Attributes:
+        queue: the kernels' queue.
+        plain: the same memory as a plain tensor.
+        array: the same memory as [rows, width].
+    """
+
+    queue: KernelQueue
+    plain: torch.Tensor
+    array: np.ndarray
+
+    @classmethod
+    def empty(cls, like: np.ndarray, queue: KernelQueue) -> QueuedTensor:
+        """A tensor [rows, 1, width] for hidden states like [rows, width], float32 or the bits of bfloat16."""
+        # Two calls of torch fewer than a tensor and its array.
+        memory = np.empty((len(like), 1, like.shape[1]), like.dtype)
+        plain = torch.from_numpy(memory)
+        if like.dtype == ARRAY_DTYPES[torch.bfloat16]:
+            plain = plain.view(torch.bfloat16)
+        tensor = plain.as_subclass(cls)
+        tensor.queue, tensor.plain, tensor.array = queue, plain, memory.reshape(like.shape)
+        return tensor
+
+    def computed(self) -> torch.Tensor:
+        """The plain tensor, its numbers computed."""
+        self.queue.run()
+        return self.plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(QueuedTensor, QueuedTensor.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class _OfThread(threading.local):
     """The buffers of one thread: threads decode independently of each other.
 
     Attributes:
         arrays: those of the latest shapes.
-        hidden: the latest output of a layer and the array of the same memory: the next layer's input.
     """
 
     def __init__(self) -> None:
         self.shape: _Shape | None = None
         self.arrays: DecodeBuffers | None = None
-        self.hidden: tuple[torch.Tensor | None, np.ndarray | None] = (None, None)
 
 
 OF_THREAD = _OfThread()
@@ -81,19 +118,13 @@ def decode_buffers(rows: int, heads: tuple[int, int, int], dim: int, dtype: torc
 
 
 def hidden_array(hidden_states: torch.Tensor) -> np.ndarray:
-    """Hidden states as an array [rows, all else], of the same memory if that is contiguous."""
-    tensor, array = OF_THREAD.hidden
-    if tensor is hidden_states and array is not None:
-        return array
+    """Hidden states as an array [rows, all else], of the same memory if that is contiguous; not computed yet if they
+    are queued."""
+    if type(hidden_states) is QueuedTensor:
+        return hidden_states.array
     return bits(hidden_states.detach().reshape(len(hidden_states), -1).contiguous())
 
 
-def new_hidden(like: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """A tensor for a layer's output, and the array of the same memory, which the next layer gets by `hidden_array`."""
-    # Two calls of torch fewer than a tensor and its array: behind a kernel, each takes some 30 microseconds.
-    memory = np.empty(like.shape, ARRAY_DTYPES[like.dtype])
-    tensor, array = torch.from_numpy(memory), memory.reshape(len(memory), -1)
-    if like.dtype is torch.bfloat16:
-        tensor = tensor.view(torch.bfloat16)
-    OF_THREAD.hidden = tensor, array
-    return tensor, array
+def computed(output: Any) -> Any:
+    """A layer's output or input, computed if it is queued."""
+    return output.computed() if type(output) is QueuedTensor else output

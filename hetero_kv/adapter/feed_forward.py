@@ -1,4 +1,4 @@
-"""The second half of a decoder layer, for decoded tokens: residual, norm, MLP or mixture, in one native call."""
+"""The second half of a decoder layer, for decoded tokens: residual, norm, MLP or mixture, in one kernel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.fused_decode_layer import attention_output, gate_region
 from hetero_kv.cpu_ops.fused_mixture import mixture_output
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.routing import router_region
-from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import TILE
 from hetero_kv.weights.kernel_arrays import NAMES
@@ -64,8 +65,12 @@ class FeedForward(ABC):
         return True
 
     @abstractmethod
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
-        """Write the layer's output to `out`, from its input and what the mixer gives before its output projection.
+    def __call__(
+        self, queue: KernelQueue, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int
+    ) -> None:
+        """Queue the kernel that writes the layer's output to `out`.
+
+        It computes that from the layer's input and from what the mixer gives before its output projection.
 
         hidden, out: [rows, width], mixed: [rows, columns], float32 or the bits of bfloat16. gates: [rows, columns]
         float32, what `mixed` is multiplied with, or empty. few: how many of the first rows are multiplied by codes;
@@ -84,13 +89,14 @@ class _GatedMLP(FeedForward):
         self._gate_up = gate_region(kind)
         self.by_tiles = dtype is torch.bfloat16 and multiplies_by_tiles()
 
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
-        with one_kernel_at_a_time:
-            attention_output(NAMES[hidden.dtype])(
-                *self._addresses, self._gate_up, hidden, mixed, gates, *self._before, self._norm, self._after,
-                self._epsilon, self._factor, self._matrices, out, few, self._per_pass,
-                at_most(torch.get_num_threads()),
-            )  # fmt: skip
+    def __call__(
+        self, queue: KernelQueue, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int
+    ) -> None:
+        queue.add(
+            attention_output(NAMES[hidden.dtype]), *self._addresses, self._gate_up, hidden, mixed, gates, *self._before,
+            self._norm, self._after, self._epsilon, self._factor, self._matrices, out, few, self._per_pass,
+            at_most(torch.get_num_threads()),
+        )  # fmt: skip
 
 
 class _Mixture(FeedForward):
@@ -109,16 +115,17 @@ class _Mixture(FeedForward):
     def is_current(self) -> bool:
         return self._mixture.is_current
 
-    def __call__(self, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int) -> None:
+    def __call__(
+        self, queue: KernelQueue, hidden: np.ndarray, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray, few: int
+    ) -> None:
         own, products = self._mixture, self._mixture.products
         kernel = mixture_output(NAMES[hidden.dtype], NAMES[own.router.dtype], products.dtype)
-        with one_kernel_at_a_time:
-            kernel(
-                *self._addresses, self._router, products.regions, hidden, mixed, gates, self._matrix, *self._before,
-                self._norm, self._after, self._epsilon, self._factor, own.router, own.router_bias, own.correction,
-                own.choice, own.scale, own.k, products.matrices, *products.biases, own.shared, own.shared_gate,
-                products.sharpness, products.limit, out, self._per_pass, at_most(torch.get_num_threads()),
-            )  # fmt: skip
+        queue.add(
+            kernel, *self._addresses, self._router, products.regions, hidden, mixed, gates, self._matrix, *self._before,
+            self._norm, self._after, self._epsilon, self._factor, own.router, own.router_bias, own.correction,
+            own.choice, own.scale, own.k, products.matrices, *products.biases, own.shared, own.shared_gate,
+            products.sharpness, products.limit, out, self._per_pass, at_most(torch.get_num_threads()),
+        )  # fmt: skip
 
 
 def feed_forward_of(form: DecoderForm) -> FeedForward | None:

@@ -1,9 +1,10 @@
-"""The fused decode step of a decoder layer: two native calls per token, around its attention.
+"""The fused decode step of a decoder layer: two kernels per token, around its attention's.
 
 A layer takes some fifty small torch calls per token around its attention, with a mixture of experts more than a
 hundred. If all its weights are quantized and it has a declared form (`DecoderForm`), `cpu_ops.fused_decode_layer` and
-`cpu_ops.fused_mixture` compute the same in two calls. Equivalence is tested: before the first token the path and the
-wrapped layer get the same random input, and the path is used only if their outputs agree.
+`cpu_ops.fused_mixture` compute the same in two calls. These wait in the forward's queue, mostly until the last layer.
+Equivalence is tested: before the first token the path and the wrapped layer get the same random input, and the path is
+used only if their outputs agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.decode_buffers import decode_buffers, hidden_array, new_hidden
+from hetero_kv.adapter.decode_buffers import QueuedTensor, decode_buffers, hidden_array
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_factors, applied_norm, floats_of
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
@@ -30,11 +31,12 @@ from hetero_kv.adapter.llama_layer import (
 )
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops.fused_decode_layer import attention_inputs
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
-from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
-from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, DTYPES, NAMES, bits
 from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
@@ -114,11 +116,10 @@ class FusedDecodeLayer:
         Args:
             decoded: how many of the first rows are decoded or drafted; the others are parts of prompts.
         """
-        rows, embeddings = len(hidden_states), kwargs.get("position_embeddings")
+        embeddings = kwargs.get("position_embeddings")
+        rows = number_of_tokens(hidden_states)
         return (
-            hidden_states.dim() == 3
-            and hidden_states.device.type == "cpu"
-            and hidden_states.shape[1] == 1
+            rows is not None
             and (rows <= self._most_rows or (self.by_tiles and decoded <= self._most_rows))
             and isinstance(embeddings, tuple)
             and embeddings[0].shape[-1] in self._rotated
@@ -130,57 +131,62 @@ class FusedDecodeLayer:
 
     def __call__(
         self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], decoded: int
-    ) -> torch.Tensor:
-        """The layer's output for [rows, 1, width]; see `fits`. Where there are tiles, decoded tokens still take codes:
-        their results do not depend on what passes beside them."""
-        few = decoded if self.by_tiles and len(hidden_states) > FEW_ROWS else len(hidden_states)
+    ) -> QueuedTensor:
+        """The layer's output for [rows, 1, width], a `QueuedTensor`; see `fits`.
+
+        Where there are tiles, decoded tokens still take codes: their results do not depend on what passes beside them.
+        """
+        hidden, queue = hidden_array(hidden_states), cache.required_batch.queue
+        few = decoded if self.by_tiles and len(hidden) > FEW_ROWS else len(hidden)
         if self.operator.changes_arguments:
             arguments = (self._input_norm(hidden_states),) if self.operator.reads_hidden_states else ()
             kwargs = self.operator.arguments_for(arguments, dict(kwargs))
-        hidden, dtype = hidden_array(hidden_states), hidden_states.dtype
+        dtype = DTYPES[hidden.dtype]
         scale, softcap, window, sink = self.call_settings
         can_be_arrays = window is None and sink is None
         prepared = self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap) if can_be_arrays else None
         if prepared is None:
-            q, k, v, gates = self.queries_keys_values(hidden, dtype, kwargs["position_embeddings"], few)
+            q, k, v, gates = self.queries_keys_values(queue, hidden, kwargs["position_embeddings"], few)
+            queue.run()
             attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
-            return self.output(hidden_states, hidden, _array(attended), gates, few)
+            return self.output(queue, hidden, _array(attended), gates, few)
         arrays = decode_buffers(len(hidden), self.heads, self.dim, dtype)
-        gates = self._make_inputs(hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v, few)
-        self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0)
-        return self.output(hidden_states, hidden, arrays.attended_rows, gates, few)
+        gates = self._make_inputs(queue, hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v, few)
+        self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0, queue)
+        return self.output(queue, hidden, arrays.attended_rows, gates, few)
 
     def queries_keys_values(
-        self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor], few: int
+        self, queue: KernelQueue, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor], few: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
         """The arguments of the attention function, [rows, heads, 1, dim] each, from hidden states [rows, width].
 
-        The last result is the gates of attention's output, [rows, heads * dim], or empty. few: as for `FeedForward`.
+        They are computed when the queue runs. The last result is the gates of attention's output, [rows, heads * dim],
+        or empty. few: as for `FeedForward`.
         """
+        dtype = DTYPES[hidden.dtype]
         q, k, v = (torch.empty((len(hidden), heads, 1, self.dim), dtype=dtype) for heads in self.heads)
-        return q, k, v, self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v), few)
+        return q, k, v, self._make_inputs(queue, hidden, position_embeddings, bits(q), bits(k), bits(v), few)
 
     def _make_inputs(
-        self, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        self, queue: KernelQueue, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor],
         q: np.ndarray, k: np.ndarray, v: np.ndarray, few: int,
     ) -> np.ndarray:  # fmt: skip
         cos, sin = _ROTATION.arrays(position_embeddings, len(hidden), self._are_halves)
         gates = np.empty((len(hidden), self._gate_width), np.float32) if self._gate_width else _NO_GATES
         kernel = attention_inputs(NAMES[hidden.dtype], NAMES[cos.dtype])
-        with one_kernel_at_a_time:
-            kernel(
-                *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
-                self._key_norm, self._head_epsilon, cos, sin, q, k, v, gates, few, self._per_pass,
-                at_most(torch.get_num_threads()),
-            )  # fmt: skip
+        queue.add(
+            kernel, *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
+            self._key_norm, self._head_epsilon, cos, sin, q, k, v, gates, few, self._per_pass,
+            at_most(torch.get_num_threads()),
+        )  # fmt: skip
         return gates
 
     def output(
-        self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray, gates: np.ndarray, few: int
-    ) -> torch.Tensor:
-        """The layer's output from its input [rows, 1, width], also as an array, and its attention's [rows, all]."""
-        out, array = new_hidden(hidden_states)
-        self._feed_forward(hidden, attended, gates, array, few)
+        self, queue: KernelQueue, hidden: np.ndarray, attended: np.ndarray, gates: np.ndarray, few: int
+    ) -> QueuedTensor:
+        """The layer's output from its input [rows, width] and its attention's [rows, all]."""
+        out = QueuedTensor.empty(hidden, queue)
+        self._feed_forward(queue, hidden, attended, gates, out.array, few)
         return out
 
     def found(self) -> Any:
@@ -226,10 +232,18 @@ class FusedDecodeLayer:
         if call is None or call.sink is not getattr(self.operator.wrapped, "sinks", None):
             return float("inf"), float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, call.sink)
-        array = _array(hidden)
-        q, k, v, gates = self.queries_keys_values(array, hidden.dtype, trial.embeddings, few)
-        output = self.output(hidden, array, _array(trial.attended), gates, few)
+        array, queue = _array(hidden), KernelQueue()
+        q, k, v, gates = self.queries_keys_values(queue, array, trial.embeddings, few)
+        output = self.output(queue, array, _array(trial.attended), gates, few).computed()
         return largest_difference((q, k, v), (call.q, call.k, call.v)), output_difference(output, trial.output, hidden)
+
+
+def number_of_tokens(hidden_states: torch.Tensor) -> int | None:
+    """The number of rows if these are hidden states of one token each, in DRAM; else None."""
+    if type(hidden_states) is QueuedTensor:
+        return len(hidden_states.array)
+    is_one = hidden_states.dim() == 3 and hidden_states.shape[1] == 1 and hidden_states.device.type == "cpu"
+    return len(hidden_states) if is_one else None
 
 
 def output_difference(mine: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The fused decode step of a decoder layer with a recurrent mixer: two native calls per token.
+"""The fused decode step of a decoder layer with a recurrent mixer: two kernels per token, in the forward's queue.
 
 The mixer's step (`recurrent_form.RecurrentStep`) updates the state in the cache; `feed_forward` computes the rest. The
 path and the wrapped layer get the same random input and state before the first token, and the path is used only if
@@ -17,14 +17,17 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.adapter.decode_buffers import hidden_array, new_hidden
+from hetero_kv.adapter.decode_buffers import QueuedTensor, hidden_array
 from hetero_kv.adapter.decoder_form import DecoderForm
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
-from hetero_kv.adapter.fused_decode_layer import TOLERANCE, output_difference
+from hetero_kv.adapter.fused_decode_layer import TOLERANCE, number_of_tokens, output_difference
 from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
 from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
+from hetero_kv.cpu_ops.recurrent_steps import columns_at
 from hetero_kv.engine.recurrent_state import fork, is_state, named_states
+from hetero_kv.weights.kernel_arrays import NAMES
 
 # The trial: tokens before the step.
 _BEFORE, _TRIED_ROWS = 5, 2
@@ -42,7 +45,7 @@ class FusedRecurrentLayer:
         self._norm = form.norm
         inputs = form.projections[-1].inputs
         #: The index of the mixer's output for each column of the packed output projection; None for the same order.
-        self._inputs = None if inputs is None else inputs.numpy()
+        self._inputs = None if inputs is None else inputs.numpy().astype(np.int64)
         self._step, self._feed_forward = step, feed_forward
         self._most_rows = min(step.most_rows, feed_forward.most_rows)
         self._tree = PlainTree(layer, READ_NUMBERS)
@@ -67,13 +70,11 @@ class FusedRecurrentLayer:
 
     def fits(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, one per row, can take the path after the state in the cache."""
-        layer = cache.layers[self.layer_idx]
+        layer, rows = cache.layers[self.layer_idx], number_of_tokens(hidden_states)
         return (
-            hidden_states.dim() == 3
-            and hidden_states.device.type == "cpu"
-            and hidden_states.dtype is self._norm.weight.dtype
-            and hidden_states.shape[1] == 1
-            and len(hidden_states) <= self._most_rows
+            rows is not None
+            and (type(hidden_states) is QueuedTensor or hidden_states.dtype is self._norm.weight.dtype)
+            and rows <= self._most_rows
             and kwargs.get("attention_mask") is None
             and is_state(layer)
             and not layer.record_past
@@ -81,17 +82,19 @@ class FusedRecurrentLayer:
             and self._step.states(layer) is not None
         )
 
-    def __call__(self, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """The layer's output for [rows, 1, width]; updates the state in the cache."""
+    def __call__(self, hidden_states: torch.Tensor, cache: Any, queue: KernelQueue) -> QueuedTensor:
+        """The layer's output for [rows, 1, width]; the queue also updates the state in the cache."""
         states = self._step.states(cache.layers[self.layer_idx])
         assert states is not None
         hidden = hidden_array(hidden_states)
         mixed = np.empty((len(hidden), self._step.inner), hidden.dtype)
-        self._step(hidden, states, mixed)
+        self._step(queue, hidden, states, mixed)
         if self._inputs is not None:
-            mixed = np.ascontiguousarray(mixed[:, self._inputs])
-        out, array = new_hidden(hidden_states)
-        self._feed_forward(hidden, mixed, _NO_GATES, array, len(hidden))
+            ordered = np.empty((len(hidden), len(self._inputs)), hidden.dtype)
+            queue.add(columns_at(NAMES[hidden.dtype]), mixed, self._inputs, ordered)
+            mixed = ordered
+        out = QueuedTensor.empty(hidden, queue)
+        self._feed_forward(queue, hidden, mixed, _NO_GATES, out.array, len(hidden))
         return out
 
     @torch.no_grad()
@@ -115,7 +118,7 @@ class FusedRecurrentLayer:
         cache = Cache(layers=[mine] * (self.layer_idx + 1))
         if not self.fits(token, cache, {}):
             return float("inf"), float("inf")
-        output = self(token, cache)
+        output = self(token, cache, KernelQueue()).computed()
         states = largest_difference(list(named_states(mine).values()), list(named_states(theirs).values()))
         return states, output_difference(output, expected, token)
 

@@ -17,6 +17,7 @@ from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.graph_recording import NotCapturableError
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.replacement import Operator
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.layer import FamilyLayer
@@ -187,10 +188,16 @@ class AttentionOperator(Operator):
             prepared.append((step, of_step))
         return prepared
 
-    def attend_arrays(self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float) -> None:
-        """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
+    def attend_arrays(
+        self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
+    ) -> None:
+        """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors.
+
+        Kernels are added to the queue, whose earlier ones compute `arrays.q`, `k` and `v`.
+        """
         parts = [step for step, _ in prepared if not step.is_decode]
         if parts:
+            queue.run()
             # Parts of prompts, the last rows of a mixed forward.
             for step in parts:
                 part = arrays.of_rows(step.rows)
@@ -201,12 +208,14 @@ class AttentionOperator(Operator):
                 return
             arrays = arrays.of_rows(slice(0, parts[0].rows.start))
         if self.takes_together(prepared):
-            self.attend_steps(prepared, arrays, scale, softcap)
+            self.attend_steps(prepared, arrays, scale, softcap, queue)
             return
         for each in prepared:
             if each[0].is_draft:
+                # The blocks of earlier tokens are read with other lengths.
+                queue.run()
                 each[0].show_length()
-            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap)
+            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap, queue)
 
     def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:
         """The part of `prepare_arrays` of one step."""
@@ -220,9 +229,12 @@ class AttentionOperator(Operator):
         return len(prepared) == 1
 
     def attend_steps(
-        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
     ) -> None:
-        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`."""
+        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`.
+
+        queue: as for `attend_arrays`.
+        """
         raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager

@@ -16,11 +16,12 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.recurrent_steps import delta_net, delta_region, short_convolution
 from hetero_kv.cpu_ops.routing import router_region
-from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
@@ -61,8 +62,9 @@ class RecurrentStep(ABC):
         """The states of a cache layer as arrays of the same memory; None if the kernel cannot use them."""
 
     @abstractmethod
-    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
-        """Update the states by `hidden` [rows, width], and write what precedes the output projection to `mixed`."""
+    def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        """Queue the kernel that updates the states by `hidden` [rows, width], and writes what precedes the output
+        projection to `mixed`."""
 
 
 class ShortConvolution(RecurrentStep):
@@ -89,13 +91,12 @@ class ShortConvolution(RecurrentStep):
     def states(self, layer: Any) -> list[np.ndarray] | None:
         return _arrays([layer.conv_states.get(0)])
 
-    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+    def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
         bias, of_convolution = self._biases
-        with one_kernel_at_a_time:
-            short_convolution(NAMES[hidden.dtype])(
-                *self._addresses, hidden, *self._norm, self._matrices, bias, *states, self._weight, of_convolution,
-                mixed, rows_per_pass(), at_most(torch.get_num_threads()),
-            )  # fmt: skip
+        queue.add(
+            short_convolution(NAMES[hidden.dtype]), *self._addresses, hidden, *self._norm, self._matrices, bias,
+            *states, self._weight, of_convolution, mixed, rows_per_pass(), at_most(torch.get_num_threads()),
+        )  # fmt: skip
 
 
 class DeltaNet(RecurrentStep):
@@ -148,14 +149,14 @@ class DeltaNet(RecurrentStep):
             return None
         return _arrays([layer.conv_states.get(0), recurrent])
 
-    def __call__(self, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+    def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
         conv_state, state = states
-        with one_kernel_at_a_time:
-            delta_net(NAMES[hidden.dtype], NAMES[self._small.dtype])(
-                *self._addresses, *self._regions, hidden, *self._norm, self._matrices, self._small, self._places,
-                conv_state, self._weight, self._decay, self._time_bias, state, *self._head_norm, self._key_heads, mixed,
-                rows_per_pass(), at_most(torch.get_num_threads()),
-            )  # fmt: skip
+        queue.add(
+            delta_net(NAMES[hidden.dtype], NAMES[self._small.dtype]), *self._addresses, *self._regions, hidden,
+            *self._norm, self._matrices, self._small, self._places, conv_state, self._weight, self._decay,
+            self._time_bias, state, *self._head_norm, self._key_heads, mixed, rows_per_pass(),
+            at_most(torch.get_num_threads()),
+        )  # fmt: skip
 
 
 _PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")

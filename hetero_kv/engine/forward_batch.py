@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.deferred_readback import read_back
 from hetero_kv.engine.forward_request import ForwardRequest
@@ -51,6 +52,7 @@ class ForwardBatch:
         slices: the rows and columns of the call that belong to each group.
         steps: slots, lengths, block tables and finalized blocks, in the order of the rows; parts of prompts are last.
         recording: of this forward as CUDA graphs, if any.
+        queue: kernels of its layers that wait until something needs their results.
     """
 
     kind: ForwardKind
@@ -58,6 +60,7 @@ class ForwardBatch:
     slices: tuple[BatchSlice, ...]
     steps: tuple[Step, ...]
     recording: Recording | None = None
+    queue: KernelQueue = field(default_factory=KernelQueue)
 
     @classmethod
     def begin(cls, request: ForwardRequest, slices: Rows[BatchSlice], *, is_decode: bool) -> ForwardBatch:
@@ -116,6 +119,7 @@ class ForwardBatch:
 
     def end(self) -> None:
         """Make the tokens part of their sequences; before that, raise the errors of deferred readbacks."""
+        self.queue.run()
         checked_numbers = [each for step in self.steps for each in step.checked_numbers]
         read_back(checked_numbers, [each for step in self.steps for each in step.host_copies])
         for step in self.steps:

@@ -7,6 +7,8 @@ import torch
 
 #: Tensor dtype -> dtype of the array of the same memory.
 ARRAY_DTYPES: dict[torch.dtype, type[np.generic]] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+#: An array's dtype -> dtype of the tensor of the same memory.
+DTYPES = {np.dtype(kind): dtype for dtype, kind in ARRAY_DTYPES.items()}
 #: An array's dtype -> its name, cached because NumPy builds it at every access.
 NAMES = {np.dtype(kind): np.dtype(kind).name for kind in ARRAY_DTYPES.values()}
 

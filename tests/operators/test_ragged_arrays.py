@@ -39,9 +39,9 @@ def groups_per_call(monkeypatch):
     """A list that fills with the number of groups that each native call takes."""
     counts, attend = [], RetrievalAttention._attend_natively
 
-    def counted(self, native, groups, *rest):
+    def counted(self, native, groups, *rest, **more):
         counts.append(len(groups))
-        return attend(self, native, groups, *rest)
+        return attend(self, native, groups, *rest, **more)
 
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", counted)
     return counts

@@ -16,6 +16,7 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops import causal_attention
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
@@ -133,8 +134,7 @@ class RetrievalAttention(ResidentDecode):
         if any(step.is_draft and self._closes_drafted(step) for step, _ in prepared):
             return False
         # With a schedule, a selection is stored in each group.
-        has_schedule = self.settings.layer_step * self.settings.token_step > 1
-        if not has_schedule and all(layer.state.candidates is None for layer in layers):
+        if not self._has_schedule and all(layer.state.candidates is None for layer in layers):
             return True
         return not any(self._chooses(layers[0].layout.context_blocks(step.length)) for step, _ in prepared)
 
@@ -144,11 +144,12 @@ class RetrievalAttention(ResidentDecode):
         return step.blocks(layout).newly_finalized[1] * layout.block_size > step.group.length
 
     def attend_steps(
-        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
     ) -> None:
         (first, native), groups = prepared[0], []
         if first.draft_blocks is not None:
             layer = first.group.layers[self.layer_idx]
+            queue.run()
             attend_natively(native, layer, first, first.draft_blocks, arrays, scale, softcap)
             return
         for step, _ in prepared:
@@ -157,11 +158,14 @@ class RetrievalAttention(ResidentDecode):
             # Without a budget nothing is derived from a block.
             closes = self.budget is not None and blocks.newly_finalized[0] != blocks.newly_finalized[1]
             if closes:
+                if step.is_draft:
+                    # Queued kernels may store tokens of these blocks.
+                    queue.run()
                 self._finalize_blocks(layer, step)
             groups.append(GroupRows(layer, step, blocks, is_stored=False))
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-        counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse)
+        counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse, queue=queue)
         for number, group in enumerate(groups):
             group.layer.count_step(counts, number)
 

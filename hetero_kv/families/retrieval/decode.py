@@ -10,6 +10,7 @@ import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.chosen_blocks import LARGEST
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.retrieval_step import BY_MEAN_SCORE, RetrievalStep, StepEstimates, StepPool
 from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
@@ -69,6 +70,11 @@ class RetrievalDecode(RetrievalPrefill):
             layer.token_step, layer.reading = native, ReadSizes.of(layer.pool, layer.window)
         return native
 
+    @property
+    def _has_schedule(self) -> bool:
+        """Whether several layers or tokens share a choice of blocks."""
+        return self.settings.layer_step * self.settings.token_step > 1
+
     def _chooses(self, context: int) -> bool:
         """Whether a token chooses among a Context of so many blocks, instead of attending to all of it."""
         return self.covering is not None and self.covering < context
@@ -76,17 +82,21 @@ class RetrievalDecode(RetrievalPrefill):
     def _attend_natively(
         self, native: RetrievalStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
         v: np.ndarray, scale: float, softcap: float, out: np.ndarray, lse: np.ndarray,
-        outside_lse: np.ndarray | None = None,
+        outside_lse: np.ndarray | None = None, queue: KernelQueue | None = None,
     ) -> StepCounts:  # fmt: skip
         """Store the tokens of the groups' rows, unless they are; then choose their blocks and attend to them.
 
-        outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the counts, for
-        `RetrievalLayer.count_step` of each group.
+        outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. queue: of the kernels that
+        compute q, k and v, to which the call is added; None: these are computed, and the call is made now. Returns the
+        counts, for `RetrievalLayer.count_step` of each group.
         """
         table, ranges, decoded = DecodedRows.of(groups, self.covering)
         layer, kv_heads, chooses, contexts = groups[0].layer, lse.shape[1], any(decoded.chosen), decoded.contexts
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if chooses:
+            if queue is not None and self._has_schedule:
+                # An earlier layer's choice may apply to this one.
+                queue.run()
             # Several groups choose together only where all of them choose as one does.
             index = contexts.index(max(contexts))
             which, positions, allowed = self._choice(
@@ -103,14 +113,19 @@ class RetrievalDecode(RetrievalPrefill):
         others: tuple[Any, ...] = positions, allowed, self.shared, scale, softcap, out, lse, estimates
         # Blocks of several groups are read ahead by each of them, in a call of its own.
         if len(groups) == 1 and layer.pool is not None and layer.pool.reads_ahead():
+            if queue is not None:
+                queue.run()
             first, end = ranges[1:, 0].tolist()
             fetching = BlockReadAhead(layer.pool, table, first, end, which, positions)
             which = fetching.request(native, (*inputs, which, *others))
         arguments: tuple[Any, ...] = *inputs, which, *others
-        with one_kernel_at_a_time:
-            stored = native(*arguments)
-        if stored:
-            layer.require_storable(stored)
+        if queue is not None:
+            native.add_to(queue, layer.require_storable, *arguments)
+        else:
+            with one_kernel_at_a_time:
+                stored = native(*arguments)
+            if stored:
+                layer.require_storable(stored)
         if layer.record is not None:
             ids = groups[0].blocks.table[0, groups[0].blocks.finalized - contexts[0] : groups[0].blocks.finalized]
             size, none = layer.layout.block_size, np.empty((0, 0), np.int32)
@@ -167,7 +182,7 @@ class RetrievalDecode(RetrievalPrefill):
         blocks that have left Local since. If the first layers are dense, the next one selects.
         """
         settings = self.settings
-        if settings.layer_step == settings.token_step == 1:
+        if not self._has_schedule:
             return self._best(layer, rows, kv_heads, context)
         shared, layout, lists = step.group.shared, layer.layout, 1 if self.shared else kv_heads
         selections: SharedSelections = shared.setdefault(SELECTIONS, {})

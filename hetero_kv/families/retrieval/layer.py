@@ -252,7 +252,7 @@ class RetrievalLayer(AccumulatingLayer):
     def _copied(self) -> Self:
         """A shallow copy, whose steps are counted separately."""
         copied = copy.copy(self)
-        copied.state, copied.read = self._counted()
+        copied.state, copied.read = self._counted(self._uncounted)
         copied._uncounted = []
         return copied
 
@@ -310,18 +310,24 @@ class RetrievalLayer(AccumulatingLayer):
     # -- statistics
 
     def count_step(self, counts: StepCounts, number: int = 0) -> None:
-        """Count a decoded token; `number` is that of this layer's group among those of the counts."""
+        """Count a decoded token; `number` is that of this layer's group among those of the counts.
+
+        The kernel that writes the counts may still be queued.
+        """
+        if len(self._uncounted) >= _COUNTED_TOGETHER:
+            # Several tokens of the layer may have the same counts.
+            queued = [each for each in self._uncounted if each[0] is counts]
+            self.state, self.read = self._counted(self._uncounted[: len(self._uncounted) - len(queued)])
+            self._uncounted = queued
         self._uncounted.append((counts, number))
-        if len(self._uncounted) == _COUNTED_TOGETHER:
-            self._settle_counts()
 
     def _settle_counts(self) -> None:
-        self.state, self.read = self._counted()
+        self.state, self.read = self._counted(self._uncounted)
         self._uncounted = []
 
-    def _counted(self) -> tuple[RetrievalState, Tally]:
-        """The state and the bytes read, with the counts of the latest steps."""
-        state, uncounted = self.state, list(self._uncounted)
+    def _counted(self, uncounted: Rows[tuple[StepCounts, int]]) -> tuple[RetrievalState, Tally]:
+        """The state and the bytes read, with these counts."""
+        state = self.state
         if not uncounted:
             return state, self.read
         assert self.reading is not None
@@ -330,7 +336,7 @@ class RetrievalLayer(AccumulatingLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        state, read = self._counted()
+        state, read = self._counted(list(self._uncounted))
         return {**state.statistics, READ_BYTES.name: read.mean}
 
 
