@@ -24,9 +24,9 @@ _REAL1, _REAL2 = (types.Array(types.float32, dimensions, "C") for dimensions in 
 _STATES = types.Array(types.float32, 4, "C")
 _PLACES, _TABLE = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 # Added to the sum of squares of a query or key, as in the model's own l2norm.
-_TINY = np.float32(1e-6)
+TINY = np.float32(1e-6)
 # Above this threshold softplus returns its argument, as in torch.
-_STEEP = np.float32(20)
+STEEP = np.float32(20)
 
 
 @device_function
@@ -152,8 +152,8 @@ def delta_region(dtype: str) -> int:
                 q[i], k[i] = qkv[row, key_head * k_dim + i], qkv[row, first_k + key_head * k_dim + i]
                 square_q += q[i] * q[i]
                 square_k += k[i] * k[i]
-            scale_q = np.float32(1) / np.sqrt((square_q + _TINY) * np.float32(k_dim))
-            scale_k = np.float32(1) / np.sqrt(square_k + _TINY)
+            scale_q = np.float32(1) / np.sqrt((square_q + TINY) * np.float32(k_dim))
+            scale_k = np.float32(1) / np.sqrt(square_k + TINY)
             state, kept, written = states[row, head], decay[row, head], beta[row, head]
             values = qkv[row, 2 * first_k + head * v_dim : 2 * first_k + (head + 1) * v_dim]
             for j in range(v_dim):
@@ -240,7 +240,7 @@ def delta_net(dtype: str, small_dtype: str) -> Any:
                         beta[row, head] = sigmoid(found)
                     else:
                         time = found + time_bias[head]
-                        time = np.log1p(np.exp(time)) if time <= _STEEP else time
+                        time = np.log1p(np.exp(time)) if time <= STEEP else time
                         kept[row, head] = np.exp(decay[head] * time)
         region_args = qkv, z, kept, beta, state, head_norm, head_epsilon, key_heads, mixed
         run_region("delta rule", dtype, run, rule, threads, region_args)

@@ -192,7 +192,12 @@ class ChunkedDecoderLayer(Operator):
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
         """Within this context the layer continues from its cached data, including a recurrent state."""
-        if not self.is_recurrent or chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
+        if not self.is_recurrent or chunk.shape[1] == 1:
+            return nullcontext()
+        step = self._fused_recurrent()
+        if step is not None and step.has_prompt:
+            return step.prompt()
+        if not cache.has_previous_state(self.layer_idx):
             return nullcontext()
         states = cache.layers[self.layer_idx].number_of_states
         path = f"{self.path}.{self._mixer_path}"

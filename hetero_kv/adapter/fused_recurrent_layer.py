@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.fused_decode_layer import TOLERANCE, number_of_tokens, output_difference
 from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
+from hetero_kv.adapter.recurrent import mixer_output
 from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.recurrent_steps import columns_at
@@ -30,7 +32,7 @@ from hetero_kv.engine.recurrent_state import fork, is_state, named_states
 from hetero_kv.weights.kernel_arrays import NAMES
 
 # The trial: tokens before the step.
-_BEFORE, _TRIED_ROWS = 5, 2
+_BEFORE, _FIRST_PART, _TRIED_ROWS = 5, 3, 2
 _NO_GATES = np.empty((0, 0), np.float32)
 
 
@@ -42,7 +44,7 @@ class FusedRecurrentLayer:
     ) -> None:
         self.operator = owner
         self.layer_idx: int = form.attention.layer_idx
-        self._norm = form.norm
+        self._norm, self._mixer = form.norm, form.attention
         inputs = form.projections[-1].inputs
         #: The index of the mixer's output for each column of the packed output projection; None for the same order.
         self._inputs = None if inputs is None else inputs.numpy().astype(np.int64)
@@ -52,6 +54,16 @@ class FusedRecurrentLayer:
         norms = [norm.weight for norm in form.norms]
         outputs = [bias for bias in (form.projections[-1].bias,) if bias is not None]
         self._copied = CopiedFrom([*norms, *outputs, *step.copied, *feed_forward.copied], step.views)
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the mixer has a forward for prompts."""
+        return self._step.prompt is not None
+
+    def prompt(self) -> AbstractContextManager[None]:
+        """Within this context the mixer's forward is the one for prompts."""
+        assert self._step.prompt is not None
+        return self._step.prompt.in_place()
 
     @property
     def is_current(self) -> bool:
@@ -119,8 +131,25 @@ class FusedRecurrentLayer:
         if not self.fits(token, cache, {}):
             return float("inf"), float("inf")
         output = self(token, cache, KernelQueue()).computed()
-        states = largest_difference(list(named_states(mine).values()), list(named_states(theirs).values()))
+        states = max(_states(mine, theirs), self._difference_of_prompt(hidden))
         return states, output_difference(output, expected, token)
+
+    def _difference_of_prompt(self, hidden: torch.Tensor) -> float:
+        """The largest difference of the mixer's outputs and states for a prompt in two parts."""
+        if self._step.prompt is None:
+            return 0.0
+        theirs, mine = LinearAttentionLayer(1), LinearAttentionLayer(1)
+        expected = mixer_output(self._mixer, hidden, theirs)
+        with self.prompt():
+            output = torch.cat(
+                [mixer_output(self._mixer, part, mine) for part in hidden.split(_FIRST_PART, dim=1)], dim=1
+            )
+        return max(largest_difference([output], [expected]), _states(mine, theirs))
+
+
+def _states(mine: LinearAttentionLayer, theirs: LinearAttentionLayer) -> float:
+    """The largest relative difference of two states."""
+    return largest_difference(list(named_states(mine).values()), list(named_states(theirs).values()))
 
 
 def _called(layer: Any, hidden_states: torch.Tensor, state: LinearAttentionLayer, layer_idx: int) -> torch.Tensor:

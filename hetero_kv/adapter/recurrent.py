@@ -69,7 +69,7 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
             if start == _BEFORE:
                 for state in named_states(layer).values():
                     state.mul_(larger)
-            outputs.append(_called(mixer, hidden[:, start : start + size], layer))
+            outputs.append(mixer_output(mixer, hidden[:, start : start + size], layer))
             start += size
         return [torch.cat(outputs, dim=1), *named_states(layer).values()]
 
@@ -83,9 +83,9 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
     return _difference(passed([_BEFORE, _BEHIND], _LARGER), passed([1] * count, _LARGER)) <= tolerance
 
 
-def _called(mixer: nn.Module, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:
+def mixer_output(mixer: Any, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:
     """The module's output after the state of `layer`, which the call updates."""
-    layers: Any = [layer] * (mixer.layer_idx + 1)  # type: ignore[operator]
+    layers: Any = [layer] * (mixer.layer_idx + 1)
     cache_argument = as_cache(type(mixer).forward, Cache(layers=layers))
     output = mixer(hidden_states=hidden_states, attention_mask=None, **cache_argument)
     return output[0] if isinstance(output, tuple) else output
@@ -144,7 +144,7 @@ def _state_shape(path: str, module: nn.Module, config: Any, layer: Any, dtype: A
     try:
         with torch.device("meta"), torch.no_grad():
             empty = type(module)(config, module.layer_idx).to(dtype).eval()
-            _called(empty, torch.zeros(1, 1, config.hidden_size, dtype=dtype), layer)
+            mixer_output(empty, torch.zeros(1, 1, config.hidden_size, dtype=dtype), layer)
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{path} ({type(module).__name__}): the size of its state cannot be determined ({error})"

@@ -16,6 +16,7 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
+from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
@@ -36,11 +37,13 @@ class RecurrentStep(ABC):
         inner: width of the output projection's input.
         copied: tensors of which it has copies.
         views: tensors whose memory it reads.
+        prompt: the mixer's forward for a prompt; None: the module's own.
     """
 
     inner: int
     copied: tuple[torch.Tensor, ...] = ()
     views: tuple[torch.Tensor, ...] = ()
+    prompt: DeltaNetPrompt | None = None
 
     def __init__(self, norm: Any, matrices: Sequence[Any]) -> None:
         quantized = [matrix.quantized for matrix in matrices]
@@ -110,7 +113,8 @@ class DeltaNet(RecurrentStep):
         self._small = bits(torch.cat(weights).detach()) if weights else np.empty((0, width), np.float32)
         tiles = [-(-matrix.out_features // TILE) * TILE for matrix in packed]
         starts = np.cumsum([0, *tiles, *(each.out_features for each in small)])
-        self._places = np.ascontiguousarray(_PLACES[len(packed) + len(small)](mixer, starts), np.int64)
+        places = _PLACES[len(packed) + len(small)]
+        self._places = np.ascontiguousarray(places(mixer, starts), np.int64)
         self._decay = -np.exp(float32_array(mixer.A_log))
         self._time_bias = float32_array(mixer.dt_bias)
         self._head_norm = norm_of(mixer.norm)
@@ -121,6 +125,11 @@ class DeltaNet(RecurrentStep):
         )
         self._take(mixer.conv1d.weight)
         self.copied = *self.copied, mixer.A_log, mixer.dt_bias, mixer.norm.weight, *weights
+        projections = [*packed, *small]
+        columns = places(mixer, np.cumsum([0, *(each.out_features for each in projections)]))
+        is_ordered = (np.diff(columns) == 1).all()
+        numbers = self._weight, self._decay, self._time_bias
+        self.prompt = DeltaNetPrompt(mixer, projections, None if is_ordered else columns, numbers, self._head_norm)
 
     @classmethod
     def of(cls, norm: Any, mixer: Any) -> DeltaNet | None:

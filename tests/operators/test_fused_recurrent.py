@@ -10,6 +10,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.recurrent_form import DeltaNet, ShortConvolution
+from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt
 from hetero_kv.engine.recurrent_state import is_state, named_states
 from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
@@ -105,6 +106,73 @@ def test_a_wrong_step_is_noticed(architecture, kind, wrong, monkeypatch, caplog)
     decoded(model, tokens=1)
     assert all(layer._native is None for layer in layers(model) if layer.is_recurrent)
     assert "the fused recurrent layer differs from the layer" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("architecture", "dtype"), [("qwen3_5_text", "float32"), ("qwen3_next", "float32"),
+                                                     ("qwen3_5_text", "bfloat16")])  # fmt: skip
+def test_a_prompt_passes_a_delta_net_in_a_kernel_as_in_its_module(architecture, dtype, rows, monkeypatch):
+    model = tiny_model(architecture).to(getattr(torch, dtype))
+    # In two chunks, the second of which continues from the state; then a turn, and a token.
+    inject(model, "dense", command_line=SETTINGS | {"chunk_size": 64})
+    prompt = torch.arange(2, 110)[None].repeat(rows, 1) * torch.arange(1, rows + 1)[:, None] % 90
+    kernels, compute = [], DeltaNetPrompt.__call__
+
+    def counted(self, hidden_states, layer):
+        kernels.append(hidden_states.shape[1])
+        return compute(self, hidden_states, layer)
+
+    def passed():
+        cache = HeteroCache(model, 256)
+        parts = prompt, prompt[:, :7], prompt[:, :1]
+        logits = [model(part, past_key_values=cache).logits for part in parts]
+        return torch.cat(logits, dim=1), [
+            state for layer in cache.layers if is_state(layer) for state in named_states(layer).values()
+        ]
+
+    passed()
+    monkeypatch.setattr(DeltaNetPrompt, "__call__", counted)
+    logits, states = passed()
+    recurrent = sum(layer.is_recurrent for layer in layers(model))
+    assert sorted(kernels) == sorted([64, 44, 7] * recurrent)
+    assert all("forward" not in layer.attention.__dict__ for layer in layers(model) if layer.is_recurrent)
+    monkeypatch.setattr(FusedRecurrentLayer, "has_prompt", False)
+    kernels.clear()
+    expected, their_states = passed()
+    assert not kernels
+    # In bfloat16 each differs from float32 by 0.07: the module rounds more often.
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    assert relative(logits, expected) < tolerance
+    for mine, theirs in zip(states, their_states, strict=True):
+        assert relative(mine, theirs) < tolerance
+
+
+@pytest.mark.parametrize("wrong", ["_weight", "_decay", "_time_bias"])
+def test_a_wrong_kernel_for_prompts_is_noticed(wrong, monkeypatch, caplog):
+    made = DeltaNetPrompt.__init__
+
+    def seeded(self, *arguments):
+        made(self, *arguments)
+        setattr(self, wrong, getattr(self, wrong) * 1.2 + 0.1)
+
+    monkeypatch.setattr(DeltaNetPrompt, "__init__", seeded)
+    model = injected("qwen3_5_text")
+    decoded(model, tokens=1)
+    assert all(layer._native is None for layer in layers(model) if layer.is_recurrent)
+    assert "the fused recurrent layer differs from the layer" in caplog.text
+
+
+def test_an_error_in_a_prompt_gives_the_module_its_forward_back(monkeypatch):
+    model = injected("qwen3_5_text")
+    decoded(model, tokens=1)
+
+    def failing(self, hidden_states, layer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeltaNetPrompt, "__call__", failing)
+    with pytest.raises(KeyboardInterrupt):
+        decoded(model, tokens=1)
+    assert all("forward" not in layer.attention.__dict__ for layer in layers(model) if layer.is_recurrent)
 
 
 def test_other_recurrent_layers_take_the_general_way():

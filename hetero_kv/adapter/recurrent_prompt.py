@@ -1,0 +1,115 @@
+"""A gated delta net's forward for a prompt: the module's own projections, and one kernel between them.
+
+transformers computes the rule by products of chunks, in some forty calls of torch whose results pass through DRAM. The
+kernel (`cpu_ops.recurrent_prompts`) computes it token by token, in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.foreign import mark_own
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.recurrent_prompts import convolution_region, delta_prompt, prompt_rule_region
+from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
+from hetero_kv.engine.recurrent_state import is_state
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
+
+
+class DeltaNetPrompt:
+    """A delta net's forward for the tokens of a prompt.
+
+    Args:
+        mixer: the module.
+        projections: those of its input.
+        columns: where queries, keys, values, z, beta and the time step of all heads are in their joined outputs; None:
+            in this order.
+        numbers: the convolution's weight [channels, taps], -exp(A_log) and the time step's bias [heads], float32.
+        norm: of each head: factors, float32, and epsilon.
+    """
+
+    def __init__(
+        self, mixer: Any, projections: Sequence[Any], columns: np.ndarray | None,
+        numbers: tuple[np.ndarray, np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.float32],
+    ) -> None:  # fmt: skip
+        self._mixer, self._projections = mixer, projections
+        self._columns = None if columns is None else torch.from_numpy(columns)
+        weight, self._decay, self._time_bias = numbers
+        self._weight, self._norm = np.ascontiguousarray(weight.T), norm
+
+    def __call__(self, hidden_states: torch.Tensor, layer: Any) -> torch.Tensor:
+        """The module's output for [batch, tokens, width]; updates the state of the cache's layer."""
+        inputs = torch.cat([projection(hidden_states) for projection in self._projections], dim=-1)
+        inputs = (inputs if self._columns is None else inputs[..., self._columns]).detach().contiguous()
+        mixer, batch, dtype = self._mixer, len(inputs), inputs.dtype
+        taps, channels = self._weight.shape
+        if layer.has_previous_state.get(0):
+            history, state = layer.conv_states[0], layer.recurrent_states[0]
+        else:
+            history = torch.zeros(batch, channels, taps, dtype=dtype)
+            state = torch.zeros(batch, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+        mixed = torch.empty(batch, inputs.shape[1], mixer.value_dim, dtype=dtype)
+        name = NAMES[bits(mixed).dtype]
+        for row in range(batch):
+            own, before = inputs[row], history[row : row + 1]
+            with one_kernel_at_a_time:
+                delta_prompt(name)(
+                    all_threads(), convolution_region(name), prompt_rule_region(name), bits(own), bits(before),
+                    self._weight, self._decay, self._time_bias, bits(state[row : row + 1]), *self._norm,
+                    mixer.num_k_heads, bits(mixed[row]), at_most(torch.get_num_threads()),
+                )  # fmt: skip
+        layer.update_conv_state(inputs[:, -taps:, :channels].transpose(1, 2), conv_kernel_size=taps)
+        layer.update_recurrent_state(state)
+        output: torch.Tensor = mixer.out_proj(mixed)
+        return output
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context it is the module's forward, for calls that it can take."""
+        mixer, forward = self._mixer, self._mixer.forward
+        own = mixer.__dict__.get("forward")
+
+        def passed(
+            hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            layer = None if cache_params is None else cache_params.layers[mixer.layer_idx]
+            if attention_mask is None and _fits(hidden_states, layer):
+                return self(hidden_states, layer)
+            whole: torch.Tensor = forward(
+                hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
+            )
+            return whole
+
+        mixer.forward = mark_own(passed)
+        try:
+            yield
+        finally:
+            if own is None:
+                del mixer.forward
+            else:
+                mixer.forward = own
+
+
+def _fits(hidden_states: torch.Tensor, layer: Any) -> bool:
+    """Whether a kernel can read these hidden states, and the state before them."""
+    if hidden_states.dtype not in ARRAY_DTYPES or hidden_states.device.type != "cpu":
+        return False
+    if not is_state(layer) or layer.record_past:
+        return False
+    if not layer.has_previous_state.get(0):
+        return True
+    history, state = layer.conv_states.get(0), layer.recurrent_states.get(0)
+    return (
+        history is not None
+        and state is not None
+        and history.dtype is hidden_states.dtype
+        and state.dtype is torch.float32
+        and history.is_contiguous()
+        and state.is_contiguous()
+    )
