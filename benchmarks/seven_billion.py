@@ -5,9 +5,10 @@
 Writes a GGUF file of Qwen2-7B's shape with random Q4_K weights (4.3 GB; matrices share their bytes) into the directory,
 loads it in a process per storage type like any model, and removes it at the end. Prefilling 32K tokens takes hours on
 few cores, so every layer stores random keys and values instead, by the call with which an operator continues a recorded
-prefill. A question of 16 tokens and some decoded tokens follow. "Peak" is the process's largest resident memory,
-including the interpreter and its libraries; the C library returns freed memory at once, as in
-`benchmarks.prefill_memory`. A prefill needs additional memory, which `hetero-kv plan` shows.
+prefill. The answer's queries score these keys as a real model's do (`benchmarks.attention_scores`). A question of 16
+tokens and some decoded tokens follow; with `--tokens 1024` these take little more than their weights. "Peak" is the
+process's largest resident memory, including the interpreter and its libraries; the C library returns freed memory at
+once, as in `benchmarks.prefill_memory`. A prefill needs additional memory, which `hetero-kv plan` shows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ from rich.table import Table
 from benchmarks.prefill_memory import RETURN_AT_ONCE
 from benchmarks.timing import seconds
 
+#: Deviations of a prompt's attention scores, and the shares of their variance between runs of RUN tokens, of twelve
+#: query heads of a real prefill (the default model's).
+SCORES = (
+    (2.1, 0.24), (2.4, 0.20), (2.7, 0.46), (2.9, 0.33), (3.1, 0.37), (3.3, 0.45), (3.4, 0.63), (3.7, 0.73),
+    (3.9, 0.55), (4.1, 0.65), (4.6, 0.72), (6.1, 0.21),
+)  # fmt: skip
+RUN = 32
+# The base of the rotation; how many of the slowest pairs of numbers queries have in common, and how large these are.
+_BASE, _SLOW, _BIAS = 1e6, 24, 8.0
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 3584, 18944, 28, 28, 4, 128, 152_064
 GOAL = 6e9
 QUESTION, ANSWER = 16, 12
@@ -57,7 +67,7 @@ def write_model(path: Path) -> None:
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base(_BASE)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(VOCABULARY)
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "<|endoftext|>"]
@@ -81,7 +91,7 @@ def write_model(path: Path) -> None:
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, np.float32))
         for name in ("attn_q", "attn_k", "attn_v"):
-            bias = 0.1 * generator.standard_normal(_ROWS[name][0])
+            bias = query_bias(layer) if name == "attn_q" else 0.1 * generator.standard_normal(_ROWS[name][0])
             writer.add_tensor(f"blk.{layer}.{name}.bias", bias.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -89,17 +99,47 @@ def write_model(path: Path) -> None:
     writer.close()
 
 
+def query_bias(layer: int) -> np.ndarray:
+    """What all queries of a kv head have in common, [HEADS * DIM], in numbers that rotate little within an answer."""
+    bias = np.zeros((KV_HEADS, 2, DIM // 2))
+    slow = bias[:, :, -_SLOW:]
+    slow[:] = _BIAS * np.random.default_rng(layer).standard_normal(slow.shape)
+    return np.repeat(bias.reshape(KV_HEADS, DIM), HEADS // KV_HEADS, axis=0).ravel()
+
+
+def rotated_bias(layer: int, position: int) -> torch.Tensor:
+    """`query_bias` of each kv head at a position, [KV_HEADS, DIM]."""
+    first, second = query_bias(layer).reshape(KV_HEADS, -1, 2, DIM // 2)[:, 0].transpose(1, 0, 2)
+    angles = position * _BASE ** (-np.arange(DIM // 2) / (DIM // 2))
+    cos, sin = np.cos(angles), np.sin(angles)
+    return torch.from_numpy(np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)).float()
+
+
 class SevenBillionPrompt:
-    """Random keys and values in place of a prefilled prompt (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
+    """Keys and values in place of a prefilled prompt (`hetero_kv.engine.recorded_prompt.RecordedPrompt`).
+
+    They are random, but the queries behind them score the keys of each head as a real model's do (`SCORES`).
+    """
 
     rotation = None
 
-    def __init__(self, tokens: int, dtype: torch.dtype, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, tokens: int, dtype: torch.dtype, layer: int) -> None:
+        generator = torch.Generator().manual_seed(layer)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
         self.length = tokens
-        self.keys, self.values = (
-            torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, dtype=dtype) for _ in range(2)
-        )
+        self.values = normal(1, KV_HEADS, tokens, DIM).to(dtype)
+        queries = rotated_bias(layer, tokens)
+        heads = [SCORES[(layer * KV_HEADS + head) % len(SCORES)] for head in range(KV_HEADS)]
+        deviations, shares = (torch.tensor(each)[:, None] for each in zip(*heads, strict=True))
+        runs = normal(KV_HEADS, -(-tokens // RUN)).repeat_interleave(RUN, dim=1)[:, :tokens]
+        scores = deviations * (shares.sqrt() * runs + (1 - shares).sqrt() * normal(KV_HEADS, tokens))
+        keys = normal(KV_HEADS, tokens, DIM)
+        square = queries.square().sum(1)[:, None]
+        wanted = (scores * DIM**0.5 - torch.bmm(keys, queries[:, :, None])[..., 0]) / square
+        self.keys = keys.add_(wanted[..., None] * queries[:, None])[None].to(dtype)
 
     def show_last_queries(self, observation: Any) -> None:
         """Raise RuntimeError: there are no queries."""
@@ -107,7 +147,7 @@ class SevenBillionPrompt:
 
 
 def fill(cache: Any, injection: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Store random keys and values of `tokens` tokens in every layer."""
+    """Store keys and values of `tokens` tokens in every layer."""
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     with cache.forward(cache.plan_batch([tokens], tokens), is_decode=False) as batch:
         (step,) = batch.steps
