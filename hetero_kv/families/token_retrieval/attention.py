@@ -14,6 +14,7 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cpu_ops import causal_attention
+from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
@@ -182,6 +183,9 @@ class TokenRetrievalAttention(ExactPrefill):
             pool.key_array.dtype, pool.value_array.dtype, group, k_dim, v_dim, softcap > 0,
             offset=settings.offset_keys, in_bfloat16=self._own_config.dtype == torch.bfloat16,
         )  # fmt: skip
+        if stores(pool.key_array.dtype) and stores(pool.value_array.dtype) and not settings.offset_keys:
+            k, v = (np.ones((1, kv_heads, dim), np.float32) for dim in (k_dim, v_dim))
+            store_token(k, v, pool.key_array, pool.value_array, table, 0)
         known = NOTHING_LEARNED if self.chooser is None else self.chooser.finalize(pool, table, 1, 2, NOTHING_LEARNED)
         query = TokenQuery(q, pool, table, 1, 2, lengths, 1.0, softcap, NO_LSE, known, self.threads)
         _, lse = query.attend_blocks(query.other_blocks)
