@@ -8,8 +8,8 @@ no state). These get the tokens after a state one by one, as in decoding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -101,23 +101,28 @@ def _difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def token_by_token(mixer: nn.Module) -> Iterator[None]:
+def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context the module has another forward."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def token_by_token(mixer: nn.Module) -> AbstractContextManager[None]:
     """Within this context the module gets its tokens one by one, regardless of the input of the layer around it."""
-    own = mixer.__dict__.get("forward")
     forward = mixer.forward
 
     def one_by_one(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.split(1, dim=1)
         return torch.cat([forward(token, *args, **kwargs) for token in tokens], dim=1)
 
-    mixer.forward = one_by_one
-    try:
-        yield
-    finally:
-        if own is None:
-            del mixer.forward
-        else:
-            mixer.forward = own
+    return forward_replaced(mixer, one_by_one)
 
 
 def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:

@@ -6,14 +6,15 @@ kernel (`cpu_ops.recurrent_prompts`) computes it token by token, in cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from hetero_kv.adapter.foreign import mark_own
+from hetero_kv.adapter.recurrent import forward_replaced
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region, delta_prompt, prompt_rule_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
@@ -39,15 +40,17 @@ class DeltaNetPrompt:
     ) -> None:  # fmt: skip
         self._mixer, self._projections = mixer, projections
         self._columns = None if columns is None else torch.from_numpy(columns)
-        weight, self._decay, self._time_bias = numbers
-        self._weight, self._norm = np.ascontiguousarray(weight.T), norm
+        # The weight may be the memory of the module's, which others may change: it is transposed for each prompt.
+        self._weight, self._decay, self._time_bias = numbers
+        self._norm = norm
 
     def __call__(self, hidden_states: torch.Tensor, layer: Any) -> torch.Tensor:
         """The module's output for [batch, tokens, width]; updates the state of the cache's layer."""
         inputs = torch.cat([projection(hidden_states) for projection in self._projections], dim=-1)
         inputs = (inputs if self._columns is None else inputs[..., self._columns]).detach().contiguous()
         mixer, batch, dtype = self._mixer, len(inputs), inputs.dtype
-        taps, channels = self._weight.shape
+        weight = np.ascontiguousarray(self._weight.T)
+        taps, channels = weight.shape
         if layer.has_previous_state.get(0):
             history, state = layer.conv_states[0], layer.recurrent_states[0]
         else:
@@ -60,7 +63,7 @@ class DeltaNetPrompt:
             with one_kernel_at_a_time:
                 delta_prompt(name)(
                     all_threads(), convolution_region(name), prompt_rule_region(name), bits(own), bits(before),
-                    self._weight, self._decay, self._time_bias, bits(state[row : row + 1]), *self._norm,
+                    weight, self._decay, self._time_bias, bits(state[row : row + 1]), *self._norm,
                     mixer.num_k_heads, bits(mixed[row]), at_most(torch.get_num_threads()),
                 )  # fmt: skip
         layer.update_conv_state(inputs[:, -taps:, :channels].transpose(1, 2), conv_kernel_size=taps)
@@ -68,11 +71,9 @@ class DeltaNetPrompt:
         output: torch.Tensor = mixer.out_proj(mixed)
         return output
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Within this context it is the module's forward, for calls that it can take."""
         mixer, forward = self._mixer, self._mixer.forward
-        own = mixer.__dict__.get("forward")
 
         def passed(
             hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
@@ -86,14 +87,7 @@ class DeltaNetPrompt:
             )
             return whole
 
-        mixer.forward = mark_own(passed)
-        try:
-            yield
-        finally:
-            if own is None:
-                del mixer.forward
-            else:
-                mixer.forward = own
+        return forward_replaced(mixer, mark_own(passed))
 
 
 def _fits(hidden_states: torch.Tensor, layer: Any) -> bool:

@@ -162,6 +162,20 @@ def test_a_wrong_kernel_for_prompts_is_noticed(wrong, monkeypatch, caplog):
     assert "the fused recurrent layer differs from the layer" in caplog.text
 
 
+@torch.no_grad()
+def test_a_weight_that_changes_in_place_changes_prompts(monkeypatch):
+    model = injected("qwen3_5_text")
+    prompt = torch.arange(2, 40)[None]
+    before = model(prompt, past_key_values=HeteroCache(model, 256)).logits
+    for layer in layers(model):
+        if layer.is_recurrent:
+            layer.attention.conv1d.weight.data.mul_(1.5)
+    after = model(prompt, past_key_values=HeteroCache(model, 256)).logits
+    monkeypatch.setattr(FusedRecurrentLayer, "has_prompt", False)
+    assert relative(after, model(prompt, past_key_values=HeteroCache(model, 256)).logits) < 1e-3
+    assert relative(after, before) > 0.01
+
+
 def test_an_error_in_a_prompt_gives_the_module_its_forward_back(monkeypatch):
     model = injected("qwen3_5_text")
     decoded(model, tokens=1)
