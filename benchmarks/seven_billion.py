@@ -138,8 +138,8 @@ class SevenBillionPrompt:
         scores = deviations * (shares.sqrt() * runs + (1 - shares).sqrt() * normal(KV_HEADS, tokens))
         keys = normal(KV_HEADS, tokens, DIM)
         square = queries.square().sum(1)[:, None]
-        wanted = (scores * DIM**0.5 - torch.bmm(keys, queries[:, :, None])[..., 0]) / square
-        self.keys = keys.add_(wanted[..., None] * queries[:, None])[None].to(dtype)
+        change = (scores * DIM**0.5 - torch.bmm(keys, queries[:, :, None])[..., 0]) / square
+        self.keys = keys.add_(change[..., None] * queries[:, None])[None].to(dtype)
 
     def show_last_queries(self, observation: Any) -> None:
         """Raise RuntimeError: there are no queries."""

@@ -275,7 +275,7 @@ class RetrievalStep:
         types.
         """
         inputs = q, k, v, ranges, table, which, positions, allowed, shared, scale, softcap
-        return self._call(self._settings, *inputs, out, lse, estimates)
+        return _largest(self._kernel(*self._arguments(self._settings, *inputs, out, lse, estimates)))
 
     def rehearsed(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,
@@ -287,31 +287,24 @@ class RetrievalStep:
         to what is outside the Context if that affects the choice, and writes no argument but `estimates.taken`.
         """
         chosen = positions.copy()
-        self._call(self._rehearsing, q, k, v, ranges, table, which, chosen, *others)
+        _largest(self._kernel(*self._arguments(self._rehearsing, q, k, v, ranges, table, which, chosen, *others)))
         return chosen
 
-    def _call(
+    def add_to(self, queue: KernelQueue, check: Callable[[float], None], *arguments: Any) -> None:
+        """Add a call with these arguments to a queue; `check` gets its result unless that is 0."""
+        kernel_arguments = self._arguments(self._settings, *arguments)
+        queue.add(self._kernel, *kernel_arguments, check=lambda status: check(_largest(status)))
+
+    def _arguments(
         self, settings: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray,
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         out: np.ndarray, lse: np.ndarray, estimates: StepEstimates | None = None,
-    ) -> float:  # fmt: skip
-        status = self._kernel(
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The kernel's arguments."""
+        results = tuple(estimates) if self.estimates and estimates is not None else None
+        return (
             q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, scale, softcap, self._target,
-            self._calls, settings, out, lse, tuple(estimates) if self.estimates and estimates is not None else None,
-        )  # fmt: skip
-        return _largest(status)
-
-    def add_to(
-        self, queue: KernelQueue, check: Callable[[float], None], q: np.ndarray, k: np.ndarray, v: np.ndarray,
-        ranges: np.ndarray, table: np.ndarray, which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool,
-        scale: float, softcap: float, out: np.ndarray, lse: np.ndarray, estimates: StepEstimates | None = None,
-    ) -> None:  # fmt: skip
-        """Add the call to a queue; `check` gets its result unless that is 0."""
-        queue.add(
-            self._kernel, q, k, v, *self._pool, ranges, table, which, positions, allowed, shared, scale, softcap,
-            self._target, self._calls, self._settings, out, lse,
-            tuple(estimates) if self.estimates and estimates is not None else None,
-            check=lambda status: check(_largest(status)),
+            self._calls, settings, out, lse, results,
         )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ from torch import nn
 from hetero_kv.adapter import attention_module, bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.declarations import CHUNKED_DECODER_LAYER
-from hetero_kv.adapter.decode_buffers import computed
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.llama_layer import FastPathOwner
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.queued_tensor import computed
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.forward_batch import ForwardBatch, ForwardKind

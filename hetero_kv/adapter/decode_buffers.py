@@ -1,17 +1,13 @@
-"""Buffers of a decoded token between a layer's native calls: allocated once, overwritten by every layer."""
+"""Buffers of a decoded token between a layer's kernels: allocated once, overwritten by every layer."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
-from hetero_kv.cpu_ops.kernel_queue import KernelQueue
-from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
+from hetero_kv.weights.kernel_arrays import bits
 
 _Shape = tuple[int, tuple[int, int, int], int, torch.dtype]
 
@@ -58,42 +54,6 @@ class DecodeBuffers:
         return part
 
 
-class QueuedTensor(torch.Tensor):
-    """A layer's output that the kernels in a queue have yet to compute. Every use of it by torch runs them first.
-
-    Attributes:
-        queue: the kernels' queue.
-        plain: the same memory as a plain tensor.
-        array: the same memory as [rows, width].
-    """
-
-    queue: KernelQueue
-    plain: torch.Tensor
-    array: np.ndarray
-
-    @classmethod
-    def empty(cls, like: np.ndarray, queue: KernelQueue) -> QueuedTensor:
-        """A tensor [rows, 1, width] for hidden states like [rows, width], float32 or the bits of bfloat16."""
-        # Two calls of torch fewer than a tensor and its array.
-        memory = np.empty((len(like), 1, like.shape[1]), like.dtype)
-        plain = torch.from_numpy(memory)
-        if like.dtype == ARRAY_DTYPES[torch.bfloat16]:
-            plain = plain.view(torch.bfloat16)
-        tensor = plain.as_subclass(cls)
-        tensor.queue, tensor.plain, tensor.array = queue, plain, memory.reshape(like.shape)
-        return tensor
-
-    def computed(self) -> torch.Tensor:
-        """The plain tensor, its numbers computed."""
-        self.queue.run()
-        return self.plain
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(QueuedTensor, QueuedTensor.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
 class _OfThread(threading.local):
     """The buffers of one thread: threads decode independently of each other.
 
@@ -115,16 +75,3 @@ def decode_buffers(rows: int, heads: tuple[int, int, int], dim: int, dtype: torc
     if OF_THREAD.arrays is None or OF_THREAD.shape != shape:
         OF_THREAD.shape, OF_THREAD.arrays = shape, DecodeBuffers.empty(rows, heads, dim, dtype)
     return OF_THREAD.arrays
-
-
-def hidden_array(hidden_states: torch.Tensor) -> np.ndarray:
-    """Hidden states as an array [rows, all else], of the same memory if that is contiguous; not computed yet if they
-    are queued."""
-    if type(hidden_states) is QueuedTensor:
-        return hidden_states.array
-    return bits(hidden_states.detach().reshape(len(hidden_states), -1).contiguous())
-
-
-def computed(output: Any) -> Any:
-    """A layer's output or input, computed if it is queued."""
-    return output.computed() if type(output) is QueuedTensor else output

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.decode_buffers import QueuedTensor, decode_buffers, hidden_array
+from hetero_kv.adapter.decode_buffers import decode_buffers
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_factors, applied_norm, floats_of
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
@@ -30,6 +30,7 @@ from hetero_kv.adapter.llama_layer import (
     update_difference,
 )
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.queued_tensor import QueuedTensor, hidden_array, number_of_tokens
 from hetero_kv.cpu_ops.fused_decode_layer import attention_inputs
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
@@ -236,14 +237,6 @@ class FusedDecodeLayer:
         q, k, v, gates = self.queries_keys_values(queue, array, trial.embeddings, few)
         output = self.output(queue, array, _array(trial.attended), gates, few).computed()
         return largest_difference((q, k, v), (call.q, call.k, call.v)), output_difference(output, trial.output, hidden)
-
-
-def number_of_tokens(hidden_states: torch.Tensor) -> int | None:
-    """The number of rows if these are hidden states of one token each, in DRAM; else None."""
-    if type(hidden_states) is QueuedTensor:
-        return len(hidden_states.array)
-    is_one = hidden_states.dim() == 3 and hidden_states.shape[1] == 1 and hidden_states.device.type == "cpu"
-    return len(hidden_states) if is_one else None
 
 
 def output_difference(mine: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor) -> float:

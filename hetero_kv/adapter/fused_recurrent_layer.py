@@ -18,12 +18,12 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.adapter.decode_buffers import QueuedTensor, hidden_array
 from hetero_kv.adapter.decoder_form import DecoderForm
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
-from hetero_kv.adapter.fused_decode_layer import TOLERANCE, number_of_tokens, output_difference
+from hetero_kv.adapter.fused_decode_layer import TOLERANCE, output_difference
 from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
+from hetero_kv.adapter.queued_tensor import QueuedTensor, hidden_array, number_of_tokens
 from hetero_kv.adapter.recurrent import mixer_output
 from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue

@@ -16,8 +16,8 @@ def test_scores_of_keys_have_the_deviations_and_shares_of_real_ones(layer):
     q = torch.stack([rotated_bias(layer, TOKENS + ahead) for ahead in range(16)], dim=1)
     found = of_heads(q[None], prompt.keys, DIM**-0.5)
     heads = [SCORES[(layer * KV_HEADS + head) % len(SCORES)] for head in range(KV_HEADS)]
-    for (deviation, share), (wanted, between) in zip(found, heads, strict=True):
-        assert deviation == pytest.approx(wanted, rel=0.05)
+    for (deviation, share), (expected, between) in zip(found, heads, strict=True):
+        assert deviation == pytest.approx(expected, rel=0.05)
         assert share == pytest.approx(between, abs=0.08)
 
 

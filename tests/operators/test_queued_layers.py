@@ -1,4 +1,4 @@
-"""The kernels of a decoded token wait for the last layer, and whoever looks at a layer's output sees its numbers."""
+"""The kernels of a decoded token wait for the last layer; who looks at a layer's output before sees its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.adapter.decode_buffers import QueuedTensor
+from hetero_kv.adapter.queued_tensor import QueuedTensor
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from tests.support.ragged_rows import prompt
 from tests.support.tiny_models import tiny_model
