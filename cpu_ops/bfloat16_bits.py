@@ -8,6 +8,10 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from hetero_kv.cpu_ops.device_function import device_function
+from hetero_kv.cpu_ops.vectors import array_pointer, offset
+
+_LANES = 16
+_FLOATS = ir.VectorType(ir.FloatType(), _LANES)
 
 NUMBERS = {"float32": types.float32, "uint16": types.uint16}
 """numpy's names of the dtypes of a model's arrays: float32, and uint16 for the bits of bfloat16."""
@@ -29,15 +33,50 @@ def float_to_bfloat16(typingctx, number):
     """Round to nearest even; NaN stays NaN."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        chosen = builder.select(is_nan, ir.Constant(word, 0x7FC00000), rounded)
-        return builder.trunc(builder.lshr(chosen, ir.Constant(word, 16)), ir.IntType(16))
+        return _rounded(builder, arguments[0])
 
     return types.uint16(types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def round_numbers(typingctx, size, numbers, n_at, bits, b_at):
+    """Round `size` float32 numbers from n_at on, a multiple of 16, as `float_to_bfloat16`; write bits from b_at on.
+
+    Both arrays are C-contiguous, and places count from their first element. In a loop over few numbers, checks of each
+    place would take most of the time.
+    """
+    count = size.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        source = array_pointer(context, builder, numbers, arguments[1], arguments[2])
+        target = array_pointer(context, builder, bits, arguments[3], arguments[4])
+        for start in range(0, count, _LANES):
+            place = builder.bitcast(offset(builder, source, start), _FLOATS.as_pointer())
+            found = _rounded(builder, builder.load(place, align=4, typ=_FLOATS))
+            builder.store(found, builder.bitcast(offset(builder, target, start), found.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.none(size, numbers, types.int64, bits, types.int64), codegen
+
+
+def _rounded(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """The bits of a float32, or of a vector of these, as bfloat16."""
+    lanes = numbers.type.count if isinstance(numbers.type, ir.VectorType) else 0
+
+    def like(kind: ir.Type) -> ir.Type:
+        return ir.VectorType(kind, lanes) if lanes else kind
+
+    word = like(ir.IntType(32))
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(word, [value] * lanes if lanes else value)
+
+    bits = builder.bitcast(numbers, word)
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    chosen = builder.select(is_nan, every(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(chosen, every(16)), like(ir.IntType(16)))
 
 
 def number(value: Any) -> Any:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hetero_kv.cpu_ops.amx_tiles import BLOCK
-from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE
+from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16, round_numbers
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
+from hetero_kv.cpu_ops.gathered_rows import copy_row
 from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel
 from hetero_kv.cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
@@ -68,19 +69,18 @@ def _product_arguments(_: str) -> tuple[Any, ...]:
 
 @cache
 def _layout_region() -> int:
-    side, code_version = BLOCK, CODE_VERSION
+    side, lanes, code_version = BLOCK, TILE, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True)
     def lay_out(thread, threads, arguments):
         x, words = arguments_at("prompt rows", "", arguments)
         rows, columns = x.shape
-        halves, deep = words.view(np.uint16), columns // side
+        deep = columns // side
         for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+            source = x[row].ctypes.data
             for part in range(deep):
-                at = ((row // side * deep + part) * side + row % side) * side
-                target, source = halves[at : at + side], x[row, part * side : (part + 1) * side]
-                for i in range(side):
-                    target[i] = source[i]
+                at = ((row // side * deep + part) * side + row % side) * lanes
+                copy_row(lanes, source + part * (2 * side), words, at)
         return np.int64(0 * code_version)
 
     return address_of(lay_out)
@@ -107,9 +107,11 @@ def _product_region() -> int:
                     ahead = (start + each) * side
                     many = min(side, out.shape[1] - ahead)
                     place = (row // side * several + each) * area + row % side * side
-                    numbers, target = sums[place : place + side], out[row, ahead : ahead + many]
-                    for i in range(many):
-                        target[i] = float_to_bfloat16(numbers[i])
+                    if many == side:
+                        round_numbers(side, sums, place, out, row * out.shape[1] + ahead)
+                    else:
+                        for i in range(many):
+                            out[row, ahead + i] = float_to_bfloat16(sums[place + i])
         return np.int64(0 * code_version)
 
     return address_of(products)

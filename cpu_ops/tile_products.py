@@ -15,10 +15,11 @@ import numpy as np
 from numba import njit, types
 
 from hetero_kv.cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiplies_by_tiles, multiply_laid_out
-from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.bfloat16_bits import round_numbers
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.gates import activated
+from hetero_kv.cpu_ops.gathered_rows import copy_row
 from hetero_kv.cpu_ops.kernel_address import address_of, call_kernel, called_as
 from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
@@ -98,9 +99,7 @@ def lay_out_part(numbers, words, parts, row, first):
     halves = words.view(np.uint16)
     for part in range(numbers.size // BLOCK):
         at = ((row // BLOCK * parts + first + part) * BLOCK + row % BLOCK) * BLOCK
-        target = halves[at : at + BLOCK]
-        for i in range(BLOCK):
-            target[i] = float_to_bfloat16(numbers[part * BLOCK + i])
+        round_numbers(BLOCK, numbers, part * BLOCK, halves, at)
 
 
 @device_function
@@ -138,8 +137,12 @@ def multiply_rows_by_tiles(kernel, weights, tiles, columns, words, out, out_colu
                 for each in range(count):
                     column = (start + each) * BLOCK
                     place = (row // BLOCK * BLOCKS_AT_ONCE + each) * BLOCK * BLOCK + row % BLOCK * BLOCK
-                    for i in range(min(BLOCK, last - column)):
-                        out[ahead + row, out_column + column + i] = sums[place + i]
+                    if last - column >= BLOCK:
+                        target = (ahead + row) * out.shape[1] + out_column + column
+                        copy_row(BLOCK, sums.ctypes.data + place * 4, out, target)
+                    else:
+                        for i in range(last - column):
+                            out[ahead + row, out_column + column + i] = sums[place + i]
 
 
 @device_function(error_model="numpy")
@@ -170,10 +173,7 @@ def gate_by_tiles(kind, table, columns, words, rows, gated_words, first, end):
                     place = (row // BLOCK * BLOCKS_AT_ONCE + each) * BLOCK * BLOCK + row % BLOCK * BLOCK
                     block = (ahead + row) // BLOCK * parts + start + each
                     at = (block * BLOCK + row % BLOCK) * BLOCK
-                    own, other, target = (
-                        gates[place : place + BLOCK],
-                        ups[place : place + BLOCK],
-                        halves[at : at + BLOCK],
-                    )
+                    own, other = gates[place : place + BLOCK], ups[place : place + BLOCK]
                     for i in range(BLOCK):
-                        target[i] = float_to_bfloat16(activated(own[i], kind) * other[i])
+                        own[i] = activated(own[i], kind) * other[i]
+                    round_numbers(BLOCK, gates, place, halves, at)

@@ -13,6 +13,7 @@ from hetero_kv.cpu_ops.bfloat16_tiles import BFloat16
 from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
 from hetero_kv.cpu_ops.half_precision_weights import column_of
 from hetero_kv.cpu_ops.vectors import array_pointer
+from hetero_kv.cpu_ops.weight_codes import call_intrinsic
 from hetero_kv.cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 
 _I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
@@ -69,18 +70,17 @@ def unpack_words(typingctx, name, how, weights, columns, out, at, pitch):
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         base = array_pointer(context, builder, out, arguments[4], arguments[5])
-        halves = ir.VectorType(BFloat16(), TILE)
         with _each_group(builder, layout, arguments[2], arguments[3]) as (start, block, group):
             line = builder.mul(builder.lshr(start, _int(1)), arguments[6])
             even = None
             for k, values in enumerate(_columns(builder, layout, block, group, instruction)):
-                rounded = builder.fptrunc(values, halves)
                 if even is None:
-                    even = rounded
+                    even = values
                     continue
+                both = call_intrinsic(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, values, even)
                 word = builder.add(line, builder.mul(_int(k // 2), arguments[6]))
                 place = builder.bitcast(builder.gep(base, [word]), pairs.as_pointer())
-                builder.store(builder.shuffle_vector(even, rounded, alternating), place, align=4)
+                builder.store(builder.shuffle_vector(both, both, alternating), place, align=4)
                 even = None
         return context.get_dummy_value()
 
@@ -95,18 +95,32 @@ def _columns(
         yield from (column_of(builder, group, layout.number, 2 * TILE * k) for k in range(GROUP))
         return
     scales, minimums = group_scales(builder, layout, block, group)
-    zero, right = ir.Constant(_INTS, [layout.zero] * TILE), ir.Constant(_INTS, [24] * TILE)
     codes_of = code_vectors(builder, layout, group, how)
     for vector in range(VECTORS):
         codes, part = codes_of(vector), vector * layout.parts // VECTORS
         lanes = builder.bitcast(codes, _INTS)
         for byte in range(4):
-            moved = builder.shl(lanes, ir.Constant(_INTS, [24 - 8 * byte] * TILE))
-            code = builder.ashr(moved, right) if layout.signed else builder.lshr(moved, right)
-            if layout.zero:
-                code = builder.sub(code, zero)
-            values = builder.fmul(builder.sitofp(code, _FLOATS), scales[part])
+            values = builder.fmul(_number_of(builder, lanes, byte, layout), scales[part])
             yield builder.fadd(values, minimums[part]) if minimums else values
+
+
+def _number_of(builder: ir.IRBuilder, codes: ir.Value, byte: int, layout: WeightFormat) -> ir.Value:
+    """Returns the numbers for which byte `byte` of each of sixteen words of codes stands, without their scale.
+
+    No conversion is needed: the bits of a code, put into the mantissa of a power of two, add the code to it.
+    """
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(_INTS, [value] * TILE)
+
+    if layout.signed:
+        codes = builder.xor(codes, every(0x80808080 - (1 << 32)))
+    if byte > 1:
+        codes, byte = builder.lshr(codes, every(16)), byte - 2
+    exponent = 23 - 8 * byte
+    bits = builder.or_(builder.and_(codes, every(255 << 8 * byte)), every(127 + exponent << 23))
+    zero = 2.0**exponent + (128 if layout.signed else layout.zero)
+    return builder.fsub(builder.bitcast(bits, _FLOATS), ir.Constant(_FLOATS, [zero] * TILE))
 
 
 def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:

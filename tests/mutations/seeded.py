@@ -262,8 +262,8 @@ MUTATIONS = (
     Mutation(
         "bfloat16 is rounded half away from zero",
         "cpu_ops/bfloat16_bits.py",
-        "rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))",
-        "rounded = builder.add(bits, ir.Constant(word, 0x8000))",
+        "rounded = builder.add(bits, builder.add(odd, every(0x7FFF)))",
+        "rounded = builder.add(bits, every(0x8000))",
         ("tests/cpu_ops/test_token_store.py",),
     ),
     Mutation(
