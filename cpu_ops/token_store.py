@@ -154,13 +154,29 @@ def store_token(
     is limited to float16's range), or infinity or NaN if there is one. Raises ValueError or TypeError for arrays that
     do not fit together, IndexError for a position or block out of range.
     """
+    if position < 0:
+        raise IndexError(f"position {position} must lie in the blocks of table")
+    return store_tokens(new_keys, new_values, keys, values, table, np.full(len(table), position))
+
+
+def store_tokens(
+    new_keys: np.ndarray,
+    new_values: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    table: np.ndarray,
+    positions: np.ndarray,
+) -> float:
+    """As `store_token`, each row's token at a position of its own; rows may be tokens of one sequence.
+
+    positions: [rows] int64; of a row with a negative one nothing is stored.
+    """
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
     )
-    positions = np.full(len(table), position)
     largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
-    if largest < 0 or position < 0:
-        raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
+    if largest < 0:
+        raise IndexError(f"position {positions.max()} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
     return largest
 
 

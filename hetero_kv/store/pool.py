@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hetero_kv.cpu_ops.token_store import store_tokens
 from hetero_kv.store.pool_arrays import WRITTEN, PoolArrays, offset_of
 from hetero_kv.store.read_ahead import ReadAhead
 
@@ -51,6 +52,18 @@ class BlockPool(PoolArrays):
                 count = min(self.block_size - offset, tokens - written)
                 self._write_in_block(ids, block, offset, new_keys[:, :count], new_values[:, :count])
                 written += count
+
+    def write_few(self, ids: np.ndarray, start: int, keys: torch.Tensor, values: torch.Tensor) -> float:
+        """As `write` of few tokens on the CPU, for types that `token_store.stores` accepts, and keys without offsets.
+
+        Returns the largest magnitude (`token_store.store_token`).
+        """
+        tokens, first = keys.shape[1], start // self.block_size
+        own = ids[first : (start + tokens - 1) // self.block_size + 1]
+        positions = np.arange(start, start + tokens) - first * self.block_size
+        new_keys, new_values = (each.transpose(0, 1).float().contiguous().numpy() for each in (keys, values))
+        table = own[None].repeat(tokens, axis=0)
+        return store_tokens(new_keys, new_values, self.key_array, self.value_array, table, positions)
 
     def decoded_keys(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the keys of blocks as they were before storage, [blocks, kv_heads, block_size, k_dim] of a float

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.cpu_ops.token_store import store_token, stores
+from hetero_kv.cpu_ops.token_store import store_token, store_tokens, stores
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 from tests.support.slow_variants import with_slow
@@ -114,3 +114,17 @@ def test_numbers_that_are_none_are_told_of_both_types(pair, odd):
 def test_every_storage_type_is_stored_natively():
     for name in storage.names():
         assert stores(BlockPool(1, 1, 32, 32, 32, storage.get(name), 1).key_array.dtype)
+
+
+def test_rows_may_be_tokens_of_one_sequence():
+    generator = np.random.default_rng(3)
+    new = [generator.standard_normal((5, 2, 8)).astype(np.float32) for _ in range(2)]
+    pools = [np.zeros((3, 2, 4, 8), np.float32) for _ in range(2)]
+    store_tokens(*new, *pools, np.array([[2, 0, 1]] * 5, np.int32), np.array([2, 3, 4, -1, 8]))
+    places = [(2, 2), (2, 3), (0, 0), None, (1, 0)]
+    for pool, tokens in zip(pools, new, strict=True):
+        stored = np.zeros_like(pool)
+        for place, token in zip(places, tokens, strict=True):
+            if place is not None:
+                stored[place[0], :, place[1]] = token
+        np.testing.assert_array_equal(pool, stored)

@@ -143,10 +143,14 @@ class RetrievalLayer(AccumulatingLayer):
         return self.window.keys, self.window.values
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        pool = self._prepare(keys, values)
-        table = step.blocks(self.layout).table
+        table = self.blocks_for(step, keys, values).table
+        pool = self.pool
+        assert pool is not None
         if keys.is_cuda:
             self._store_from_gpu(step, keys, values, buffer)
+        elif self._stores_natively and step.part.is_mixed:
+            for ids, row_keys, row_values in zip(table, keys, values, strict=True):
+                self.require_storable(pool.write_few(ids, step.past, row_keys, row_values))
         else:
             self._require_finite(keys, values)
             for ids, row_keys, row_values in zip(table, keys, values, strict=True):
