@@ -3,10 +3,12 @@
 import numpy as np
 
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, log2, tanh
 
 SILU, GELU_TANH, CLAMPED_SWIGLU = 0, 1, 2
 """The kinds of `gated`; `activated` has the first two."""
+# Above this number softplus returns its argument, as in torch.
+_STEEP = np.float32(20)
 
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")
@@ -14,6 +16,18 @@ def sigmoid(x):
     """Returns 1 / (1 + exp(-x)) of a float32."""
     # exp2 is limited to 127; of a number so negative the sigmoid is zero in effect.
     return np.float32(1) / (np.float32(1) + exp2(min(-x * LOG2_E, np.float32(126))))
+
+
+# Without "reassoc", by which 1 + x - 1 would be x.
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
+def softplus(x):
+    """Returns log(1 + exp(x)) of a float32, to a relative error below 1e-5; x itself above 20, as torch does."""
+    power = exp2(min(x, _STEEP) * LOG2_E)
+    total = np.float32(1) + power
+    # The logarithm of the rounded total, corrected to first order: the total loses the last digits of a small power.
+    kept = total - np.float32(1)
+    small = power if kept == 0 else LN_2 * log2(total) * (power / kept)
+    return x if x > _STEEP else small
 
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")

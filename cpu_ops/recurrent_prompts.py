@@ -24,39 +24,50 @@ _BLOCK = 32
 
 
 @region_arguments("prompt convolution")
-def _convolution(dtype: str) -> tuple[Any, ...]:
-    """(inputs, history, weight, first, out): inputs [tokens, columns] and history [1, channels, taps] of `dtype`,
-    weight [taps, channels], first: the block's first token, out: [block, channels], float32."""
-    numbers = NUMBERS[dtype]
-    return types.Array(numbers, 2, "C"), types.Array(numbers, 3, "C"), _REAL2, types.int64, _REAL2
+def _convolution(variant: str) -> tuple[Any, ...]:
+    """(inputs, column, history, weight, bias, first, out): inputs [tokens, columns], whose channels begin at `column`,
+    and history [1, channels, taps] of the variant's first dtype, weight [taps, channels] and bias [channels] float32,
+    of length 0 for none, first: the first token; out: [tokens from there, channels] of the second dtype, written."""
+    numbers, results = (NUMBERS[each] for each in variant.split())
+    return (
+        types.Array(numbers, 2, "C"), types.int64, types.Array(numbers, 3, "C"), _REAL2, _REAL1, types.int64,
+        types.Array(results, 2, "C"),
+    )  # fmt: skip
 
 
 @cache
-def convolution_region(dtype: str) -> int:
+def convolution_region(variant: str) -> int:
     """Returns the address of the region "prompt convolution", in which each thread has some channels: a causal
-    convolution per channel, then SiLU."""
+    convolution per channel, then SiLU.
+
+    variant: dtypes of the inputs and of the results, two keys of `bfloat16_bits.NUMBERS` with a space between them.
+    """
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath=_REASSOCIATED)
     def convolve(thread, threads, arguments):
-        inputs, history, weight, first, out = arguments_at("prompt convolution", dtype, arguments)
+        inputs, column, history, weight, bias, first, out = arguments_at("prompt convolution", variant, arguments)
         taps, channels = weight.shape
         start, end = channels * thread // threads, channels * (thread + 1) // threads
+        sums = np.empty(end - start, np.float32)
         for token in range(out.shape[0]):
-            sums = out[token, start:end]
-            sums[:] = 0
+            if bias.size:
+                sums[:] = bias[start:end]
+            else:
+                sums[:] = 0
             for tap in range(taps):
                 source = first + token + tap + 1 - taps
                 factors = weight[tap, start:end]
                 if source >= 0:
-                    row = inputs[source, start:end]
+                    row = inputs[source, column + start : column + end]
                     for i in range(sums.size):
                         sums[i] += number(row[i]) * factors[i]
                 else:
                     for i in range(sums.size):
                         sums[i] += number(history[0, start + i, taps + source]) * factors[i]
+            target = out[token, start:end]
             for i in range(sums.size):
-                sums[i] *= sigmoid(sums[i])
+                target[i] = rounded(out, sums[i] * sigmoid(sums[i]))
         return np.int64(0 * code_version)
 
     return address_of(convolve)
@@ -147,13 +158,13 @@ def delta_prompt(dtype: str) -> Any:
 
     (run, convolution, rule, inputs, history, weight, decay, time_bias, state, norm, epsilon, key_heads, mixed, threads)
 
-    convolution: from `convolution_region`, rule: from `prompt_rule_region`. inputs: [tokens, channels + heads * v_dim +
-    2 * heads], the projections of each token: queries, keys and values (the convolution's channels), z, beta, time
-    step. history: [1, channels, taps], the tokens before, zeros at the beginning. weight: [taps, channels] float32.
-    decay, time_bias: [heads] float32, -exp(A_log) and the time step's bias. state: [1, heads, k_dim, v_dim] float32,
-    updated. norm: [v_dim] float32. mixed: [tokens, heads * v_dim] of `dtype`, written.
+    convolution: from `convolution_region`, to float32; rule: from `prompt_rule_region`. inputs: [tokens, channels +
+    heads * v_dim + 2 * heads], the projections of each token: queries, keys and values (the convolution's channels), z,
+    beta, time step. history: [1, channels, taps], the tokens before, zeros at the beginning. weight: [taps, channels]
+    float32. decay, time_bias: [heads] float32, -exp(A_log) and the time step's bias. state: [1, heads, k_dim, v_dim]
+    float32, updated. norm: [v_dim] float32. mixed: [tokens, heads * v_dim] of `dtype`, written.
     """
-    code_version = CODE_VERSION
+    code_version, to_float = CODE_VERSION, f"{dtype} float32"
     real, integer = types.float32, types.int64
     rows_type, history_type = (types.Array(NUMBERS[dtype], dimensions, "C") for dimensions in (2, 3))
     signature = types.void(
@@ -173,10 +184,11 @@ def delta_prompt(dtype: str) -> Any:
             for i in range(k_dim):
                 for j in range(v_dim):
                     transposed[head, j, i] = state[0, head, i, j]
-        qkv = np.empty((_BLOCK, channels), np.float32)
+        qkv, no_bias = np.empty((_BLOCK, channels), np.float32), np.empty(0, np.float32)
         for first in range(0, tokens, _BLOCK):
             own = qkv[: min(_BLOCK, tokens - first)]
-            run_region("prompt convolution", dtype, run, convolution, threads, (inputs, history, weight, first, own))
+            convolution_args = inputs, 0, history, weight, no_bias, first, own
+            run_region("prompt convolution", to_float, run, convolution, threads, convolution_args)
             rule_args = inputs, first, own, decay, time_bias, transposed, norm, epsilon, key_heads, mixed
             run_region("prompt delta rule", dtype, run, rule, threads, rule_args)
         for head in range(heads):

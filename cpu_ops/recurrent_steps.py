@@ -30,7 +30,7 @@ STEEP = np.float32(20)
 
 
 @device_function
-def _projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out, per_pass, threads):
+def projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out, per_pass, threads):
     """Write the norm of `hidden` to normed_x, and the products with quantized matrices to out [rows, all tiles]."""
     rows = hidden.shape[0]
     widened(hidden, normed_x)
@@ -41,7 +41,7 @@ def _projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out,
 
 
 @device_function
-def _columns(projections):
+def columns_of(projections):
     """Columns of the products with matrices that share an input."""
     total = 0
     for index in range(len(projections)):
@@ -50,7 +50,7 @@ def _columns(projections):
 
 
 @device_function
-def _convolved(state, row, channel, newest, weight):
+def convolved(state, row, channel, newest, weight):
     """Shift a channel's newest number into its state; returns the sum of the state times the channel's weights."""
     last, total = state.shape[2] - 1, np.float32(0)
     for i in range(last):
@@ -87,17 +87,17 @@ def short_convolution(dtype: str) -> Any:
     ):
         rows, width = hidden.shape
         normed_x = np.empty((rows, width + 0 * code_version), np.float32)
-        out = np.empty((rows, _columns(projection)), np.float32)
-        _projected(run, multiply, hidden, norm, epsilon, projection, normed_x, out, per_pass, threads)
+        out = np.empty((rows, columns_of(projection)), np.float32)
+        projected(run, multiply, hidden, norm, epsilon, projection, normed_x, out, per_pass, threads)
         for row in range(rows):
             if bias.size:
                 for i in range(3 * width):
                     out[row, i] += bias[i]
             for i in range(width):
-                convolved = _convolved(state, row, i, out[row, i] * out[row, 2 * width + i], weight)
+                total = convolved(state, row, i, out[row, i] * out[row, 2 * width + i], weight)
                 if weight_bias.size:
-                    convolved += weight_bias[i]
-                mixed[row, i] = rounded(mixed, out[row, width + i] * convolved)
+                    total += weight_bias[i]
+                mixed[row, i] = rounded(mixed, out[row, width + i] * total)
 
     return step
 
@@ -219,17 +219,17 @@ def delta_net(dtype: str, small_dtype: str) -> Any:
         rows, width = hidden.shape
         channels, heads, inner = conv_state.shape[1], state.shape[1], mixed.shape[1]
         normed_x = np.empty((rows, width + 0 * code_version), np.float32)
-        columns = _columns(projections)
+        columns = columns_of(projections)
         out, few = np.empty((rows, columns), np.float32), np.empty((rows, small.shape[0]), np.float32)
-        _projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out, per_pass, threads)
+        projected(run, multiply, hidden, norm, epsilon, projections, normed_x, out, per_pass, threads)
         if small.size:
             run_region("router products", small_dtype, run, product, threads, (small, normed_x, few))
         qkv, z = np.empty((rows, channels), np.float32), np.empty((rows, inner), np.float32)
         kept, beta = np.empty((rows, heads), np.float32), np.empty((rows, heads), np.float32)
         for row in range(rows):
             for i in range(channels):
-                convolved = _convolved(conv_state, row, i, out[row, places[i]], weight)
-                qkv[row, i] = convolved * sigmoid(convolved)
+                total = convolved(conv_state, row, i, out[row, places[i]], weight)
+                qkv[row, i] = total * sigmoid(total)
             for i in range(inner):
                 z[row, i] = out[row, places[channels + i]]
             for head in range(heads):

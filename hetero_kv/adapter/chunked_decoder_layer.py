@@ -15,6 +15,7 @@ from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
+from hetero_kv.adapter.kernel_mixer import KernelMixer
 from hetero_kv.adapter.llama_layer import FastPathOwner
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.queued_tensor import computed
@@ -98,9 +99,11 @@ class ChunkedDecoderLayer(Operator):
         replaced = self._is_replaced
         if self.is_recurrent and not is_prefill:
             step = self._fused_recurrent()
-            if step is not None and not args and step.fits(hidden_states, cache, kwargs):
+            if isinstance(step, FusedRecurrentLayer) and not args and step.fits(hidden_states, cache, kwargs):
                 return self._kept(cache, batch, step(hidden_states, cache, batch.queue))
-            return self.wrapped(computed(hidden_states), *args, **kwargs)
+            own = None if step is None else step.mixer_forward
+            with own.in_place(is_prompt=False) if own is not None and own.takes_tokens else nullcontext():
+                return self.wrapped(computed(hidden_states), *args, **kwargs)
         if replaced and not is_prefill:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
@@ -155,7 +158,7 @@ class ChunkedDecoderLayer(Operator):
         """A layer's output; the last layer's is computed, without the rows of a prompt's part that need no logits."""
         if self.layer_idx != len(cache.layers) - 1:
             return output
-        output = computed(output)
+        output = (computed(output[0]), *output[1:]) if isinstance(output, tuple) else computed(output)
         if batch.kind is not ForwardKind.MIXED:
             return output
         rows = batch.kept_rows
@@ -169,12 +172,16 @@ class ChunkedDecoderLayer(Operator):
             self._native = native = _FOREIGN if is_theirs else FusedDecodeLayer.of(self.wrapped, self.attention)
         return None if native is _FOREIGN else native
 
-    def _fused_recurrent(self) -> FusedRecurrentLayer | None:
-        """The fused decode step of a recurrent layer; None if the layer, at present, has no equivalent one."""
+    def _fused_recurrent(self) -> FusedRecurrentLayer | KernelMixer | None:
+        """The fused decode step of a recurrent layer, or its mixer's kernels; None if it has, at present, neither."""
         native = self._native
-        if native is _UNTRIED or (isinstance(native, FusedRecurrentLayer) and not native.is_current):
+        if native is _UNTRIED or (isinstance(native, FusedRecurrentLayer | KernelMixer) and not native.is_current):
             owner = FastPathOwner(f"{self.path}.{self._mixer_path}", self.engine)
-            self._native = native = FusedRecurrentLayer.of(self.wrapped, owner) if is_plain(self.wrapped) else _FOREIGN
+            if is_plain(self.wrapped):
+                native = FusedRecurrentLayer.of(self.wrapped, owner) or KernelMixer.of(self.attention, owner)
+            else:
+                native = _FOREIGN
+            self._native = native
         return None if native is _FOREIGN else native
 
     def _fused_prefill(self) -> FusedPrefillLayer | None:
@@ -192,12 +199,13 @@ class ChunkedDecoderLayer(Operator):
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
         """Within this context the layer continues from its cached data, including a recurrent state."""
-        if not self.is_recurrent or chunk.shape[1] == 1:
+        if not self.is_recurrent:
             return nullcontext()
         step = self._fused_recurrent()
-        if step is not None and step.has_prompt:
-            return step.prompt()
-        if not cache.has_previous_state(self.layer_idx):
+        own = None if step is None else step.mixer_forward
+        if own is not None and (chunk.shape[1] > 1 or own.takes_tokens):
+            return own.in_place()
+        if chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
             return nullcontext()
         states = cache.layers[self.layer_idx].number_of_states
         path = f"{self.path}.{self._mixer_path}"

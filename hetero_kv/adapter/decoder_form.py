@@ -28,7 +28,10 @@ _LIMITS = "limit", "clamp", "clip"
 
 @dataclass(frozen=True)
 class _LayerNames:
-    """The names of a layer's parts: norms before and after attention and MLP, and these; empty for none."""
+    """The names of a layer's parts: norms before and after attention and MLP, these, and an MLP beside a mixture.
+
+    Empty for none.
+    """
 
     norm: str
     attention: str
@@ -36,6 +39,7 @@ class _LayerNames:
     mlp_norm: str
     mlp: str
     after_mlp_norm: str = ""
+    shared: str = ""
 
 
 _LAYERS = (
@@ -44,6 +48,13 @@ _LAYERS = (
     _LayerNames("input_layernorm", "self_attn", "", "post_attention_layernorm", "block_sparse_moe"),
     # LFM2.
     _LayerNames("operator_norm", "self_attn", "", "ffn_norm", "feed_forward"),
+    # Bamba and Jamba.
+    _LayerNames("input_layernorm", "self_attn", "", "pre_ff_layernorm", "feed_forward"),
+    # Granite 4.
+    _LayerNames("input_layernorm", "self_attn", "", "post_attention_layernorm", "shared_mlp"),
+    _LayerNames(
+        "input_layernorm", "self_attn", "", "post_attention_layernorm", "block_sparse_moe", shared="shared_mlp"
+    ),
     # Gemma 2 and 3.
     _LayerNames(
         "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
@@ -67,6 +78,7 @@ class DecoderForm:
         mlp: a gated MLP, or a mixture of experts.
         factor: multiplies the outputs of attention and MLP.
         has_gates: whether the queries' projection has a gate after each head's query.
+        shared: an MLP beside the mixture, of the layer itself, that all tokens take; None for none.
     """
 
     attention: Any
@@ -79,6 +91,7 @@ class DecoderForm:
     mlp: Any
     factor: float
     has_gates: bool
+    shared: Any = None
 
     @property
     def norms(self) -> list[Any]:
@@ -122,7 +135,7 @@ class DecoderForm:
         form = cls(
             attention, parts[names.norm], parts.get(names.after_norm), parts[names.mlp_norm],
             parts.get(names.after_mlp_norm), projections, head_norms, parts[names.mlp], float(factor),
-            q.out_features != o.in_features,
+            q.out_features != o.in_features, parts.get(names.shared),
         )  # fmt: skip
         norms = [applied_norm(norm) for norm in form.norms]
         of_layer = norms[: len(norms) - 2 * (head_norms[0] is not None)]

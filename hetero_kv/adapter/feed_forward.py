@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 import torch
 
-from hetero_kv.adapter.decoder_form import (
-    DecoderForm,
-    applied_factors,
-    applied_norm,
-    are_packed,
-    floats_of,
-    has_own_numbers,
-)
-from hetero_kv.adapter.llama_layer import GATES, MLP
+from hetero_kv.adapter.decoder_form import DecoderForm, applied_factors, applied_norm, floats_of
+from hetero_kv.adapter.gated_mlp import GatedMLP
 from hetero_kv.adapter.mixture_form import MixtureForm
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.fused_decode_layer import attention_output, gate_region
@@ -30,9 +22,6 @@ from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import TILE
 from hetero_kv.weights.kernel_arrays import NAMES
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
-
-# LFM2's names, of an MLP whose activation is no module.
-_NUMBERED = "w1", "w3", "w2"
 
 
 class FeedForward(ABC):
@@ -81,12 +70,11 @@ class FeedForward(ABC):
 class _GatedMLP(FeedForward):
     """A gated MLP, of quantized matrices without biases."""
 
-    def __init__(self, form: DecoderForm, matrices: list[Any], kind: int) -> None:
+    def __init__(self, form: DecoderForm, mlp: GatedMLP) -> None:
         dtype = form.norm.weight.dtype
-        super().__init__(form, min(most_rows_of_codes(matrix.quantized.name, dtype) for matrix in matrices))
-        of_mlp = np.array([matrix.quantized.kernels for matrix in matrices], dtype=np.int64)
-        self._matrices = np.concatenate([self._matrix, of_mlp])
-        self._gate_up = gate_region(kind)
+        super().__init__(form, min(most_rows_of_codes(name, dtype) for name in mlp.formats))
+        self._matrices = np.concatenate([self._matrix, mlp.calls])
+        self._gate_up = gate_region(mlp.kind)
         self.by_tiles = dtype is torch.bfloat16 and multiplies_by_tiles()
 
     def __call__(
@@ -131,16 +119,7 @@ class _Mixture(FeedForward):
 def feed_forward_of(form: DecoderForm) -> FeedForward | None:
     """The second half of a layer; None for another form."""
     if hasattr(form.mlp, "experts"):
-        mixture = MixtureForm.of(form.mlp)
+        mixture = MixtureForm.of(form.mlp, form.shared)
         return None if mixture is None else _Mixture(form, mixture)
-    parts = dict(form.mlp.named_children())
-    names = next((each for each in (MLP, _NUMBERED) if set(each) == parts.keys() - {"act_fn"}), None)
-    if names is None or has_own_numbers(form.mlp):
-        return None
-    matrices = [parts[name] for name in names]
-    gate, up, down = matrices
-    kind = GATES.get(type(parts.get("act_fn", torch.nn.SiLU())).__name__)
-    is_plain = are_packed(matrices) and not any(matrix.bias is not None for matrix in matrices)
-    if kind is None or not is_plain or down.in_features % TILE:
-        return None
-    return _GatedMLP(form, matrices, kind) if gate.out_features == up.out_features == down.in_features else None
+    mlp = GatedMLP.of(form.mlp) if form.shared is None else None
+    return None if mlp is None or mlp.inner % TILE else _GatedMLP(form, mlp)

@@ -85,6 +85,8 @@ class FusedDecodeLayer:
         #: How many numbers of a head are rotated, according to the trial.
         self._rotated: frozenset[int] = frozenset()
         self._are_halves = False
+        # What follows the output in a tuple, according to the trial; None for no tuple.
+        self._behind: tuple[None, ...] | None = None
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
         self._tree = PlainTree(layer, READ_NUMBERS)
         sinks = getattr(form.attention, "sinks", None)
@@ -132,8 +134,8 @@ class FusedDecodeLayer:
 
     def __call__(
         self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], decoded: int
-    ) -> QueuedTensor:
-        """The layer's output for [rows, 1, width], a `QueuedTensor`; see `fits`.
+    ) -> QueuedTensor | tuple[Any, ...]:
+        """The layer's output for [rows, 1, width], a `QueuedTensor`, or a tuple that begins with it; see `fits`.
 
         Where there are tiles, decoded tokens still take codes: their results do not depend on what passes beside them.
         """
@@ -150,11 +152,13 @@ class FusedDecodeLayer:
             q, k, v, gates = self.queries_keys_values(queue, hidden, kwargs["position_embeddings"], few)
             queue.run()
             attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
-            return self.output(queue, hidden, _array(attended), gates, few)
+            output = self.output(queue, hidden, _array(attended), gates, few)
+            return output if self._behind is None else (output, *self._behind)
         arrays = decode_buffers(len(hidden), self.heads, self.dim, dtype)
         gates = self._make_inputs(queue, hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v, few)
         self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0, queue)
-        return self.output(queue, hidden, arrays.attended_rows, gates, few)
+        output = self.output(queue, hidden, arrays.attended_rows, gates, few)
+        return output if self._behind is None else (output, *self._behind)
 
     def queries_keys_values(
         self, queue: KernelQueue, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor], few: int
@@ -193,11 +197,13 @@ class FusedDecodeLayer:
     def found(self) -> Any:
         """See `KeptFastPath`."""
         *settings, sink = self.call_settings
-        return None if sink is not None else [sorted(self._rotated), self._are_halves, settings]
+        behind = None if self._behind is None else len(self._behind)
+        return None if sink is not None else [sorted(self._rotated), self._are_halves, settings, behind]
 
     def take(self, found: Any) -> None:
         """See `KeptFastPath`."""
-        rotated, self._are_halves, (scale, softcap, window) = found
+        rotated, self._are_halves, (scale, softcap, window), behind = found
+        self._behind = None if behind is None else (None,) * behind
         self._rotated, self.call_settings = frozenset(rotated), (scale, softcap, window, None)
 
     def difference_from(self, layer: Any) -> float:
@@ -233,6 +239,7 @@ class FusedDecodeLayer:
         if call is None or call.sink is not getattr(self.operator.wrapped, "sinks", None):
             return float("inf"), float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, call.sink)
+        self._behind = trial.behind
         array, queue = _array(hidden), KernelQueue()
         q, k, v, gates = self.queries_keys_values(queue, array, trial.embeddings, few)
         output = self.output(queue, array, _array(trial.attended), gates, few).computed()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from hetero_kv.adapter.decoder_form import DecoderForm
 from hetero_kv.adapter.feed_forward import FeedForward, feed_forward_of
 from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.fused_decode_layer import TOLERANCE, output_difference
-from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, largest_difference
+from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees, parted
 from hetero_kv.adapter.queued_tensor import QueuedTensor, hidden_array, number_of_tokens
-from hetero_kv.adapter.recurrent import mixer_output
 from hetero_kv.adapter.recurrent_form import RecurrentStep, recurrent_form
+from hetero_kv.adapter.recurrent_prompt import MixerForward, states_difference
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.recurrent_steps import columns_at
-from hetero_kv.engine.recurrent_state import fork, is_state, named_states
+from hetero_kv.engine.recurrent_state import fork, is_state
 from hetero_kv.weights.kernel_arrays import NAMES
 
 # The trial: tokens before the step.
@@ -50,20 +49,17 @@ class FusedRecurrentLayer:
         self._inputs = None if inputs is None else inputs.numpy().astype(np.int64)
         self._step, self._feed_forward = step, feed_forward
         self._most_rows = min(step.most_rows, feed_forward.most_rows)
+        # What follows the output in a tuple, according to the trial; None for no tuple.
+        self._behind: tuple[None, ...] | None = None
         self._tree = PlainTree(layer, READ_NUMBERS)
         norms = [norm.weight for norm in form.norms]
         outputs = [bias for bias in (form.projections[-1].bias,) if bias is not None]
         self._copied = CopiedFrom([*norms, *outputs, *step.copied, *feed_forward.copied], step.views)
 
     @property
-    def has_prompt(self) -> bool:
-        """Whether the mixer has a forward for prompts."""
-        return self._step.prompt is not None
-
-    def prompt(self) -> AbstractContextManager[None]:
-        """Within this context the mixer's forward is the one for prompts."""
-        assert self._step.prompt is not None
-        return self._step.prompt.in_place()
+    def mixer_forward(self) -> MixerForward | None:
+        """The mixer's forward for prompts; None if it has none of its own."""
+        return self._step.prompt
 
     @property
     def is_current(self) -> bool:
@@ -94,8 +90,11 @@ class FusedRecurrentLayer:
             and self._step.states(layer) is not None
         )
 
-    def __call__(self, hidden_states: torch.Tensor, cache: Any, queue: KernelQueue) -> QueuedTensor:
-        """The layer's output for [rows, 1, width]; the queue also updates the state in the cache."""
+    def __call__(self, hidden_states: torch.Tensor, cache: Any, queue: KernelQueue) -> QueuedTensor | tuple[Any, ...]:
+        """The layer's output for [rows, 1, width], or a tuple that begins with it.
+
+        The queue also updates the state in the cache.
+        """
         states = self._step.states(cache.layers[self.layer_idx])
         assert states is not None
         hidden = hidden_array(hidden_states)
@@ -107,7 +106,7 @@ class FusedRecurrentLayer:
             mixed = ordered
         out = QueuedTensor.empty(hidden, queue)
         self._feed_forward(queue, hidden, mixed, _NO_GATES, out.array, len(hidden))
-        return out
+        return out if self._behind is None else (out, *self._behind)
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
@@ -126,38 +125,25 @@ class FusedRecurrentLayer:
         _called(layer, hidden[:, :_BEFORE], theirs, self.layer_idx)
         mine = fork(theirs)
         token = hidden[:, _BEFORE:]
-        expected = _called(layer, token, theirs, self.layer_idx)
+        expected, self._behind = _called(layer, token, theirs, self.layer_idx)
         cache = Cache(layers=[mine] * (self.layer_idx + 1))
         if not self.fits(token, cache, {}):
             return float("inf"), float("inf")
-        output = self(token, cache, KernelQueue()).computed()
-        states = max(_states(mine, theirs), self._difference_of_prompt(hidden))
+        output = parted(self(token, cache, KernelQueue()))[0].computed()
+        states = states_difference(mine, theirs)
+        if self._step.prompt is not None:
+            states = max(states, self._step.prompt.difference_from_module(hidden, _FIRST_PART))
         return states, output_difference(output, expected, token)
 
-    def _difference_of_prompt(self, hidden: torch.Tensor) -> float:
-        """The largest difference of the mixer's outputs and states for a prompt in two parts."""
-        if self._step.prompt is None:
-            return 0.0
-        theirs, mine = LinearAttentionLayer(1), LinearAttentionLayer(1)
-        expected = mixer_output(self._mixer, hidden, theirs)
-        with self.prompt():
-            output = torch.cat(
-                [mixer_output(self._mixer, part, mine) for part in hidden.split(_FIRST_PART, dim=1)], dim=1
-            )
-        return max(largest_difference([output], [expected]), _states(mine, theirs))
 
-
-def _states(mine: LinearAttentionLayer, theirs: LinearAttentionLayer) -> float:
-    """The largest relative difference of two states."""
-    return largest_difference(list(named_states(mine).values()), list(named_states(theirs).values()))
-
-
-def _called(layer: Any, hidden_states: torch.Tensor, state: LinearAttentionLayer, layer_idx: int) -> torch.Tensor:
-    """A layer's output for [rows, tokens, width] after `state`, which the call updates."""
+def _called(
+    layer: Any, hidden_states: torch.Tensor, state: LinearAttentionLayer, layer_idx: int
+) -> tuple[Any, tuple[None, ...] | None]:
+    """A layer's output for [rows, tokens, width] after `state`, which the call updates; see `parted`."""
     # A copy: other threads may use this layer meanwhile.
     copied = copy.copy(layer)
     cache = Cache(layers=[state] * (layer_idx + 1))
     output = copied.forward(
         hidden_states, position_embeddings=None, attention_mask=None, **as_cache(copied.forward, cache)
     )
-    return output[0] if isinstance(output, tuple) else output
+    return parted(output)

@@ -118,6 +118,7 @@ class Trial:
         call: the layer's call of its attention function.
         attended: the random result of that call, [rows, heads, tokens, dim].
         output: of the layer; empty when it is no tensor, or the layer calls attention more than once.
+        behind: what follows the output in a tuple, all None; None for a layer that returns a tensor.
     """
 
     hidden: torch.Tensor
@@ -126,6 +127,7 @@ class Trial:
     call: bridge.AttentionCall | None = None
     attended: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    behind: tuple[None, ...] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -153,6 +155,7 @@ class Trial:
                 hidden, position_embeddings=trial.embeddings, attention_mask=None, use_cache=True,
                 **as_cache(copied.forward, trial),
             )  # fmt: skip
+        output, trial.behind = parted(output)
         # Any other output cannot be compared.
         if service.calls == 1 and isinstance(output, torch.Tensor):
             trial.output = output
@@ -169,6 +172,13 @@ class Trial:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See transformers' caches: the past is empty, so that only the new tokens return."""
         return keys, values
+
+
+def parted(output: Any) -> tuple[Any, tuple[None, ...] | None]:
+    """A layer's hidden states, and what follows them if it returns a tuple of them and None; (output, None) else."""
+    if isinstance(output, tuple) and all(each is None for each in output[1:]):
+        return output[0], output[1:]
+    return output, None
 
 
 @dataclass(frozen=True)

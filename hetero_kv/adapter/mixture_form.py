@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetero_kv.adapter.decoder_form import are_packed, floats_of, has_own_numbers
+from hetero_kv.adapter.decoder_form import floats_of
 from hetero_kv.adapter.expert_products import ExpertProducts
-from hetero_kv.adapter.llama_layer import GATES, MLP
+from hetero_kv.adapter.gated_mlp import GatedMLP
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.cpu_ops.routing import SIGMOID, SOFTMAX
 from hetero_kv.cpu_ops.weight_formats import GROUP
@@ -46,7 +46,7 @@ class MixtureForm:
         router: [experts, width], the module's memory.
         router_bias, correction: [experts] float32, copies; empty for none.
         choice: the `form` of `cpu_ops.routing.choose_experts`; scale: of the shares; k: experts of a row.
-        shared: [3, 4] int64, of the shared expert's matrices; empty for none.
+        shared: [3, 5] int64, of the shared expert's matrices; empty for none.
         shared_gate: [width] float32, a copy; empty for none.
         copied: the tensors of the copies.
     """
@@ -75,8 +75,12 @@ class MixtureForm:
         )
 
     @classmethod
-    def of(cls, block: Any) -> MixtureForm | None:
-        """The form of a block; None for an unknown one, which is logged by name."""
+    def of(cls, block: Any, beside: Any = None) -> MixtureForm | None:
+        """The form of a block; None for an unknown one, which is logged by name.
+
+        Args:
+            beside: a shared expert that is no part of the block; None for none.
+        """
         experts = getattr(block, "experts", None)
         if not isinstance(experts, QuantizedExperts) or experts.form.takes_all_rows or not all(experts.parts.values()):
             return None
@@ -84,7 +88,7 @@ class MixtureForm:
         if products is None:
             return None
         try:
-            return cls._found(block, experts, products)
+            return cls._found(block, experts, products, beside)
         except Exception as error:
             # The block has inputs or outputs that the trial lacks.
             _logger.info("%s: the routing cannot be tried (%s)", experts.path, type(error).__name__)
@@ -93,13 +97,13 @@ class MixtureForm:
 
     @classmethod
     @torch.no_grad()
-    def _found(cls, block: Any, experts: QuantizedExperts, products: ExpertProducts) -> MixtureForm | None:
+    def _found(cls, block: Any, experts: QuantizedExperts, products: ExpertProducts, beside: Any) -> MixtureForm | None:
         children = dict(block.named_children())
         shared = next((children[name] for name in _SHARED if name in children), None)
         gate = children.get(_SHARED_GATE)
         apart = [each for each in (experts, shared, gate) if each is not None]
-        shared_matrices = _shared_matrices(shared, experts)
-        if shared_matrices is None:
+        shared_matrices = _shared_matrices(shared if beside is None else beside, experts)
+        if shared_matrices is None or (beside is not None and shared is not None):
             return None
         routed = _Routed.of(block, apart, experts.shapes[experts.projections[0]][2])
         tensors = _tensors(block, apart)
@@ -241,19 +245,8 @@ def _tensors(block: Any, apart: list[nn.Module]) -> list[torch.Tensor]:
 def _shared_matrices(shared: Any, experts: QuantizedExperts) -> np.ndarray | None:
     """The calls of a shared expert's matrices; empty without one, None for an unsupported form."""
     if shared is None:
-        return np.empty((0, 4), np.int64)
-    matrices: list[Any] = [getattr(shared, name, None) for name in MLP]
-    act, of_experts = getattr(shared, "act_fn", None), getattr(experts.wrapped, "act_fn", None)
-    if (
-        has_own_numbers(shared)
-        or not are_packed(matrices)
-        or GATES.get(type(act).__name__) is None
-        or type(act) is not type(of_experts)
-    ):
+        return np.empty((0, 5), np.int64)
+    mlp = GatedMLP.of(shared)
+    if mlp is None or type(mlp.activation) is not type(getattr(experts.wrapped, "act_fn", None)):
         return None
-    gate, up, down = matrices
-    if any(each.bias is not None for each in matrices) or gate.out_features != up.out_features:
-        return None
-    if down.in_features != gate.out_features or down.in_features % GROUP:
-        return None
-    return np.array([matrix.quantized.kernels for matrix in matrices], np.int64)
+    return mlp.calls if mlp.inner % GROUP == 0 else None

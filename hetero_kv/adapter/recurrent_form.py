@@ -16,12 +16,14 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
-from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt
+from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt, MixerForward
+from hetero_kv.adapter.state_space_form import Mamba2Form, Mamba2Forward, is_depthwise
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.recurrent_steps import delta_net, delta_region, short_convolution
 from hetero_kv.cpu_ops.routing import router_region
+from hetero_kv.cpu_ops.state_space_steps import mamba2, update_region
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
 from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
@@ -37,13 +39,13 @@ class RecurrentStep(ABC):
         inner: width of the output projection's input.
         copied: tensors of which it has copies.
         views: tensors whose memory it reads.
-        prompt: the mixer's forward for a prompt; None: the module's own.
+        prompt: the mixer's forward for prompts, and tokens that the kernel cannot take; None: the module's own.
     """
 
     inner: int
     copied: tuple[torch.Tensor, ...] = ()
     views: tuple[torch.Tensor, ...] = ()
-    prompt: DeltaNetPrompt | None = None
+    prompt: MixerForward | None = None
 
     def __init__(self, norm: Any, matrices: Sequence[Any]) -> None:
         quantized = [matrix.quantized for matrix in matrices]
@@ -87,7 +89,7 @@ class ShortConvolution(RecurrentStep):
         if parts.keys() != {"conv", "in_proj", "out_proj"} or not are_packed([mixer.in_proj, mixer.out_proj]):
             return None
         width = mixer.in_proj.in_features
-        if not _is_depthwise(mixer.conv, width) or mixer.in_proj.out_features != 3 * width:
+        if not is_depthwise(mixer.conv, width) or mixer.in_proj.out_features != 3 * width:
             return None
         return cls(norm, mixer)
 
@@ -150,13 +152,10 @@ class DeltaNet(RecurrentStep):
         ):
             return None
         has_bias = mixer.conv1d.bias is not None
-        return None if has_bias or not _is_depthwise(mixer.conv1d, mixer.conv_dim) else cls(norm, mixer, packed, small)
+        return None if has_bias or not is_depthwise(mixer.conv1d, mixer.conv_dim) else cls(norm, mixer, packed, small)
 
     def states(self, layer: Any) -> list[np.ndarray] | None:
-        recurrent = layer.recurrent_states.get(0)
-        if recurrent is None or recurrent.dtype is not torch.float32:
-            return None
-        return _arrays([layer.conv_states.get(0), recurrent])
+        return _with_float32_state(layer)
 
     def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
         conv_state, state = states
@@ -165,6 +164,38 @@ class DeltaNet(RecurrentStep):
             *self._norm, self._matrices, self._small, self._places, conv_state, self._weight, self._decay,
             self._time_bias, state, *self._head_norm, self._key_heads, mixed, rows_per_pass(),
             at_most(torch.get_num_threads()),
+        )  # fmt: skip
+
+
+class Mamba2(RecurrentStep):
+    """Mamba-2's mixer."""
+
+    def __init__(self, norm: Any, form: Mamba2Form) -> None:
+        mixer = form.mixer
+        super().__init__(norm, [mixer.in_proj])
+        self.inner = form.inner
+        self._form, self._bias = form, floats_of(mixer.in_proj.bias)
+        biases = [] if mixer.in_proj.bias is None else [mixer.in_proj.bias]
+        self.copied, self.views = (*form.copied, *biases), form.views
+        self.prompt = Mamba2Forward(form)
+
+    @classmethod
+    def of(cls, norm: Any, mixer: Any) -> Mamba2 | None:
+        """The step of a mixer; None for another form."""
+        form = Mamba2Form.of(mixer)
+        if form is None or not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
+            return None
+        return cls(norm, form)
+
+    def states(self, layer: Any) -> list[np.ndarray] | None:
+        return _with_float32_state(layer)
+
+    def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        form, (conv_state, state) = self._form, states
+        queue.add(
+            mamba2(NAMES[hidden.dtype]), *self._addresses, update_region(), hidden, *self._norm, self._matrices,
+            self._bias, conv_state, form.weight, form.weight_bias, *form.numbers, state, form.groups, *form.norm, mixed,
+            rows_per_pass(), at_most(torch.get_num_threads()),
         )  # fmt: skip
 
 
@@ -189,11 +220,16 @@ def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
 
 # Number of matrices -> the columns of their outputs.
 _PLACES = {4: _apart, 2: _by_key_head}
-_STEPS = ShortConvolution, DeltaNet
-#: The names of a layer's parts: norm, mixer, the MLP's norm, MLP.
+_STEPS = ShortConvolution, DeltaNet, Mamba2
+#: The names of a layer's parts: norm, mixer, the MLP's norm, MLP, and an MLP beside it that all tokens take.
 _LAYERS = (
     ("operator_norm", "conv", "ffn_norm", "feed_forward"),
     ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp"),
+    # Bamba.
+    ("input_layernorm", "mamba", "pre_ff_layernorm", "feed_forward"),
+    # Granite 4.
+    ("input_layernorm", "mamba", "post_attention_layernorm", "shared_mlp"),
+    ("input_layernorm", "mamba", "post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
 )
 
 
@@ -205,25 +241,24 @@ def recurrent_form(layer: nn.Module) -> tuple[DecoderForm, RecurrentStep] | None
     names = next((each for each in _LAYERS if parts.keys() == set(each)), None)
     if names is None:
         return None
-    norm, mixer, mlp_norm, mlp = (parts[name] for name in names)
+    norm, mixer, mlp_norm, mlp, *shared = (parts[name] for name in names)
     norms = [applied_norm(each) for each in (norm, mlp_norm)]
     if not all(weight.size for weight, _ in norms) or norms[0][1] != norms[1][1]:
         return None
     step = next((step for step in (kind.of(norm, mixer) for kind in _STEPS) if step is not None), None)
     if step is None or step.inner % GROUP:
         return None
-    form = DecoderForm(mixer, norm, None, mlp_norm, None, (mixer.out_proj,), (None, None), mlp, 1.0, False)
+    factor = float(getattr(layer, "residual_multiplier", 1.0))
+    form = DecoderForm(mixer, norm, None, mlp_norm, None, (mixer.out_proj,), (None, None), mlp, factor, False, *shared)
     return form, step
 
 
-def _is_depthwise(convolution: Any, channels: int) -> bool:
-    """Whether a convolution has a filter for each of `channels` channels, over a token and those before it."""
-    return (
-        type(convolution) is nn.Conv1d
-        and convolution.in_channels == convolution.out_channels == convolution.groups == channels
-        and convolution.stride == convolution.dilation == (1,)
-        and convolution.padding == (convolution.kernel_size[0] - 1,)
-    )
+def _with_float32_state(layer: Any) -> list[np.ndarray] | None:
+    """The states of a convolution and of a recurrence in float32; None for others."""
+    recurrent = layer.recurrent_states.get(0)
+    if recurrent is None or recurrent.dtype is not torch.float32:
+        return None
+    return _arrays([layer.conv_states.get(0), recurrent])
 
 
 def _arrays(states: Sequence[torch.Tensor | None]) -> list[np.ndarray] | None:

@@ -50,8 +50,8 @@ def test_outputs_and_state_are_those_of_the_recurrence(tokens, threads):
     inputs[0, -1] = 30
     expected, final = reference(inputs, history, weight, decay, time_bias, state, norm)
     delta_prompt("float32")(
-        all_threads(), convolution_region("float32"), prompt_rule_region("float32"), inputs, history, weight, decay,
-        time_bias, state, norm, np.float32(EPSILON), KEY_HEADS, mixed, threads,
+        all_threads(), convolution_region("float32 float32"), prompt_rule_region("float32"), inputs, history, weight,
+        decay, time_bias, state, norm, np.float32(EPSILON), KEY_HEADS, mixed, threads,
     )  # fmt: skip
     np.testing.assert_allclose(mixed, expected, rtol=2e-3, atol=2e-4)
     np.testing.assert_allclose(state[0], final, rtol=1e-3, atol=1e-5)

@@ -121,8 +121,8 @@ def test_an_unknown_routing_is_said_by_name(monkeypatch, caplog):
 def test_a_wrong_form_is_noticed(wrong, monkeypatch, caplog):
     made = MixtureForm.of
 
-    def seeded(block):
-        form = made(block)
+    def seeded(block, *beside):
+        form = made(block, *beside)
         changed = {
             "scale": form.scale * 1.5, "choice": form.choice * 0, "k": form.k - 1, "router": form.router[::-1].copy(),
         }  # fmt: skip

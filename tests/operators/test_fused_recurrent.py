@@ -19,6 +19,9 @@ from tests.support.unpacked_layers import unpack
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 # A code of 8 bits that is rounded otherwise, among 64 of a row.
 ROUNDING = 3e-2
+FUSED = with_slow(
+    ["lfm2_moe", "qwen3_5_text", "qwen3_next", "lfm2", "bamba", "granitemoehybrid"], slow=["lfm2", "granitemoehybrid"]
+)
 
 
 def injected(architecture):
@@ -49,7 +52,7 @@ def relative(mine, expected):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("architecture", with_slow(["lfm2_moe", "qwen3_5_text", "qwen3_next", "lfm2"], slow=["lfm2"]))
+@pytest.mark.parametrize("architecture", FUSED)
 def test_a_token_passes_a_fused_recurrent_layer_as_its_modules(architecture, rows, monkeypatch):
     model = injected(architecture)
     logits, states = decoded(model, rows)
@@ -118,9 +121,9 @@ def test_a_prompt_passes_a_delta_net_in_a_kernel_as_in_its_module(architecture, 
     prompt = torch.arange(2, 110)[None].repeat(rows, 1) * torch.arange(1, rows + 1)[:, None] % 90
     kernels, compute = [], DeltaNetPrompt.__call__
 
-    def counted(self, hidden_states, layer):
+    def counted(self, hidden_states, *arguments):
         kernels.append(hidden_states.shape[1])
-        return compute(self, hidden_states, layer)
+        return compute(self, hidden_states, *arguments)
 
     def passed():
         cache = HeteroCache(model, 256)
@@ -136,7 +139,7 @@ def test_a_prompt_passes_a_delta_net_in_a_kernel_as_in_its_module(architecture, 
     recurrent = sum(layer.is_recurrent for layer in layers(model))
     assert sorted(kernels) == sorted([64, 44, 7] * recurrent)
     assert all("forward" not in layer.attention.__dict__ for layer in layers(model) if layer.is_recurrent)
-    monkeypatch.setattr(FusedRecurrentLayer, "has_prompt", False)
+    monkeypatch.setattr(FusedRecurrentLayer, "mixer_forward", None)
     kernels.clear()
     expected, their_states = passed()
     assert not kernels
@@ -171,7 +174,7 @@ def test_a_weight_that_changes_in_place_changes_prompts(monkeypatch):
         if layer.is_recurrent:
             layer.attention.conv1d.weight.data.mul_(1.5)
     after = model(prompt, past_key_values=HeteroCache(model, 256)).logits
-    monkeypatch.setattr(FusedRecurrentLayer, "has_prompt", False)
+    monkeypatch.setattr(FusedRecurrentLayer, "mixer_forward", None)
     assert relative(after, model(prompt, past_key_values=HeteroCache(model, 256)).logits) < 1e-3
     assert relative(after, before) > 0.01
 
@@ -180,7 +183,7 @@ def test_an_error_in_a_prompt_gives_the_module_its_forward_back(monkeypatch):
     model = injected("qwen3_5_text")
     decoded(model, tokens=1)
 
-    def failing(self, hidden_states, layer):
+    def failing(self, hidden_states, *arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DeltaNetPrompt, "__call__", failing)
@@ -190,6 +193,6 @@ def test_an_error_in_a_prompt_gives_the_module_its_forward_back(monkeypatch):
 
 
 def test_other_recurrent_layers_take_the_general_way():
-    model = injected("bamba")
+    model = injected("olmo_hybrid")
     decoded(model, tokens=1)
     assert all(layer._native is None for layer in layers(model) if layer.is_recurrent)

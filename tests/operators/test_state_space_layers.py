@@ -1,0 +1,189 @@
+"""Layers with Mamba's scans pass prompts and tokens in kernels, with packed and other weights, as their modules do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.adapter import recurrent
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
+from hetero_kv.adapter.kernel_mixer import KernelMixer
+from hetero_kv.adapter.llama_layer import FastPathOwner
+from hetero_kv.adapter.state_space_form import Mamba2Form
+from hetero_kv.engine.recurrent_state import is_state, named_states
+from tests.operators.bounded_models import relative_error, tokens
+from tests.support.tiny_models import tiny_model
+
+SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
+PACKED = {**SETTINGS, "weights": "q8_0"}
+IDS = tokens(110)
+#: A prompt in four chunks, the last of one token; two tokens; a turn.
+PARTS = (0, 97), (97, 98), (98, 99), (99, 110)
+#: Granite 4 without experts.
+DENSE = {"num_local_experts": 0}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Kernels and torch compute on one thread, or two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
+
+
+def recurrent_layers(model):
+    return [layer for layer in layers(model) if layer.is_recurrent]
+
+
+@torch.no_grad()
+def conversation(model, cache, parts=PARTS):
+    logits = []
+    for first, end in parts:
+        # Bamba alone would count positions from zero.
+        positions = torch.arange(first, end)[None]
+        logits.append(model(IDS[:, first:end], past_key_values=cache, position_ids=positions, use_cache=True).logits)
+    return torch.cat(logits, dim=1)
+
+
+def states(cache):
+    return [state for layer in cache.layers if is_state(layer) for state in named_states(layer).values()]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("bamba", {"mamba_n_groups": 2}), ("granitemoehybrid", {}), ("granitemoehybrid", DENSE)],
+)
+def test_kernels_compute_what_the_untouched_model_does(architecture, changes):
+    model = tiny_model(architecture, **changes)
+    theirs = DynamicCache(config=model.config)
+    expected = conversation(model, theirs)
+    inject(model, "dense", command_line=SETTINGS)
+    mine = HeteroCache(model)
+    assert relative_error(conversation(model, mine), expected) < 1e-4
+    assert [type(layer._native) for layer in recurrent_layers(model)] == [KernelMixer] * 2
+    for state, their_state in zip(states(mine), states(theirs), strict=True):
+        assert relative_error(state, their_state) < 1e-4
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_time_steps_are_limited_in_prompts_and_not_in_tokens_as_in_the_untouched_model(chunk_size):
+    model = tiny_model("granitemoehybrid", time_step_limit=(0.3, 0.8))
+    whole = model(IDS).logits
+    expected = conversation(model, DynamicCache(config=model.config))
+    # The limits matter, and a decoded token has none.
+    assert relative_error(expected, whole) > 0.01
+    inject(model, "dense", command_line={**SETTINGS, "chunk_size": chunk_size})
+    assert relative_error(conversation(model, HeteroCache(model)), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("bamba", {"mamba_n_groups": 2}), ("granitemoehybrid", {}), ("granitemoehybrid", DENSE)],
+)
+def test_layers_of_packed_weights_are_fused(architecture, changes, monkeypatch):
+    model = tiny_model(architecture, **changes)
+    inject(model, "dense", command_line=PACKED)
+    logits = conversation(model, HeteroCache(model))
+    kinds = [FusedRecurrentLayer if layer.is_recurrent else FusedDecodeLayer for layer in layers(model)]
+    assert [type(layer._native) for layer in layers(model)] == kinds
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_decode", lambda self: None)
+    # A code of 8 bits that is rounded otherwise, among 64 of a row.
+    assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+def test_numbers_are_the_same_in_bfloat16(settings, monkeypatch):
+    model = tiny_model("bamba").to(torch.bfloat16)
+    inject(model, "dense", command_line={**settings, "kv_type": "BF16"})
+    logits = conversation(model, HeteroCache(model))
+    assert all(isinstance(layer._native, FusedRecurrentLayer | KernelMixer) for layer in recurrent_layers(model))
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    expected = conversation(model, HeteroCache(model))
+    # The module rounds more often.
+    assert (logits - expected).norm() / expected.norm() < 0.1
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+@pytest.mark.parametrize("wrong", ["decay", "time_bias", "skip", "weight", "norm", "groups of norm"])
+def test_wrong_numbers_are_noticed(wrong, settings, monkeypatch, caplog):
+    found = Mamba2Form.of
+
+    def seeded(mixer):
+        form = found(mixer)
+        if wrong == "weight":
+            return replace(form, weight=form.weight * 1.2 + 0.1)
+        factors, epsilon, groups, last = form.norm
+        if wrong == "norm":
+            return replace(form, norm=(factors * 1.2 + 0.1, epsilon, groups, last))
+        if wrong == "groups of norm":
+            return replace(form, norm=(factors, epsilon, 2 * groups, last))
+        index = ("decay", "time_bias", "skip").index(wrong)
+        numbers = [each * 1.2 + 0.1 if each is form.numbers[index] else each for each in form.numbers]
+        return replace(form, numbers=tuple(numbers))
+
+    monkeypatch.setattr(Mamba2Form, "of", seeded)
+    model = tiny_model("bamba")
+    inject(model, "dense", command_line=settings)
+    conversation(model, HeteroCache(model), ((0, 20), (20, 21)))
+    assert [layer._native for layer in recurrent_layers(model)] == [None] * 2
+    assert "the mixer's kernel differs from the layer" in caplog.text
+    assert ("the fused recurrent layer differs from the layer" in caplog.text) == (settings is PACKED)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["D", "A_log", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"])
+def test_numbers_that_change_in_place_change_what_is_computed(name, monkeypatch):
+    model = tiny_model("bamba")
+    inject(model, "dense", command_line=SETTINGS)
+    before = conversation(model, HeteroCache(model))
+    for layer in recurrent_layers(model):
+        layer.attention.get_parameter(name).data.mul_(1.5).add_(0.1)
+    after = conversation(model, HeteroCache(model))
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    assert relative_error(after, conversation(model, HeteroCache(model))) < 1e-4
+    assert relative_error(after, before) > 1e-3
+
+
+_MIXERS = {
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
+        "layers_block_type": ["linear_attention", "full_attention"], "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", _MIXERS)
+def test_mixers_of_models_that_rules_do_not_take_have_the_form(architecture):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97, **_MIXERS[architecture]}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).eval()
+    mixer = next(module for module in model.modules() if recurrent.is_recurrent(module))
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    path = KernelMixer.of(mixer, FastPathOwner("mixer", model))
+    assert path is not None
+    assert path.difference_from(mixer) < 1e-4
+
+
+def test_a_mixer_with_another_activation_has_no_form():
+    model = tiny_model("bamba", hidden_act="gelu")
+    inject(model, "dense", command_line=SETTINGS)
+    logits = conversation(model, HeteroCache(model))
+    assert logits.isfinite().all()
+    assert [layer._native for layer in recurrent_layers(model)] == [None] * 2
