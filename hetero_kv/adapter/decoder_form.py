@@ -120,8 +120,11 @@ class DecoderForm:
             return None
         # Attention that takes positions in addition to rotations (Ministral 3) computes something else; and a trial may
         # not reach a limit of projections (OLMo's).
-        takes_positions = "position_ids" in inspect.signature(type(attention).forward).parameters
-        if takes_positions or getattr(attention.config, "clip_qkv", None) is not None:
+        arguments = inspect.signature(type(attention).forward).parameters
+        # Attention without rotations (Jamba's) gets none.
+        if "position_ids" in arguments or "position_embeddings" not in arguments:
+            return None
+        if getattr(attention.config, "clip_qkv", None) is not None:
             return None
         dim = getattr(attention, "head_dim", None)
         q, k, v, o = projections

@@ -14,9 +14,11 @@ from torch import nn
 from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.fused_decode_layer import TOLERANCE
 from hetero_kv.adapter.llama_layer import READ_NUMBERS, CopiedFrom, FastPathOwner, agrees
-from hetero_kv.adapter.recurrent_prompt import MixerForward
-from hetero_kv.adapter.state_space_form import Mamba2Form, Mamba2Forward
+from hetero_kv.adapter.mixer_form import MixerForm
+from hetero_kv.adapter.selective_form import SelectiveForm
+from hetero_kv.adapter.state_space_form import Mamba2Form
 
+_FORMS = Mamba2Form, SelectiveForm
 # The trial: tokens, of which so many are the first part of a prompt.
 _TOKENS, _FIRST_PART, _ROWS = 6, 3, 2
 
@@ -28,8 +30,8 @@ class KernelMixer:
         mixer_forward: the forward.
     """
 
-    def __init__(self, mixer: nn.Module, owner: FastPathOwner, form: Mamba2Form, forward: MixerForward) -> None:
-        self.operator, self.mixer_forward = owner, forward
+    def __init__(self, mixer: nn.Module, owner: FastPathOwner, form: MixerForm) -> None:
+        self.operator, self.mixer_forward = owner, form.forward()
         self._width: int = form.mixer.in_proj.in_features
         self._tree = PlainTree(mixer, READ_NUMBERS)
         self._copied = CopiedFrom(form.copied, form.views)
@@ -38,10 +40,10 @@ class KernelMixer:
     @classmethod
     def of(cls, mixer: nn.Module, owner: FastPathOwner) -> KernelMixer | None:
         """The forward of a mixer; None for another form, or if outputs or states differ."""
-        form = Mamba2Form.of(mixer)
+        form = next((form for form in (kind.of(mixer) for kind in _FORMS) if form is not None), None)
         if form is None:
             return None
-        path = cls(mixer, owner, form, Mamba2Forward(form))
+        path = cls(mixer, owner, form)
         return path if agrees(path, mixer, TOLERANCE[path._dtype], "the mixer's kernel") else None
 
     @property

@@ -15,14 +15,19 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
+from hetero_kv.adapter.foreign import PLAIN_TENSORS
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
+from hetero_kv.adapter.mixer_form import is_depthwise
 from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt, MixerForward
-from hetero_kv.adapter.state_space_form import Mamba2Form, Mamba2Forward, is_depthwise
+from hetero_kv.adapter.selective_form import NORMS, SelectiveForm
+from hetero_kv.adapter.state_space_form import Mamba2Form
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
 from hetero_kv.cpu_ops.recurrent_steps import delta_net, delta_region, short_convolution
 from hetero_kv.cpu_ops.routing import router_region
+from hetero_kv.cpu_ops.selective_scans import scan_region
+from hetero_kv.cpu_ops.selective_steps import selective_mixer
 from hetero_kv.cpu_ops.state_space_steps import mamba2, update_region
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.cpu_ops.weight_dots import rows_per_pass
@@ -177,7 +182,7 @@ class Mamba2(RecurrentStep):
         self._form, self._bias = form, floats_of(mixer.in_proj.bias)
         biases = [] if mixer.in_proj.bias is None else [mixer.in_proj.bias]
         self.copied, self.views = (*form.copied, *biases), form.views
-        self.prompt = Mamba2Forward(form)
+        self.prompt = form.forward()
 
     @classmethod
     def of(cls, norm: Any, mixer: Any) -> Mamba2 | None:
@@ -196,6 +201,62 @@ class Mamba2(RecurrentStep):
             mamba2(NAMES[hidden.dtype]), *self._addresses, update_region(), hidden, *self._norm, self._matrices,
             self._bias, conv_state, form.weight, form.weight_bias, *form.numbers, state, form.groups, *form.norm, mixed,
             rows_per_pass(), at_most(torch.get_num_threads()),
+        )  # fmt: skip
+
+
+class Selective(RecurrentStep):
+    """Mamba's selective mixer."""
+
+    def __init__(self, norm: Any, form: SelectiveForm, widening: torch.Tensor) -> None:
+        mixer, dtype = form.mixer, widening.dtype
+        few = mixer.x_proj
+        is_packed = are_packed([few])
+        super().__init__(norm, [mixer.in_proj, few] if is_packed else [mixer.in_proj])
+        self.inner = form.decay.shape[1]
+        self._form, self._bias = form, floats_of(mixer.in_proj.bias)
+        # Packed numbers, or none; and numbers, or none.
+        blank = np.empty((0, few.in_features), ARRAY_DTYPES[dtype])
+        self._few = self._matrices[1:], blank if is_packed else bits(few.weight.detach())
+        self._matrices, self._widening = self._matrices[:1], bits(widening)
+        norms = [getattr(mixer, name).weight for name in NORMS] if form.has_norms else []
+        epsilon = norm_of(mixer.dt_layernorm)[1] if norms else np.float32(0)
+        self._norms = floats_of(torch.cat(norms) if norms else None), epsilon
+        name = NAMES[np.dtype(ARRAY_DTYPES[norm.weight.dtype])]
+        self._small = NAMES[self._widening.dtype]
+        self._regions = router_region(self._small), scan_region(f"float32 {name}")
+        biases = [each for each in (mixer.in_proj.bias,) if each is not None]
+        viewed = [each.weight for each in (few, mixer.dt_proj) if not are_packed([each])]
+        self.copied, self.views = (*form.copied, *biases, *norms), (*form.views, *viewed)
+        self.prompt = form.forward()
+
+    @classmethod
+    def of(cls, norm: Any, mixer: Any) -> Selective | None:
+        """The step of a mixer; None for another form."""
+        form = SelectiveForm.of(mixer)
+        if form is None or not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
+            return None
+        few, wide = mixer.x_proj, mixer.dt_proj
+        # The module reads these weights as numbers, so that packed ones are unpacked, here once for all tokens.
+        widening = wide.quantized.unpacked(wide.dtype) if are_packed([wide]) else wide.weight.detach()
+        numbers = [widening] if are_packed([few]) else [widening, few.weight]
+        if len({each.dtype for each in numbers}) > 1 or not all(map(_is_plain_matrix, numbers)):
+            return None
+        if form.has_norms:
+            norms = [norm_of(getattr(mixer, name)) for name in NORMS]
+            if not all(factors.size for factors, _ in norms) or len({epsilon for _, epsilon in norms}) > 1:
+                return None
+        return cls(norm, form, widening) if form.decay.shape[1] % TILE == 0 else None
+
+    def states(self, layer: Any) -> list[np.ndarray] | None:
+        return _with_float32_state(layer)
+
+    def __call__(self, queue: KernelQueue, hidden: np.ndarray, states: Sequence[np.ndarray], mixed: np.ndarray) -> None:
+        form, (conv_state, state) = self._form, states
+        queue.add(
+            selective_mixer(NAMES[hidden.dtype], self._small), *self._addresses, *self._regions, hidden, *self._norm,
+            self._matrices, self._bias, conv_state, form.weight, form.weight_bias, *self._few, *self._norms,
+            self._widening, form.decay, form.time_bias, form.skip, state, mixed, rows_per_pass(),
+            at_most(torch.get_num_threads()),
         )  # fmt: skip
 
 
@@ -220,12 +281,12 @@ def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
 
 # Number of matrices -> the columns of their outputs.
 _PLACES = {4: _apart, 2: _by_key_head}
-_STEPS = ShortConvolution, DeltaNet, Mamba2
+_STEPS = ShortConvolution, DeltaNet, Mamba2, Selective
 #: The names of a layer's parts: norm, mixer, the MLP's norm, MLP, and an MLP beside it that all tokens take.
 _LAYERS = (
     ("operator_norm", "conv", "ffn_norm", "feed_forward"),
     ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp"),
-    # Bamba.
+    # Bamba and Jamba.
     ("input_layernorm", "mamba", "pre_ff_layernorm", "feed_forward"),
     # Granite 4.
     ("input_layernorm", "mamba", "post_attention_layernorm", "shared_mlp"),
@@ -251,6 +312,10 @@ def recurrent_form(layer: nn.Module) -> tuple[DecoderForm, RecurrentStep] | None
     factor = float(getattr(layer, "residual_multiplier", 1.0))
     form = DecoderForm(mixer, norm, None, mlp_norm, None, (mixer.out_proj,), (None, None), mlp, factor, False, *shared)
     return form, step
+
+
+def _is_plain_matrix(weight: torch.Tensor) -> bool:
+    return type(weight) in PLAIN_TENSORS and weight.dtype in ARRAY_DTYPES and weight.is_contiguous()
 
 
 def _with_float32_state(layer: Any) -> list[np.ndarray] | None:

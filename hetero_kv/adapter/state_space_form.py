@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import floats_of
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
+from hetero_kv.adapter.mixer_form import MixerForm, convolution_weights, has_silu, is_depthwise
 from hetero_kv.adapter.recurrent_prompt import MixerForward, past_states
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.parallel_region import all_threads
@@ -27,30 +28,22 @@ from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 _SIZES = "num_heads", "head_dim", "ssm_state_size", "n_groups"
 _NUMBERS = {"A_log", "D", "dt_bias"}
 _PARTS = {"in_proj", "conv1d", "out_proj"}
-#: The activation that kernels compute, by transformers' names.
-SILU_NAMES = "silu", "swish"
 
 
 @dataclass(frozen=True)
-class Mamba2Form:
+class Mamba2Form(MixerForm):
     """A Mamba-2 mixer's numbers as kernels take them.
 
     Attributes:
-        mixer: the module.
         inner, channels: widths of the gates, and of x, B and C together.
         groups: of heads that share B and C.
-        weight: the convolution's, [channels, taps] float32, mostly the memory of the module's.
-        weight_bias: [channels] float32; empty for none.
         numbers: -exp(A_log), the time step's bias and D, [heads] float32 each.
         norm: factors [inner] float32, empty for none; epsilon; number of groups; whether it precedes the gates.
     """
 
-    mixer: Any
     inner: int
     channels: int
     groups: int
-    weight: np.ndarray
-    weight_bias: np.ndarray
     numbers: tuple[np.ndarray, np.ndarray, np.ndarray]
     norm: tuple[np.ndarray, np.float32, int, int]
 
@@ -66,7 +59,7 @@ class Mamba2Form:
             or any(mixer.named_buffers(recurse=False))
         ):
             return None
-        if not all(isinstance(size, int) for size in sizes) or getattr(mixer, "activation", None) not in SILU_NAMES:
+        if not all(isinstance(size, int) for size in sizes) or not has_silu(mixer):
             return None
         heads, head_dim, state_dim, groups = sizes
         inner = heads * head_dim
@@ -77,29 +70,18 @@ class Mamba2Form:
         norm = _gated_norm(parts.get("norm"), inner)
         if norm is None or any(each.dtype not in ARRAY_DTYPES for each in mixer.parameters()):
             return None
-        convolution = mixer.conv1d
         numbers = -np.exp(float32_array(mixer.A_log)), float32_array(mixer.dt_bias), float32_array(mixer.D)
         if any(each.shape != (heads,) for each in numbers):
             return None
-        weight = float32_array(convolution.weight).reshape(channels, -1)
-        return cls(mixer, inner, channels, groups, weight, floats_of(convolution.bias), numbers, norm)
+        return cls(mixer, *convolution_weights(mixer.conv1d), inner, channels, groups, numbers, norm)
 
     @property
-    def _reads_weight(self) -> bool:
-        return self.weight.ctypes.data == self.mixer.conv1d.weight.data_ptr()
-
-    @property
-    def copied(self) -> list[torch.Tensor]:
-        """The tensors of which it has copies."""
+    def other_tensors(self) -> list[torch.Tensor | None]:
         mixer = self.mixer
-        norm = getattr(mixer, "norm", None)
-        found = [mixer.A_log, mixer.dt_bias, mixer.D, mixer.conv1d.bias, getattr(norm, "weight", None)]
-        return [each for each in (*found, None if self._reads_weight else mixer.conv1d.weight) if each is not None]
+        return [mixer.A_log, mixer.dt_bias, mixer.D, getattr(getattr(mixer, "norm", None), "weight", None)]
 
-    @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """The tensors whose memory it reads."""
-        return (self.mixer.conv1d.weight,) if self._reads_weight else ()
+    def forward(self) -> Mamba2Forward:
+        return Mamba2Forward(self)
 
     @property
     def limits(self) -> tuple[np.float32, np.float32]:
@@ -157,16 +139,6 @@ class Mamba2Forward(MixerForward):
                     form.weight_bias, *form.numbers, *limits, bits(state[row : row + 1]), form.groups, *form.norm,
                     bits(mixed[row]), threads,
                 )  # fmt: skip
-
-
-def is_depthwise(convolution: Any, channels: int) -> bool:
-    """Whether a convolution has a filter for each of `channels` channels, over a token and those before it."""
-    return (
-        type(convolution) is nn.Conv1d
-        and convolution.in_channels == convolution.out_channels == convolution.groups == channels
-        and convolution.stride == convolution.dilation == (1,)
-        and convolution.padding == (convolution.kernel_size[0] - 1,)
-    )
 
 
 def _gated_norm(norm: Any, inner: int) -> tuple[np.ndarray, np.float32, int, int] | None:

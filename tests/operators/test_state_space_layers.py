@@ -15,18 +15,20 @@ from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.kernel_mixer import KernelMixer
 from hetero_kv.adapter.llama_layer import FastPathOwner
+from hetero_kv.adapter.selective_form import SelectiveForm
 from hetero_kv.adapter.state_space_form import Mamba2Form
 from hetero_kv.engine.recurrent_state import is_state, named_states
 from tests.operators.bounded_models import relative_error, tokens
 from tests.support.tiny_models import tiny_model
+from tests.support.unpacked_layers import unpack
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
 PACKED = {**SETTINGS, "weights": "q8_0"}
 IDS = tokens(110)
 #: A prompt in four chunks, the last of one token; two tokens; a turn.
 PARTS = (0, 97), (97, 98), (98, 99), (99, 110)
-#: Granite 4 without experts.
-DENSE = {"num_local_experts": 0}
+#: Granite 4 without experts, and Jamba.
+DENSE, ONE_EXPERT = {"num_local_experts": 0}, {"num_experts": 1, "num_experts_per_tok": 1}
 
 
 @pytest.fixture(params=[1, 2])
@@ -104,6 +106,59 @@ def test_layers_of_packed_weights_are_fused(architecture, changes, monkeypatch):
     assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("changes", [{}, {"mamba_conv_bias": False, "mamba_proj_bias": True}])
+def test_a_scan_of_all_tokens_at_once_continues_from_its_state(changes, monkeypatch):
+    model = tiny_model("jamba", **changes)
+    # Behind a cache transformers' Jamba begins a turn with an empty state: all at once.
+    expected = model(IDS).logits
+    inject(model, "dense", command_line=SETTINGS)
+    monkeypatch.setattr(recurrent, "token_by_token", None)
+    assert relative_error(conversation(model, HeteroCache(model)), expected) < 1e-4
+    assert [type(layer._native) for layer in recurrent_layers(model)] == [KernelMixer] * 2
+
+
+#: The time steps' rank: one that blocks cannot have, and one that they can, whose numbers are unpacked.
+@pytest.mark.parametrize("changes", [{"mamba_dt_rank": 8}, {"mamba_dt_rank": 32}, {"mamba_dt_rank": 32, **ONE_EXPERT}])
+def test_selective_layers_of_packed_weights_are_fused(changes, monkeypatch):
+    model = tiny_model("jamba", **changes)
+    inject(model, "dense", command_line=PACKED)
+    logits = conversation(model, HeteroCache(model))
+    assert [type(layer._native) for layer in recurrent_layers(model)] == [FusedRecurrentLayer] * 2
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
+
+
+def test_matrices_of_few_outputs_may_be_numbers(monkeypatch):
+    model = tiny_model("jamba")
+    inject(model, "dense", command_line=PACKED)
+    for layer in recurrent_layers(model):
+        unpack(layer.attention, "x_proj")
+    logits = conversation(model, HeteroCache(model))
+    assert [type(layer._native) for layer in recurrent_layers(model)] == [FusedRecurrentLayer] * 2
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+@pytest.mark.parametrize("wrong", ["decay", "time_bias", "skip", "weight", "has_norms"])
+def test_wrong_numbers_of_a_scan_are_noticed(wrong, settings, monkeypatch, caplog):
+    found = SelectiveForm.of
+
+    def seeded(mixer):
+        form = found(mixer)
+        right = getattr(form, wrong)
+        return replace(form, **{wrong: False if wrong == "has_norms" else right * 1.2 + 0.1})
+
+    monkeypatch.setattr(SelectiveForm, "of", seeded)
+    model = tiny_model("jamba")
+    inject(model, "dense", command_line=settings)
+    conversation(model, HeteroCache(model), ((0, 20), (20, 21)))
+    assert [layer._native for layer in recurrent_layers(model)] == [None] * 2
+    assert "the mixer's kernel differs from the layer" in caplog.text
+    assert ("the fused recurrent layer differs from the layer" in caplog.text) == (settings is PACKED)
+
+
 @pytest.mark.parametrize("settings", [SETTINGS, PACKED])
 def test_numbers_are_the_same_in_bfloat16(settings, monkeypatch):
     model = tiny_model("bamba").to(torch.bfloat16)
@@ -144,9 +199,15 @@ def test_wrong_numbers_are_noticed(wrong, settings, monkeypatch, caplog):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["D", "A_log", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"])
-def test_numbers_that_change_in_place_change_what_is_computed(name, monkeypatch):
-    model = tiny_model("bamba")
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("bamba", each) for each in ("D", "A_log", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")),
+        *(("jamba", each) for each in ("D", "A_log", "dt_proj.bias", "dt_proj.weight", "b_layernorm.weight")),
+    ],
+)
+def test_numbers_that_change_in_place_change_what_is_computed(architecture, name, monkeypatch):
+    model = tiny_model(architecture)
     inject(model, "dense", command_line=SETTINGS)
     before = conversation(model, HeteroCache(model))
     for layer in recurrent_layers(model):
@@ -158,6 +219,8 @@ def test_numbers_that_change_in_place_change_what_is_computed(name, monkeypatch)
 
 
 _MIXERS = {
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
