@@ -8,19 +8,61 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.exponential import LOG2_E, exp2
+from hetero_kv.cpu_ops.cpu_features import ISAS
+from hetero_kv.cpu_ops.exponential import LOG2_E
 from hetero_kv.cpu_ops.gates import sigmoid, softplus
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.scratch import scratch
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, offset
 
 _REAL1, _REAL2, _REAL3 = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3))
-#: Channels of a tile: with 16 states the tile's state and decays take 8 KB.
-_TILE = 64
+#: Channels of a tile: with 16 states, the state and the decays of a tile take 16 KB.
+_TILE = 128
+
+
+@intrinsic(prefer_literal=True)
+def _scan_lanes(typingctx, lanes, state, factors, pitch, at, state_dim, time, moved, b, c, token_at, total):
+    """Update the states of `lanes` channels from `at` on by one token: 2 ** (time * factors) * state + b * moved.
+
+    state, factors: [state_dim, pitch]. time, moved, total: [pitch]; the sums of the states times c are written to
+    `total`. b, c: the token's numbers begin at `token_at`. All arrays are float32.
+    """
+    width = lanes.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        _, states, exponents, step, first, depth, times, added, gains, shares, place, sums = arguments
+        state_pointer, factor_pointer, time_pointer, moved_pointer, total_pointer = (
+            array_pointer(context, builder, kind, array, first)
+            for kind, array in (
+                (state, states), (factors, exponents), (time, times), (moved, added), (total, sums)
+            )
+        )  # fmt: skip
+        gain_pointer = array_pointer(context, builder, b, gains, place)
+        share_pointer = array_pointer(context, builder, c, shares, place)
+        by, inputs, summed = v.load(time_pointer), v.load(moved_pointer), v.slots([v.zero])[0]
+        with cgutils.for_range(builder, depth) as loop:
+            row = builder.mul(loop.index, step)
+            own = offset(builder, state_pointer, row)
+            kept = v.exp2(builder.fmul(by, v.load(offset(builder, factor_pointer, row))))
+            new = builder.fmul(inputs, v.broadcast(offset(builder, gain_pointer, loop.index)))
+            updated = v.call("fmuladd", v.load(own), kept, new)
+            v.store(updated, own)
+            share = v.broadcast(offset(builder, share_pointer, loop.index))
+            builder.store(v.call("fmuladd", share, updated, builder.load(summed)), summed)
+        v.store(builder.load(summed), total_pointer)
+        return context.get_dummy_value()
+
+    position = types.int64
+    return types.none(lanes, state, factors, position, position, position, time, moved, b, c, position, total), codegen
 
 
 def _scan_types(variant: str) -> tuple[Any, ...]:
@@ -35,14 +77,15 @@ def _scan(variant: str) -> tuple[Any, ...]:
 
 
 @cache
-def scan_region(variant: str) -> int:
+def scan_region(variant: str, instructions: str) -> int:
     """Returns the address of the region "selective scan", in which each thread has some tiles of channels.
 
-    variant: as of `selective_scan`.
+    variant: as of `selective_scan`. instructions: a key of `cpu_features.ISAS`.
     """
-    code_version, most = CODE_VERSION, _TILE
+    code_version, most, lanes = CODE_VERSION, _TILE, ISAS[instructions].float_lanes
 
-    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz", "reassoc"})
+    # Without "reassoc", by which `Vectors.exp2` would not round.
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def compute(thread, threads, arguments):
         x, times, b, c, gates, column, decay, time_bias, skip, states, mixed = arguments_at(
             "selective scan", variant, arguments
@@ -66,13 +109,9 @@ def scan_region(variant: str) -> int:
                 for j in range(count):
                     time[j] = softplus(number(steps[j]) + bias[j])
                     moved[j] = time[j] * number(own[j])
-                    total[j] = 0
-                for i in range(state_dim):
-                    gain, share, numbers, exponents = b[row, token, i], c[row, token, i], state[i], factors[i]
-                    for j in range(count):
-                        updated = numbers[j] * exp2(time[j] * exponents[j]) + gain * moved[j]
-                        numbers[j] = updated
-                        total[j] += share * updated
+                place = (row * tokens + token) * state_dim
+                for j in range(0, count, lanes):
+                    _scan_lanes(lanes, state, factors, most, j, state_dim, time, moved, b, c, place, total)
                 gate, out = gates[row, token, column + start : column + end], mixed[row, token, start:end]
                 for j in range(count):
                     factor = number(gate[j])

@@ -21,6 +21,7 @@ from hetero_kv.adapter.mixer_form import is_depthwise
 from hetero_kv.adapter.recurrent_prompt import DeltaNetPrompt, MixerForward
 from hetero_kv.adapter.selective_form import NORMS, SelectiveForm
 from hetero_kv.adapter.state_space_form import Mamba2Form
+from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import multiply_region
@@ -223,7 +224,7 @@ class Selective(RecurrentStep):
         self._norms = floats_of(torch.cat(norms) if norms else None), epsilon
         name = NAMES[np.dtype(ARRAY_DTYPES[norm.weight.dtype])]
         self._small = NAMES[self._widening.dtype]
-        self._regions = router_region(self._small), scan_region(f"float32 {name}")
+        self._regions = router_region(self._small), scan_region(f"float32 {name}", isa())
         biases = [each for each in (mixer.in_proj.bias,) if each is not None]
         viewed = [each.weight for each in (few, mixer.dt_proj) if not are_packed([each])]
         self.copied, self.views = (*form.copied, *biases, *norms), (*form.views, *viewed)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from hetero_kv.adapter.llama_layer import float32_array
 from hetero_kv.adapter.mixer_form import MixerForm, convolution_weights, has_silu, is_depthwise
 from hetero_kv.adapter.recurrent_prompt import MixerForward, past_states
+from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region
 from hetero_kv.cpu_ops.selective_scans import scan_region, selective_scan, short_prompt_convolution
@@ -107,8 +108,8 @@ class SelectiveForward(MixerForward):
         variant = f"{name} {name}"
         with one_kernel_at_a_time:
             selective_scan(variant)(
-                all_threads(), scan_region(variant), bits(x), bits(times), bits(b), bits(c), bits(inputs), channels,
-                form.decay, form.time_bias, form.skip, bits(state), bits(mixed), threads,
+                all_threads(), scan_region(variant, isa()), bits(x), bits(times), bits(b), bits(c), bits(inputs),
+                channels, form.decay, form.time_bias, form.skip, bits(state), bits(mixed), threads,
             )  # fmt: skip
         layer.update_conv_state(inputs[:, -taps:, :channels].transpose(1, 2), conv_kernel_size=taps)
         layer.update_recurrent_state(state)

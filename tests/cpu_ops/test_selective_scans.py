@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hetero_kv.cpu_ops.cpu_features import available, isa
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region
 from hetero_kv.cpu_ops.selective_scans import scan_region, selective_scan, short_prompt_convolution
@@ -47,13 +48,13 @@ def expected(tokens_of, numbers, states):
     return outputs, states
 
 
-def scanned(tokens_of, numbers, states, threads):
+def scanned(tokens_of, numbers, states, threads, instructions=None):
     """The outputs; `states` are updated."""
     mixed = np.empty(tokens_of[0].shape, np.float32)
     variant = "float32 float32"
     selective_scan(variant)(
-        all_threads(), scan_region(variant), *(np.ascontiguousarray(each) for each in tokens_of), 3, *numbers, states,
-        mixed, threads,
+        all_threads(), scan_region(variant, instructions or isa()), *map(np.ascontiguousarray, tokens_of), 3, *numbers,
+        states, mixed, threads,
     )  # fmt: skip
     return mixed
 
@@ -70,6 +71,14 @@ def test_outputs_and_states_are_those_of_the_recurrence(rows, tokens, channels, 
     tokens_of, numbers, states = numbers_of(rows, tokens, channels, state_dim)
     outputs, final = expected(tokens_of, numbers, states)
     close(scanned(tokens_of, numbers, states, threads), outputs)
+    close(states, final)
+
+
+@pytest.mark.parametrize("instructions", available())
+def test_every_instruction_set_computes_the_recurrence(instructions):
+    tokens_of, numbers, states = numbers_of(1, 50, 70, 16)
+    outputs, final = expected(tokens_of, numbers, states)
+    close(scanned(tokens_of, numbers, states, 2, instructions), outputs)
     close(states, final)
 
 
