@@ -40,6 +40,8 @@ class KernelMixer:
     @classmethod
     def of(cls, mixer: nn.Module, owner: FastPathOwner) -> KernelMixer | None:
         """The forward of a mixer; None for another form, or if outputs or states differ."""
+        if any(parameter.device.type != "cpu" for parameter in mixer.parameters()):
+            return None
         form = next((form for form in (kind.of(mixer) for kind in _FORMS) if form is not None), None)
         if form is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -127,6 +128,29 @@ def test_selective_layers_of_packed_weights_are_fused(changes, monkeypatch):
     assert [type(layer._native) for layer in recurrent_layers(model)] == [FusedRecurrentLayer] * 2
     monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
     assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+@pytest.mark.parametrize("architecture", ["bamba", "jamba"])
+def test_rows_of_several_lengths_equal_each_row_alone(architecture, settings):
+    model = tiny_model(architecture)
+    inject(model, "dense", command_line=settings)
+    ids, padded = tokens(43, batch=3), (9, 23, 0)
+
+    def passed(rows, first):
+        mask = torch.tensor([[column >= padded[row] for column in range(first, 43)] for row in rows]).long()
+        own, cache = ids[rows, first:], HeteroCache(model)
+        ends = [0, *range(40 - first, 44 - first)]
+        logits = [
+            model(own[:, start:end], past_key_values=cache, attention_mask=mask[:, :end]).logits[:, -1:]
+            for start, end in pairwise(ends)
+        ]
+        return torch.cat(logits, dim=1)
+
+    together = passed([0, 1, 2], 0)
+    for row, first in enumerate(padded):
+        assert relative_error(together[row : row + 1], passed([row], first)) < 1e-4
 
 
 def test_matrices_of_few_outputs_may_be_numbers(monkeypatch):
