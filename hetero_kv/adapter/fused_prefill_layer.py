@@ -133,7 +133,7 @@ class FusedPrefillLayer:
         """The largest relative difference, of norms, from the layer's output for random input."""
         trial = Trial.of(layer, self.operator, *_TRIED)
         reference = trial.call
-        if reference is None or reference.sink is not None:
+        if reference is None or reference.sink is not None or trial.behind is not None:
             return float("inf")
         self.call_settings = (reference.scale, reference.softcap, reference.sliding_window, None)
         call = self._call(self._normed(trial.hidden), trial.embeddings)

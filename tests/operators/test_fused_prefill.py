@@ -245,9 +245,11 @@ def test_a_layer_that_gives_a_tuple_goes_on_by_itself(taken):
             return (super().forward(*args, **kwargs),)
 
     inject(model, "dense", command_line=EVERYTHING)
-    layers(model)[0].wrapped.__class__ = Tupled
+    layer = layers(model)[0]
+    layer.wrapped.__class__ = Tupled
+    assert FusedPrefillLayer.of(layer.wrapped, layer.attention) is None
     outputs = []
-    layers(model)[0].register_forward_hook(lambda module, call_args, output: outputs.append(output) or output[0])
+    layer.register_forward_hook(lambda module, call_args, output: outputs.append(output) or output[0])
     logits_of(model)
     assert len(taken) == 6
     assert all(isinstance(output, tuple) for output in outputs)
