@@ -203,7 +203,8 @@ class ChunkedDecoderLayer(Operator):
             return nullcontext()
         step = self._fused_recurrent()
         own = None if step is None else step.mixer_forward
-        if own is not None and (chunk.shape[1] > 1 or own.takes_tokens):
+        takes = own is not None and own.fits(chunk, cache.layers[self.layer_idx])
+        if own is not None and takes and (chunk.shape[1] > 1 or own.takes_tokens):
             return own.in_place()
         if chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
             return nullcontext()

@@ -116,13 +116,17 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
 
 def token_by_token(mixer: nn.Module) -> AbstractContextManager[None]:
     """Within this context the module gets its tokens one by one, regardless of the input of the layer around it."""
-    forward = mixer.forward
+    return forward_replaced(mixer, one_by_one(mixer.forward))
 
-    def one_by_one(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+
+def one_by_one(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward, which gets its tokens one by one."""
+
+    def passed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.split(1, dim=1)
         return torch.cat([forward(token, *args, **kwargs) for token in tokens], dim=1)
 
-    return forward_replaced(mixer, one_by_one)
+    return passed
 
 
 def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:

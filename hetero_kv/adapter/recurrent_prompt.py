@@ -17,7 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hetero_kv.adapter.foreign import mark_own
 from hetero_kv.adapter.llama_layer import largest_difference
-from hetero_kv.adapter.recurrent import forward_replaced, mixer_output
+from hetero_kv.adapter.recurrent import forward_replaced, mixer_output, one_by_one
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region, delta_prompt, prompt_rule_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
@@ -45,6 +45,28 @@ class MixerForward(ABC):
             is_prompt: whether these are a part of a prompt, and no decoded token.
         """
 
+    @staticmethod
+    def fits(hidden_states: torch.Tensor, layer: Any) -> bool:
+        """Whether kernels can read hidden states [batch, tokens, width], and the state before them."""
+        if hidden_states.dtype not in ARRAY_DTYPES or hidden_states.device.type != "cpu":
+            return False
+        # Projections would give another dtype.
+        if torch.is_autocast_enabled("cpu"):
+            return False
+        if not is_state(layer) or layer.record_past:
+            return False
+        if not layer.has_previous_state.get(0):
+            return True
+        history, state = layer.conv_states.get(0), layer.recurrent_states.get(0)
+        return (
+            history is not None
+            and state is not None
+            and history.dtype is hidden_states.dtype
+            and state.dtype is torch.float32
+            and history.is_contiguous()
+            and state.is_contiguous()
+        )
+
     def in_place(self, is_prompt: bool = True) -> AbstractContextManager[None]:
         """Within this context it is the module's forward, for calls that it can take."""
         mixer, forward = self._mixer, self._mixer.forward
@@ -53,13 +75,16 @@ class MixerForward(ABC):
             hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
-            layer = None if cache_params is None else cache_params.layers[mixer.layer_idx]
-            if attention_mask is None and _fits(hidden_states, layer):
+            layer: Any = None if cache_params is None else cache_params.layers[mixer.layer_idx]
+            if attention_mask is None and self.fits(hidden_states, layer):
                 return self(hidden_states, layer, is_prompt)
-            whole: torch.Tensor = forward(
+            # Some modules ignore their state in a call of several tokens.
+            continues = is_state(layer) and layer.has_previous_state.get(0) and hidden_states.shape[1] > 1
+            theirs = one_by_one(forward) if continues else forward
+            output: torch.Tensor = theirs(
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
-            return whole
+            return output
 
         return forward_replaced(mixer, mark_own(passed))
 
@@ -150,22 +175,3 @@ def past_states(
     if layer.has_previous_state.get(0):
         return layer.conv_states[0], layer.recurrent_states[0]
     return torch.zeros(history, dtype=dtype), torch.zeros(state)
-
-
-def _fits(hidden_states: torch.Tensor, layer: Any) -> bool:
-    """Whether a kernel can read these hidden states, and the state before them."""
-    if hidden_states.dtype not in ARRAY_DTYPES or hidden_states.device.type != "cpu":
-        return False
-    if not is_state(layer) or layer.record_past:
-        return False
-    if not layer.has_previous_state.get(0):
-        return True
-    history, state = layer.conv_states.get(0), layer.recurrent_states.get(0)
-    return (
-        history is not None
-        and state is not None
-        and history.dtype is hidden_states.dtype
-        and state.dtype is torch.float32
-        and history.is_contiguous()
-        and state.is_contiguous()
-    )

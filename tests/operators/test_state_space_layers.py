@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter import recurrent
@@ -16,6 +17,7 @@ from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.kernel_mixer import KernelMixer
 from hetero_kv.adapter.llama_layer import FastPathOwner
+from hetero_kv.adapter.recurrent_prompt import MixerForward
 from hetero_kv.adapter.selective_form import SelectiveForm
 from hetero_kv.adapter.state_space_form import Mamba2Form
 from hetero_kv.engine.recurrent_state import is_state, named_states
@@ -240,6 +242,29 @@ def test_numbers_that_change_in_place_change_what_is_computed(architecture, name
     monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
     assert relative_error(after, conversation(model, HeteroCache(model))) < 1e-4
     assert relative_error(after, before) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["bamba", "jamba"])
+def test_tokens_that_kernels_cannot_take_pass_the_module_behind_its_state(architecture, monkeypatch):
+    model = tiny_model(architecture)
+    expected = conversation(model, None, [(0, 110)])
+    inject(model, "dense", command_line=SETTINGS)
+    cache = HeteroCache(model)
+    parts = [conversation(model, cache, PARTS[:1])]
+    monkeypatch.setattr(MixerForward, "fits", staticmethod(lambda *_: False))
+    parts.append(conversation(model, cache, PARTS[1:]))
+    assert relative_error(torch.cat(parts, dim=1), expected) < 1e-4
+    # Neither does a forward that is in place ignore a state.
+    path = recurrent_layers(model)[0]._native
+    assert path.mixer_forward.difference_from_module(torch.randn(1, 6, 64), 3) < 1e-4
+
+
+def test_projections_under_autocast_are_nothing_that_kernels_take():
+    hidden, state = torch.zeros(1, 2, 64), LinearAttentionLayer(1)
+    assert MixerForward.fits(hidden, state)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not MixerForward.fits(hidden, state)
 
 
 _MIXERS = {
