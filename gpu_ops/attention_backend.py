@@ -93,6 +93,21 @@ def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return True
 
 
+def obstacle_to_sets(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why `gpu_ops.set_attention` does not support a chunk's queries, keys and values; None if it does."""
+    backend = _present.get(_DEFAULT)
+    if backend.name == "torch":
+        return "attention_backend is torch, and its kernels are Triton's"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, *_HALVES):
+        return f"its kernels take queries, keys and values of one float type, not {q.dtype}, {k.dtype} and {v.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > _LARGEST_HEAD:
+        return f"its kernels take heads of at most {_LARGEST_HEAD} numbers, not {max(q.shape[-1], v.shape[-1])}"
+    if not runs_triton(q):
+        return "Triton does not run there"
+    backend.used.add(AttentionKernel.TRITON)
+    return None
+
+
 def _kernel_for(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
     dim = max(q.shape[-1], v.shape[-1])
     is_alike = q.dtype == k.dtype == v.dtype and dim <= _LARGEST_HEAD

@@ -192,7 +192,7 @@ def test_every_pattern_of_everything_is_full_attention(model, expected, pattern,
 
 @pytest.mark.parametrize("threshold", [-1.0, 1.0], ids=["lines", "blocks"])
 def test_every_way_to_reach_all_of_the_attention_is_full_attention(model, expected, threshold, monkeypatch):
-    monkeypatch.setattr(flexprefill, "_NEAR", threshold)
+    monkeypatch.setattr(flexprefill, "NEAR", threshold)
     assert off(model, expected, "flexprefill", COVERING["flexprefill"]) < ROUNDING
 
 

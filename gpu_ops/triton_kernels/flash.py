@@ -124,7 +124,7 @@ def flash_attention(
         return out, lse
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     precision = precision_of(q)
-    queries, keys = _tile(n, max(block_k, block_v) * q.element_size(), multiplies_halves(q))
+    queries, keys = tile_of(n, max(block_k, block_v) * q.element_size(), multiplies_halves(q))
     _flash[(triton.cdiv(n, queries), batch * heads)](
         q, past_k, past_v, k, v, q if sink is None else sink, out, lse, n, past, own, window or 0, scale,
         softcap or 0.0, heads, heads // k.shape[1],
@@ -136,7 +136,7 @@ def flash_attention(
     return out, lse
 
 
-def _tile(n: int, width: int, has_tensor_cores: bool) -> tuple[int, int]:
+def tile_of(n: int, width: int, has_tensor_cores: bool) -> tuple[int, int]:
     """Queries and keys per tile, for `n` queries and vectors of `width` bytes.
 
     Both tiles, the values and the prefetched next tiles fit into the smallest shared memory of supported GPUs: 64 KB,

@@ -145,7 +145,7 @@ def test_block_sparse_is_plain_torchs():
 
 @pytest.mark.parametrize("is_near", [True, False])
 def test_flexprefill_is_plain_torchs(is_near, monkeypatch):
-    monkeypatch.setattr(flexprefill, "_NEAR", 1.0 if is_near else 0.0)
+    monkeypatch.setattr(flexprefill, "NEAR", 1.0 if is_near else 0.0)
     chunk = chunk_of(640, 128)
     out, _, tokens = chunk.attention(flexprefill.keys_of(chunk, 0.6, 64 if is_near else 256))
     for head in range(2):

@@ -74,6 +74,26 @@ def test_a_token_joins_its_window_and_is_attended_to_as_by_torch(interpreted, wh
 
 
 @needs_triton
+def test_attention_to_sets_is_that_in_float64(interpreted, which):
+    assert len(interpreted["attended to sets"]) == (5 if which == "each" else 15)
+    # A half-precision weight is rounded before it is multiplied; the log-sum-exp is of float32 always.
+    limits = {case: 20 if "float32" in case.split(",")[0] else 3 for case in interpreted["attended to sets"]}
+    wrong = {
+        case: found
+        for case, found in interpreted["attended to sets"].items()
+        if not (found[0] <= limits[case] and found[1] <= 20 and found[2])
+    }
+    assert wrong == {}
+
+
+@needs_triton
+def test_scores_of_queries_are_those_in_float64(interpreted, which):
+    assert len(interpreted["query scores"]) == (5 if which == "each" else 15)
+    # Exponentials of differences of float32 numbers, and sums of some.
+    assert {case: apart for case, apart in interpreted["query scores"].items() if not max(apart) <= 50} == {}
+
+
+@needs_triton
 def test_column_sums_equal_torchs(interpreted, which):
     assert len(interpreted["summed"]) == (3 if which == "each" else 9)
     assert {case: apart for case, apart in interpreted["summed"].items() if not apart <= 50} == {}
@@ -122,7 +142,7 @@ def test_slots_are_assigned_as_by_torch(interpreted):
 def test_kernels_compile_for_gpus_from_turing_to_blackwell_as_they_are_launched(which):
     code = printed_by("compiled_kernels.py", *([] if which == "each" else [which]))
     assert {name.rpartition("_")[2] for name in code} == {"75", "80", "86", "89", "90", "120"}
-    assert len(code) == {"each": 27, "pairs": 50, "all": 50 * 6 + 3 * 20}[which]
+    assert len(code) == {"each": 31, "pairs": 59, "all": 59 * 6 + 3 * 20}[which]
     assert all(size for size, _, _ in code.values())
     assert {name: shared for name, (_, shared, most) in code.items() if shared > most} == {}
 

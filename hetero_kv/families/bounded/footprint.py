@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hetero_kv.adapter.footprint import FootprintTerm, LayerFootprint, MemoryDemand, MemoryShare, register, sums_share
 from hetero_kv.families.bounded.entry_buffer import SLACK
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
+from hetero_kv.families.sparse_prefill.footprint import choice_share
 
 ENTRIES = register(FootprintTerm("entries", "entries that eviction policies keep"))
 
@@ -45,4 +46,5 @@ class BoundedFootprint(LayerFootprint):
 
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         yield MemoryShare(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))
+        yield choice_share(self.shape, self.policy.settings, demand)
         yield sums_share(demand.chunk_tokens, demand.tokens, self.shape, demand)

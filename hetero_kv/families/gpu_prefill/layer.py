@@ -18,7 +18,11 @@ class GpuPrefillCache(BufferedLayer):
 
     Attributes:
         writing: writes the present prompt from the GPU's buffer to the pool; None outside a prompt.
+        loads_past: whether a prompt on a GPU loads the tokens before it into its buffer, because its queries choose
+            among them; the operator sets it.
     """
+
+    loads_past = False
 
     def __init__(self, storage: StorageType, value_storage: StorageType | None = None) -> None:
         super().__init__(storage, value_storage)
@@ -54,13 +58,17 @@ class GpuPrefillCache(BufferedLayer):
         return before
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See BufferedLayer. On a GPU the buffer excludes the tokens that are loaded in pieces."""
+        """See BufferedLayer. On a GPU the buffer excludes the tokens that are loaded in pieces, unless `loads_past`."""
         if not keys.is_cuda:
             return super()._loaded_buffer(keys, values)
         assert self._prefilling is not None
-        past, first = self._prefilling.past, self.tokens_in_pieces
+        past, first = self._prefilling.past, 0 if self.loads_past else self.tokens_in_pieces
         tokens = self._prefilling.length - first
         new_keys, new_values = (like.new_empty(*like.shape[:2], tokens, like.shape[3]) for like in (keys, values))
+        if self.loads_past and past:
+            for start, stored_keys, stored_values in self.pieces(0, keys):
+                part = slice(start, start + stored_keys.shape[2])
+                new_keys[:, :, part], new_values[:, :, part] = stored_keys, stored_values
         return PrefillBuffer(new_keys, new_values, past, past, first)
 
     def pieces(self, start: int, like: torch.Tensor) -> Pieces:

@@ -59,9 +59,11 @@ class RetrievalAttention(ResidentDecode):
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         # Representatives that depend on received attention are computed at the prompt's end.
         vectors_of = self.vectors_of if self.budget is not None and not self.accumulates else None
+        layer = RetrievalLayer(self._layout(), self.settings, derived, vectors_of)
         if self.resident_choice is not None:
-            return ResidentLayer(self._layout(), self.settings, derived, vectors_of, self.resident_choice)
-        return RetrievalLayer(self._layout(), self.settings, derived, vectors_of)
+            layer = ResidentLayer(self._layout(), self.settings, derived, vectors_of, self.resident_choice)
+        layer.loads_past = self.settings.prefills_sparsely
+        return layer
 
     # -- decode
 

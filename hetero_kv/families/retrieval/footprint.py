@@ -25,6 +25,7 @@ from hetero_kv.families.retrieval.draft_attention import number_of_means
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
+from hetero_kv.families.sparse_prefill.footprint import choice_share
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
@@ -86,6 +87,7 @@ class PagedFootprint(LayerFootprint):
         packed: bytes of a key and of a value that stay packed in slots; 0 for one in the model's dtype.
         offset_bytes: bytes of a block's key offset.
         has_whole_window: whether a GPU has all tokens in its window.
+        settings: the operator's; None for a dense prefill.
     """
 
     block_size: int = 1
@@ -96,6 +98,7 @@ class PagedFootprint(LayerFootprint):
     packed: tuple[int, int] = (0, 0)
     offset_bytes: int = 0
     has_whole_window: bool = False
+    settings: PagedSettings | None = None
 
     @classmethod
     def of(
@@ -126,6 +129,7 @@ class PagedFootprint(LayerFootprint):
             ),
             offset_bytes=shape.kv_heads * FP16.bytes_per_vector(shape.k_dim) if settings.offset_keys else 0,
             has_whole_window=has_whole_window,
+            settings=settings,
         )
 
     @property
@@ -150,6 +154,7 @@ class PagedFootprint(LayerFootprint):
                 of_slot = self._slot_bytes(demand) + self.shape.kv_heads * _ID_BYTES
                 slots = min(self.slots, blocks) * of_slot
                 yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots))
+            yield choice_share(self.shape, self.settings, demand)
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)

@@ -87,7 +87,9 @@ class ShadowKVAttention(RopeCapture):
         return channels
 
     def new_cache_layer(self) -> LowRankLayer:
-        return LowRankLayer(self._sized, self._energy)
+        layer = LowRankLayer(self._sized, self._energy)
+        layer.loads_past = self.settings.prefills_sparsely
+        return layer
 
     # -- rotation
 

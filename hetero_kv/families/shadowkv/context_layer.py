@@ -219,8 +219,8 @@ class ContextLayer(GpuPrefillCache):
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
         """See GpuPrefillCache; also copies Recent into the buffer."""
         buffer = super()._loaded_buffer(keys, values)
-        if keys.is_cuda and buffer.past > buffer.first:
-            recent = slice(0, buffer.past - buffer.first)
+        if keys.is_cuda and buffer.past > self.context.length:
+            recent = slice(self.context.length - buffer.first, buffer.past - buffer.first)
             buffer.keys[:, :, recent] = self.recent_keys.entries
             buffer.values[:, :, recent] = self.recent_values.entries
         return buffer

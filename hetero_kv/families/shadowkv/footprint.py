@@ -21,6 +21,7 @@ from hetero_kv.families.shadowkv import key_factors, landmarks
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.layout import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.sparse_prefill.footprint import choice_share
 
 PARKED = register(FootprintTerm("parked", "low-rank keys that a turn may go back to (turns)", in_dram=True))
 LOW_RANK = register(FootprintTerm("low_rank", "low-rank keys, landmarks and exact chunks"))
@@ -68,6 +69,7 @@ class LowRankFootprint(LayerFootprint):
             yield MemoryShare(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 
         yield MemoryShare(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
+        yield choice_share(self.shape, self.settings, demand)
         if demand.on_gpu:
             if self.settings.refactor_above < 1:
                 parked = self.context(demand.tokens) * self.settings.most_rank

@@ -12,11 +12,14 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.device_chunk import DeviceChunk, SetsOf
+from hetero_kv.families.sparse_prefill.device_sets import HeadPatterns, flexprefill_sets, measured_patterns
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
-from hetero_kv.families.sparse_prefill.minference import MeasuredPattern
+from hetero_kv.families.sparse_prefill.minference import MeasuredPattern, Pattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 from hetero_kv.gpu_ops.attention import chunk_attention
+from hetero_kv.gpu_ops.attention_backend import obstacle_to_sets
 from hetero_kv.gpu_ops.chosen_keys import compile_for_chosen
 
 #: Patterns are searched in prompts of at least this many times `prefill_from` tokens.
@@ -40,10 +43,13 @@ class PromptAttention:
         self._operator, self._settings = operator, settings
         self._tried: list[list[MeasuredPattern]] | None = None
         self._key: str | None = None
+        #: The heads' patterns on a GPU, as for the last chunk.
+        self._placed: HeadPatterns | None = None
         #: Last queries of prompts in progress, and their dense attention: the search needs both.
         self._ends: WeakKeyDictionary[Step, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
         #: Keys that query blocks have attended to so far, and keys that they could have attended to.
-        self.attended, self.there = 0.0, 0.0
+        self.attended: float | torch.Tensor = 0.0
+        self.there = 0.0
 
     def __call__(
         self,
@@ -59,7 +65,7 @@ class PromptAttention:
         """
         settings, length = self._settings, step.length if length is None else length
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        if not settings.prefills_sparsely or length <= settings.prefill_from or not self._can(step, call.q):
+        if not settings.prefills_sparsely or length <= settings.prefill_from or not self._can(step, call):
             return self._dense(chunk)
         if settings.prefill == "minference" and self._known(chunk) is None:
             out, lse = self._dense(chunk)
@@ -83,28 +89,59 @@ class PromptAttention:
         if self._settings.prefills_sparsely and device.type == "cpu":
             compile_for_chosen(dtype, k_dim, v_dim, softcap > 0)
 
-    def _can(self, step: Step, q: torch.Tensor) -> bool:
-        """Whether the queries' device supports sparse prefill; if not, the step's first layer logs a warning."""
-        if q.device.type != "cpu" and step not in _warned:
+    def log_dense(self, step: Step, why: str) -> None:
+        """Log once for all layers of a step that its prompt attends to all tokens, and why, if that is not as set."""
+        if self._settings.prefills_sparsely and step not in _warned:
             _warned.add(step)
-            name = self._settings.prefill
-            _logger.warning("prefill %s is sparse only on a CPU; on %s prompts attend to all tokens", name, q.device)
-        return q.device.type == "cpu"
+            _logger.warning("prefill %s: this prompt attends to all tokens, because %s", self._settings.prefill, why)
+
+    def _can(self, step: Step, call: AttentionCall) -> bool:
+        """Whether the queries' device supports sparse prefill; if not, the step's first layer logs a warning."""
+        device = call.q.device.type
+        if device == "cpu":
+            return True
+        obstacle: str | None = f"it is sparse on a CPU and on CUDA, not on {device}"
+        if device == "cuda":
+            obstacle = obstacle_to_sets(call.q, call.k, call.v)
+        if obstacle is not None:
+            self.log_dense(step, obstacle)
+        return obstacle is None
 
     def _sparse(self, chunk: Chunk, length: int, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`, to chosen keys. length: tokens of the whole context; whole: see `runs_of`."""
-        out, lse, tokens = chunk.attention(self._keys_of(chunk, length), whole)
-        self._count(chunk, float(tokens.mean()))
+        if chunk.q.device.type == "cpu":
+            out, lse, tokens = chunk.attention(self._keys_of(chunk, length), whole)
+            self._count(chunk, float(tokens.mean()))
+            return out, lse
+        out, lse, attended = DeviceChunk.of(chunk).attention(self._sets_of(chunk, length), whole)
+        # On the device: nobody waits for it here.
+        self._count(chunk, attended.double().mean())
         return out, lse
 
     def _keys_of(self, chunk: Chunk, length: int) -> list[KeyLines | KeyBlocks]:
         settings = self._settings
         if settings.prefill == "flexprefill":
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_min_budget)
+        return minference.keys_of(
+            chunk, self._patterns(length), minference.matches_at(settings.prefill_matches, length)
+        )
+
+    def _sets_of(self, chunk: Chunk, length: int) -> SetsOf:
+        """As `_keys_of`, on a GPU."""
+        settings = self._settings
+        if settings.prefill == "flexprefill":
+            return lambda part, n, head: flexprefill_sets(part, n, settings.prefill_mass, settings.prefill_min_budget)
+        patterns, device = tuple(self._patterns(length)), chunk.q.device
+        placed = self._placed
+        if placed is None or placed.patterns != patterns or placed.numbers.device != device:
+            placed = self._placed = HeadPatterns.of(patterns, device)
+        matches = minference.matches_at(settings.prefill_matches, length)
+        return lambda part, n, head: placed.sets(part, n, head, matches)
+
+    def _patterns(self, length: int) -> list[Pattern]:
         assert self._tried is not None
-        price = minference.price_at(settings.error_budget, length)
-        patterns = [minference.best_pattern(head, price) for head in self._tried]
-        return minference.keys_of(chunk, patterns, minference.matches_at(settings.prefill_matches, length))
+        price = minference.price_at(self._settings.error_budget, length)
+        return [minference.best_pattern(head, price) for head in self._tried]
 
     def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`."""
@@ -113,8 +150,8 @@ class PromptAttention:
             chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, chunk.sink
         )
 
-    def _count(self, chunk: Chunk, keys: float) -> None:
-        self.attended += keys * chunk.query_blocks
+    def _count(self, chunk: Chunk, keys: float | torch.Tensor) -> None:
+        self.attended = self.attended + keys * chunk.query_blocks
         self.there += chunk.mean_keys * chunk.query_blocks
 
     @property
@@ -146,9 +183,14 @@ class PromptAttention:
             # Clones, because slices would keep the whole chunk alive.
             self._ends[step] = q.clone(), exact.clone()
         elif q.shape[2] == count:
-            self._search(chunk.seen_by(q), exact)
+            self._search(chunk, q, exact)
 
-    def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
-        self._tried = minference.measured_patterns(chunk, exact, self._settings.prefill_budget)
+    def _search(self, chunk: Chunk, q: torch.Tensor, exact: torch.Tensor) -> None:
+        """Find the heads' patterns by the prompt's last queries q and their dense attention; the chunk ends with it."""
+        budget = self._settings.prefill_budget
+        if q.device.type == "cpu":
+            self._tried = minference.measured_patterns(chunk.seen_by(q), exact, budget)
+        else:
+            self._tried = measured_patterns(DeviceChunk.of(chunk, q), exact, budget)
         assert self._key is not None
         self._file.add(self._key, self._tried, chunk.total)

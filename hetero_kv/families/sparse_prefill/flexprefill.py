@@ -12,8 +12,8 @@ from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
 
-# The paper's threshold for the square root of the Jensen-Shannon divergence.
-_NEAR = 0.1
+#: The paper's threshold for the square root of the Jensen-Shannon divergence.
+NEAR = 0.1
 
 
 def keys_of(chunk: Chunk, mass: float, least: int) -> list[KeyLines | KeyBlocks]:
@@ -22,7 +22,7 @@ def keys_of(chunk: Chunk, mass: float, least: int) -> list[KeyLines | KeyBlocks]
 
 
 def _keys(view: HeadView, mass: float, least: int) -> KeyLines | KeyBlocks:
-    if estimate_distance(view) < _NEAR:
+    if estimate_distance(view) < NEAR:
         return blocks_of_mass(view.block_scores(), mass, least)
     return view.lines_of_mass(mass, least)
 

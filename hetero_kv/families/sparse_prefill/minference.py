@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from hetero_kv.cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views, with_matched_blocks
 from hetero_kv.families.sparse_prefill.key_lists import KeyBlocks, KeyLines
+from hetero_kv.gpu_ops.host_copies import on_host
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
@@ -107,19 +108,42 @@ def measured_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[li
         exact: [batch, heads, n, v_dim], the chunk's dense attention.
         budget: the most tokens that a query block attends to.
     """
-    n = min(TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
-    tried = chunk.last(n)
-    expected = exact[:, :, -n:].float()
+    tried = chunk.last(tried_queries(chunk.n))
+    by_row = views(tried)
+
+    def attend(pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+        out, _, attended = tried.attention([pattern.keys(view) for view in by_row])
+        return out, torch.from_numpy(attended.mean(axis=0))
+
+    return best_at_some_price(attend, exact[:, :, -tried.n :].float(), budget)
+
+
+def tried_queries(n: int) -> int:
+    """The number of a chunk's last queries on which patterns are measured: whole query blocks, if there is one."""
+    return min(TRIED_QUERIES, n // QUERY_BLOCK * QUERY_BLOCK or n)
+
+
+def best_at_some_price(
+    attend: Callable[[Pattern], tuple[torch.Tensor, torch.Tensor]], expected: torch.Tensor, budget: int
+) -> list[list[MeasuredPattern]]:
+    """As `measured_patterns`, with one wait of the host for the device of `expected`.
+
+    Args:
+        attend: a pattern of all heads -> out [batch, heads, n, v_dim], and the tokens that a query block of each head
+            attended to, [heads].
+        expected: [batch, heads, n, v_dim] float32, the dense attention.
+        budget: as for `measured_patterns`.
+    """
     # If all outputs are zero, the errors are zero too: the smallest positive mean avoids 0 / 0.
     mean = (expected.square().sum() / expected.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
-    by_row, heads = views(tried), expected.shape[1]
-    found: list[list[MeasuredPattern]] = [[] for _ in range(heads)]
-    for pattern in candidates(budget):
-        out, _, attended = tried.attention([pattern.keys(view) for view in by_row])
-        errors = ((out.float() - expected).square().sum(dim=(0, 2, 3)) / mean).tolist()
-        for head, error, tokens in zip(range(heads), errors, attended.mean(axis=0).tolist(), strict=True):
-            found[head].append(MeasuredPattern(pattern, error, tokens))
-    return [lower_convex_hull(each) for each in found]
+    tried, results = candidates(budget), []
+    for pattern in tried:
+        out, tokens = attend(pattern)
+        errors = (out.float() - expected).square().sum(dim=(0, 2, 3)) / mean
+        results.append(torch.stack([errors.double(), tokens.double()]))
+    (numbers,) = on_host(torch.stack(results, dim=2))
+    measured = (zip(tried, *each, strict=True) for each in numbers.transpose(0, 1).tolist())
+    return [lower_convex_hull([MeasuredPattern(*each) for each in of_head]) for of_head in measured]
 
 
 def lower_convex_hull(tried: Sequence[MeasuredPattern]) -> list[MeasuredPattern]:

@@ -85,7 +85,9 @@ class TokenRetrievalAttention(ExactPrefill):
         return TOKEN_RETRIEVAL.settings_class_for(kwargs)
 
     def new_cache_layer(self) -> TokenRetrievalLayer:
-        return TokenRetrievalLayer(self.settings, self.chooser)
+        layer = TokenRetrievalLayer(self.settings, self.chooser)
+        layer.loads_past = self.settings.prefills_sparsely
+        return layer
 
     # -- prompts
 

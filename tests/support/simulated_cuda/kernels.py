@@ -29,6 +29,7 @@ from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
+from tests.support.simulated_cuda import sparse_prompts
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
 from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu
@@ -210,6 +211,7 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_score_blocks": _score_blocks,
     "_choose_blocks": _choose_blocks,
     "_attend_resident": _attend_resident,
+    **sparse_prompts.DEFINITIONS,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -236,6 +238,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_score_blocks": ("scores",),
     "_choose_blocks": ("chosen",),
     "_attend_resident": ("keys", "values", "sent_k", "sent_v", "lse", "out"),
+    **sparse_prompts.WRITTEN,
 }
 
 
