@@ -3,12 +3,13 @@
     python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks] [--only TEXT;TEXT]
     python -m benchmarks.gpu --device cpu --tiny        # everything at sizes that take seconds on a CPU
 
-First the checks of exactness, sets and kernels of `benchmarks.gpu_check`; then, with random weights of the shape of
-Llama 3.1 8B in bfloat16:
+First the checks of exactness, sets, sparse prefill and kernels of `benchmarks.gpu_check`; then, with random weights of
+the shape of Llama 3.1 8B in bfloat16:
 
 - decoding after a million random keys and values, in 8 of the 32 layers (`quest`)
 - prefill and decode at 32K tokens with weights packed in Q4_0 (`ktransformers`)
-- prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows
+- prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows, with a
+  sparse prefill too (`minference`; a random model's heads take the largest pattern)
 - decoding after 32K and 128K random keys and values (`quest`), by the CPU and with `attend_on: gpu`
 - ShadowKV by batch at 16K tokens, compared with the untouched model
 
@@ -33,12 +34,14 @@ from benchmarks import gpu_check
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.gpu_speed.budget import Budget, TimeUp
 from benchmarks.gpu_speed.measurements import RESIDENT, K, Measurements
-from benchmarks.gpu_speed.subject import SpeedRow
+from benchmarks.gpu_speed.subject import UNTOUCHED, SpeedRow
 from hetero_kv.errors import OutOfMemoryError
 
-_CHECKED = ("exactness", "sets", "kernels")
+_CHECKED = ("exactness", "sets", "sparse", "kernels")
 #: Name and tokens of a row -> the most milliseconds per token, and bytes on the GPU.
 GOALS = {(f"quest{RESIDENT}", 128 * K): (12.5, 24e9)}
+#: Name and tokens of a row -> the most of the untouched model's prefill time, which is by flash attention.
+PREFILL_GOALS = {("minference", 128 * K): 0.5}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,6 +105,17 @@ def verdicts(rows: list[SpeedRow]) -> list[str]:
             f"goal: {row.name}, {row.tokens:,} tokens: at most {most} ms per token and {memory / 1e9:.0f} GB; "
             f"{row.milliseconds:.2f} ms and {used / 1e9:.1f} GB: {verdict}"
         )
+    untouched = {(row.tokens, row.layers, row.batch): row.prefill for row in rows if row.name == UNTOUCHED}
+    for row in rows:
+        most, dense = PREFILL_GOALS.get((row.name, row.tokens)), untouched.get((row.tokens, row.layers, row.batch))
+        if most is None or not row.prefill:
+            continue
+        goal = f"goal: {row.name}, {row.tokens:,} tokens: at most {most} times the untouched model's prefill time"
+        if not dense:
+            lines.append(f"{goal}; no verdict, because that was not measured")
+            continue
+        share = dense / row.prefill
+        lines.append(f"{goal}; {share:.2f} times: {'met' if share <= most else 'missed'}")
     return lines
 
 

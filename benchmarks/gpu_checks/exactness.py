@@ -32,6 +32,15 @@ def _with(operator: str, **kwargs: Any) -> list[dict[str, Any]]:
 def variants(full_rank: int) -> dict[str, tuple[str, list[dict[str, Any]], str]]:
     """Name -> model type, rules, storage type."""
     found = {"dense": ("llama", _with("RetrievalAttention", top_k_blocks="all", **_WINDOWS), "FP16")}
+    # A sparse prefill that is to reach all of the attention.
+    sparse = {
+        "prefill": "flexprefill",
+        "prefill_mass": 1.0,
+        "prefill_from": 64,
+        "prefill_last": 0,
+        "top_k_blocks": "all",
+    }
+    found["RetrievalAttention, flexprefill"] = ("llama", _with("RetrievalAttention", **sparse, **_WINDOWS), "FP16")
     kinds = [(kind, "FP16") for kind in representatives.names()]
     kinds += [(representatives.names()[0], kv_type) for kv_type in storage.names() if kv_type != "FP16"]
     for kind, kv_type in kinds:

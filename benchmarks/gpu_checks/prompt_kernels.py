@@ -1,4 +1,5 @@
-"""Compares the Triton kernels of prompts, attention and its column sums, with the torch functions that define them."""
+"""Compares the Triton kernels of prompts with the torch functions that define them: attention, dense and sparse, and
+what is read of it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,17 @@ import torch
 from benchmarks.gpu_checks.setting import HALF, Setting
 from hetero_kv.gpu_ops.column_sums import column_sums, column_sums_in_torch
 from hetero_kv.gpu_ops.flash import flash_attention, flash_attention_in_torch
+from hetero_kv.gpu_ops.key_sets import KeySets
+from hetero_kv.gpu_ops.query_scores import (
+    attention_by_line,
+    last_places,
+    line_sums_in_torch,
+    logsumexp_in_torch,
+    sampled_places,
+    unseen_attention,
+    unseen_shares_in_torch,
+)
+from hetero_kv.gpu_ops.set_attention import set_attention, set_attention_in_torch
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 #: Soft-capping, window, and whether there are learned sinks.
@@ -48,7 +60,50 @@ def prompt_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
             4.0 if dtype in HALF else 200.0,
         )
     )
-    return cases
+    return [*cases, *_sparse_cases(setting, q, parts, sinks)]
+
+
+def _sparse_cases(
+    setting: Setting, q: torch.Tensor, parts: tuple[torch.Tensor, ...], sinks: torch.Tensor
+) -> list[Case]:
+    """Cases of a sparse prefill: attention to sets of keys, and the scores by which keys are chosen."""
+    (past_k, past_v, k, v), rules = parts, (q.shape[3] ** -0.5, None)
+    (batch, heads, n), past = q.shape[:3], past_k.shape[2]
+    tokens, distances = (torch.rand(batch, heads, past + n, device=q.device) < share for share in (0.05, 0.01))
+    distances[..., 0] = True
+    blocks = torch.rand(batch, heads, -(-n // 64), -(-(past + n) // 64), device=q.device).argsort(dim=3).int()[..., :3]
+    counts = torch.full(blocks.shape[:3], blocks.shape[3], dtype=torch.int32, device=q.device)
+    sets = KeySets.of(tokens, distances, blocks, counts, past, n)
+    roundings = 4.0 if q.dtype in HALF else 50.0
+    arguments = q, past_k, past_v, k, v, sets, *rules, sinks
+    lasts, samples = last_places(n, q.device), sampled_places(n, q.device)
+
+    def lines() -> torch.Tensor:
+        lse = logsumexp_in_torch(q, past_k, k, lasts, past, *rules)
+        return torch.stack(line_sums_in_torch(q, past_k, k, lse, past, *rules))
+
+    def unseen() -> torch.Tensor:
+        lse = logsumexp_in_torch(q, past_k, k, samples, past, *rules)
+        return unseen_shares_in_torch(q, past_k, k, samples, lse, sets, *rules)
+
+    def lines_by_kernels() -> torch.Tensor:
+        return torch.stack(attention_by_line(q, past_k, k, past, *rules))
+
+    return [
+        (
+            "sparse attention of a prompt, with sinks",
+            _first(set_attention if setting.on_gpu else set_attention_in_torch, arguments),
+            _first(set_attention_in_torch, arguments),
+            roundings,
+        ),
+        ("attention by token and distance", lines_by_kernels if setting.on_gpu else lines, lines, 4 * roundings),
+        (
+            "attention outside the lines",
+            (lambda: unseen_attention(q, past_k, k, sets, *rules)) if setting.on_gpu else unseen,
+            unseen,
+            4 * roundings,
+        ),
+    ]
 
 
 def _first(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:

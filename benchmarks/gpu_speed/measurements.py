@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_checks.long_prompt import LLAMA_8B, RECIPES, TINY
 from benchmarks.gpu_checks.setting import Setting, random_model
 from benchmarks.gpu_speed.packed_model import packed_model
-from benchmarks.gpu_speed.subject import UNTOUCHED, SpeedRow, SpeedSubject
+from benchmarks.gpu_speed.subject import SEARCHING, UNTOUCHED, SpeedRow, SpeedSubject
 
 K = 1024
 #: Layers of the model with a million tokens: all 32 would take 137 GB of DRAM in FP16.
@@ -21,6 +21,8 @@ FEW_LAYERS = 8
 _PACKED = "Q4_0"
 #: Pessimistic tokens/s of prefilling, and of filling a layer, that are assumed before the first measurement.
 _PREFILL, _FILL = 1500.0, 200_000.0
+# Settings of a sparse prefill with which even a short prompt leaves keys out.
+_SHORT = {"prefill_from": 64, "prefill_last": 32, "prefill_budget": 128}
 #: Follows the recipe's name where the GPU attends to the blocks, too.
 RESIDENT = ", attend_on: gpu"
 #: From here on attention costs more than the weights of an 8B model.
@@ -96,7 +98,10 @@ class Measurements:
         for batch in sizes.batches:
             yield from (self._prefilled(subject, name, sizes.batched, batch) for name in ("shadowkv", UNTOUCHED))
         for tokens in sizes.prefilled[1:]:
-            yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
+            yield self._prefilled(subject, UNTOUCHED, tokens)
+        yield self._prefilled(subject, SEARCHING, sizes.prefilled[-1])
+        for tokens in sizes.prefilled[1:]:
+            yield from (self._prefilled(subject, name, tokens) for name in ("ktransformers", "shadowkv"))
 
     def learn(self, row: SpeedRow) -> None:
         """Improve the estimates by a measured row."""
@@ -112,7 +117,7 @@ class Measurements:
         return SpeedSubject(self.setting, packed_model(self.setting, _PACKED, **shape), self.sizes.decoded, _PACKED)
 
     def _settings(self, recipe: str) -> dict[str, Any]:
-        short = RECIPES.get(recipe, {}) if self.setting.tiny else {}
+        short = {**RECIPES, SEARCHING: _SHORT}.get(recipe, {}) if self.setting.tiny else {}
         return {} if recipe == UNTOUCHED else {**short, "chunk_size": 128 if self.setting.tiny else 4 * K}
 
     def _prefilled(self, subject: SpeedSubject, recipe: str, tokens: int, batch: int = 1) -> GpuMeasurement:

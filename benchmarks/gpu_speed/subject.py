@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache
@@ -17,8 +20,13 @@ from benchmarks.gpu_checks.setting import Setting, random_tokens, synchronise
 from benchmarks.gpu_speed.step_parts import shares, timed
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.sparse_prefill.known_patterns import ENVIRONMENT_VARIABLE
 
 UNTOUCHED = "untouched"
+#: The recipe whose first prompt searches patterns of the heads.
+SEARCHING = "minference"
+# That prompt's tokens, in those up to which a prompt is dense.
+_SEARCHED_IN = 4
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,11 @@ class SpeedSubject:
         """Measure a prompt of `tokens` in each of `batch` rows, and decoding after it."""
         with self._under(recipe, tokens, settings) as cache:
             prompt = random_tokens(self.setting, tokens * batch, 1, self.vocabulary).view(batch, tokens)
+            if recipe == SEARCHING:
+                operator = next(iter(self.model.hetero_kv_injection.attention_operators()))
+                searched = prompt[:, : _SEARCHED_IN * operator.settings.prefill_from]
+                self.model(searched, past_key_values=cache, logits_to_keep=1)
+                cache.reset()
             start = self._now()
             logits = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits
             seconds = self._now() - start
@@ -140,6 +153,10 @@ class SpeedSubject:
     def _under(self, recipe: str, tokens: int, settings: dict[str, Any]) -> Iterator[Any]:
         """A new cache of the model under a recipe; then the model is untouched, and memory free."""
         capacity = tokens + 2 * self.decoded + 2
+        with TemporaryDirectory() as folder, patch.dict(os.environ, {ENVIRONMENT_VARIABLE: folder}):
+            yield from self._under_rules(recipe, capacity, settings)
+
+    def _under_rules(self, recipe: str, capacity: int, settings: dict[str, Any]) -> Iterator[Any]:
         try:
             if recipe == UNTOUCHED:
                 cache: Any = DynamicCache(config=self.model.config)

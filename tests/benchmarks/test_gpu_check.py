@@ -76,7 +76,7 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
 @pytest.mark.cuda
 def test_it_runs_on_a_gpu(capsys):
     with device_called("cuda"):
-        assert gpu_check.main(["--tiny", "--only", "kernels,sets"]) == 0
+        assert gpu_check.main(["--tiny", "--only", "kernels,sets,sparse"]) == 0
         # What is page-locked is released while there is a device.
         gc.collect()
     told = capsys.readouterr().out
@@ -84,6 +84,9 @@ def test_it_runs_on_a_gpu(capsys):
     for kernel in (
         "attention of a prompt, windowed, with sinks, float32",
         "what keys receive of a prompt's attention, float16",
+        "sparse attention of a prompt, with sinks, bfloat16",
+        "attention by token and distance, float32",
+        "attention outside the lines, float16",
         "an entry written, bfloat16",
         "all entries but the lowest, float32",
         "entries gathered, bfloat16",
@@ -93,6 +96,8 @@ def test_it_runs_on_a_gpu(capsys):
         "an evicted entry merged, bfloat16",
     ):
         assert f"pass  kernels: {kernel}" in told
+    for recipe in ("minference", "flexprefill"):
+        assert f"pass  sparse: sparse prefill's sets, {recipe}" in told
     for name in FORMATS:
         assert all(f"pass  kernels: {what}, {name}, bfloat16" in told for what in PACKED)
     assert " 0 failed, 0 left out" in told

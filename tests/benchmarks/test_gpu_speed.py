@@ -34,7 +34,7 @@ def test_everything_is_measured_at_tiny_size(device, tmp_path, capsys):
     assert (found["failed"], found["left_out"]) == ([], {})
     by_batch = {(name, batch) for name in ("untouched", "shadowkv") for batch in (1, 2)}
     assert {(row["name"], row["batch"]) for row in found["rows"]} == by_batch | {
-        ("ktransformers", 1), ("ktransformers, Q4_0", 1), ("quest", 1),
+        ("ktransformers", 1), ("ktransformers, Q4_0", 1), ("quest", 1), ("minference", 1),
         *([("quest, attend_on: gpu", 1)] if device == "cuda" else []),
     }  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in found["rows"])
@@ -50,6 +50,15 @@ def test_a_row_with_a_goal_has_a_verdict():
     slower, larger = replace(row, milliseconds=most + 0.1), replace(row, gpu_bytes=int(memory) + 1)
     found = gpu.verdicts([ROW, row, slower, larger])
     assert [line.rpartition(": ")[2] for line in found] == ["met", "missed", "missed"]
+
+
+def test_a_sparse_prefill_has_a_verdict_beside_the_untouched_models():
+    (name, tokens), most = next(iter(gpu.PREFILL_GOALS.items()))
+    untouched = replace(ROW, name="untouched", tokens=tokens, prefill=1000.0)
+    fast, slow = (replace(ROW, name=name, tokens=tokens, prefill=1000.0 / share) for share in (most, most + 0.01))
+    assert [line.rpartition(": ")[2] for line in gpu.verdicts([untouched, fast, slow])] == ["met", "missed"]
+    assert gpu.verdicts([fast])[0].endswith("no verdict, because that was not measured")
+    assert gpu.verdicts([untouched, replace(fast, tokens=tokens // 2)]) == []
 
 
 def ran(measurements, words=()):

@@ -12,6 +12,27 @@ _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
     Mutation(
+        "a last block of few queries sees what a whole one would see",
+        "gpu_ops/key_sets.py",
+        "widths = [QUERY_BLOCK, n % QUERY_BLOCK] if",
+        "widths = [QUERY_BLOCK, QUERY_BLOCK] if",
+        ("tests/gpu_ops/test_key_sets.py::test_sets_are_the_runs_of_a_cpu",),
+    ),
+    Mutation(
+        "a line that a slash covers counts twice",
+        "gpu_ops/triton_kernels/set_attention.py",
+        "        is_again = tl.load(is_offset + (stop - 1 - place)) != 0\n",
+        "        is_again = place < 0\n",
+        ("tests/gpu_ops/test_triton_kernels.py::test_attention_to_sets_is_that_in_float64",),
+    ),
+    Mutation(
+        "a later turn on a GPU attends to all stored tokens, whatever its prefill",
+        "hetero_kv/families/gpu_prefill/layer.py",
+        "0 if self.loads_past else self.tokens_in_pieces",
+        "self.tokens_in_pieces",
+        ("tests/families/test_sparse_prefill_on_cuda.py::test_later_turns_are_as_sparse_as_on_a_cpu",),
+    ),
+    Mutation(
         "blocks that a crop took from the Context stay in their slots",
         "hetero_kv/families/retrieval/resident_context.py",
         "            self._ids.masked_fill_(self._ids >= context, NONE)\n",

@@ -183,15 +183,15 @@ PROMPTS = (
     Mutation(
         "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",
         "hetero_kv/families/sparse_prefill/attention.py",
-        "minference.price_at(settings.error_budget, length)",
-        "minference.price_at(settings.error_budget, chunk.total)",
+        "minference.keys_of(chunk, self._patterns(length),",
+        "minference.keys_of(chunk, self._patterns(chunk.total),",
         ("tests/families/test_sparse_prefill.py::test_all_chunks_of_a_prompt_have_one_price",),
     ),
     Mutation(
         "patterns are searched by the last chunk of a prompt, however few queries it has",
         "hetero_kv/families/sparse_prefill/attention.py",
-        "        elif q.shape[2] == count:\n            self._search(chunk.seen_by(q), exact)\n",
-        "        else:\n            self._search(chunk, exact[:, :, -chunk.n :])\n",
+        "        elif q.shape[2] == count:\n            self._search(chunk, q, exact)\n",
+        "        else:\n            self._search(chunk, chunk.q, exact[:, :, -chunk.n :])\n",
         (
             "tests/families/test_prefill_patterns.py"
             "::test_patterns_are_searched_by_a_prompts_last_queries_in_whatever_chunks_they_are",

@@ -122,9 +122,8 @@ class PromptAttention:
         settings = self._settings
         if settings.prefill == "flexprefill":
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_min_budget)
-        return minference.keys_of(
-            chunk, self._patterns(length), minference.matches_at(settings.prefill_matches, length)
-        )
+        matches = minference.matches_at(settings.prefill_matches, length)
+        return minference.keys_of(chunk, self._patterns(length), matches)
 
     def _sets_of(self, chunk: Chunk, length: int) -> SetsOf:
         """As `_keys_of`, on a GPU."""
