@@ -42,21 +42,22 @@ def unseen_attention(
 ) -> torch.Tensor:
     """The attention of each key block's keys outside a query block's lines: its largest share of a sampled query's.
 
-    As `cpu_ops.matched_blocks.matched_blocks`, for all rows and heads, by Triton kernels on CUDA. The lines are the
+    As `cpu_ops.matched_blocks.matched_blocks`, for all rows and heads, by a Triton kernel on CUDA. The lines are the
     tokens and offsets of `sets`.
 
     Args:
         q: [batch, kv_heads * group, n, k_dim], the queries of `sets`.
         past_k, k, scale, softcap: as for `attention_by_line`.
 
-    Returns [batch, kv_heads * group, query blocks, key blocks] float32, shares of a query's attention.
+    Returns [batch, kv_heads * group, query blocks, key blocks] float32, the logarithms of shares; -inf for none.
     """
     from hetero_kv.gpu_ops.triton_kernels import query_scores as kernels
 
     with torch.cuda.device(q.device):
         places = sampled_places(sets.n, q.device)
-        lse = kernels.logsumexp(q, past_k, k, places, sets.first, scale, softcap)
-        return kernels.unseen_shares(q, past_k, k, places, lse, sets, scale, softcap)
+        lse, unseen = kernels.unseen_logsumexp(q, past_k, k, places, sets, scale, softcap)
+        shares = (unseen - lse[:, :, None]).unflatten(3, (-1, SAMPLED_QUERIES)).amax(dim=4)
+        return shares.transpose(2, 3)
 
 
 def last_places(n: int, device: torch.device) -> torch.Tensor:
@@ -95,18 +96,22 @@ def line_sums_in_torch(
     return shares.sum(dim=2), by_distance
 
 
-def unseen_shares_in_torch(
-    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, places: torch.Tensor, lse: torch.Tensor, sets: KeySets,
-    scale: float, softcap: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """The definition of `unseen_attention`, on any device, from the log-sum-exp of the sampled queries."""
+def unseen_logsumexp_in_torch(
+    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, places: torch.Tensor, sets: KeySets, scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of the sampled queries at `places`, as many of each query block, on any device.
+
+    Returns the log-sum-exp of all keys [batch, heads, places], and of the keys of each block outside the lines,
+    [batch, heads, key blocks, places].
+    """
     scores = _scores(q, past_k, k, places, sets.first, scale, softcap)[..., : sets.total]
-    shares = torch.exp(scores - lse[..., None])
-    shares.masked_fill_(sets.seen_by_line().repeat_interleave(SAMPLED_QUERIES, dim=2), 0.0)
+    seen = sets.seen_by_line().repeat_interleave(len(places) // sets.query_blocks, dim=2)
     key_blocks = -(-sets.total // QUERY_BLOCK)
-    padded = torch.nn.functional.pad(shares, (0, key_blocks * QUERY_BLOCK - sets.total))
-    by_block = padded.unflatten(-1, (key_blocks, QUERY_BLOCK)).sum(dim=-1)
-    return by_block.unflatten(2, (-1, SAMPLED_QUERIES)).amax(dim=3)
+    rest = key_blocks * QUERY_BLOCK - sets.total
+    padded = torch.nn.functional.pad(scores.masked_fill(seen, float("-inf")), (0, rest), value=float("-inf"))
+    unseen = padded.unflatten(-1, (key_blocks, QUERY_BLOCK)).logsumexp(dim=-1)
+    return scores.logsumexp(dim=-1), unseen.transpose(2, 3)
 
 
 def _scores(

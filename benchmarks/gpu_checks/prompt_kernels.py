@@ -13,13 +13,14 @@ from hetero_kv.gpu_ops.column_sums import column_sums, column_sums_in_torch
 from hetero_kv.gpu_ops.flash import flash_attention, flash_attention_in_torch
 from hetero_kv.gpu_ops.key_sets import KeySets
 from hetero_kv.gpu_ops.query_scores import (
+    SAMPLED_QUERIES,
     attention_by_line,
     last_places,
     line_sums_in_torch,
     logsumexp_in_torch,
     sampled_places,
     unseen_attention,
-    unseen_shares_in_torch,
+    unseen_logsumexp_in_torch,
 )
 from hetero_kv.gpu_ops.set_attention import set_attention, set_attention_in_torch
 
@@ -83,8 +84,8 @@ def _sparse_cases(
         return torch.stack(line_sums_in_torch(q, past_k, k, lse, past, *rules))
 
     def unseen() -> torch.Tensor:
-        lse = logsumexp_in_torch(q, past_k, k, samples, past, *rules)
-        return unseen_shares_in_torch(q, past_k, k, samples, lse, sets, *rules)
+        lse, by_block = unseen_logsumexp_in_torch(q, past_k, k, samples, sets, *rules)
+        return (by_block - lse[:, :, None]).unflatten(3, (-1, SAMPLED_QUERIES)).amax(dim=4).transpose(2, 3).exp()
 
     def lines_by_kernels() -> torch.Tensor:
         return torch.stack(attention_by_line(q, past_k, k, past, *rules))
@@ -99,7 +100,7 @@ def _sparse_cases(
         ("attention by token and distance", lines_by_kernels if setting.on_gpu else lines, lines, 4 * roundings),
         (
             "attention outside the lines",
-            (lambda: unseen_attention(q, past_k, k, sets, *rules)) if setting.on_gpu else unseen,
+            (lambda: unseen_attention(q, past_k, k, sets, *rules).exp()) if setting.on_gpu else unseen,
             unseen,
             4 * roundings,
         ),

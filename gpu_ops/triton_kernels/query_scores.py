@@ -11,7 +11,7 @@ from hetero_kv.gpu_ops.key_sets import KeySets
 from hetero_kv.gpu_ops.triton_kernels.products import multiplies_halves, precision_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
-# Keys of a program that finds log-sum-exps.
+# Keys of a program that finds log-sum-exps, whole blocks.
 _SHARE = 2048
 
 
@@ -103,51 +103,59 @@ def _line_sums(
     tl.store(by_place + written * (2 * BLOCK) + place, tl.sum(moved, 0))
 
 
-@triton.jit(do_not_specialize=["n", "first", "past", "total", "count", "length", "offset_length"])
-def _unseen_shares(
-    q, past_k, k, places, lse, is_token, is_offset, out, n, first, past, total, count, length, offset_length, scale,
-    softcap, heads, group, q0, q1, q2, pk0, pk1, pk2, k0, k1, k2,
-    K_DIM: tl.constexpr, SOFTCAPPED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    SAMPLES: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "first", "past", "total", "count", "length", "offset_length", "key_blocks"])
+def _unseen_logsumexp(
+    q, past_k, k, places, is_token, is_offset, out, unseen, n, first, past, total, count, length, offset_length,
+    key_blocks, scale, softcap, heads, group, q0, q1, q2, pk0, pk1, pk2, k0, k1, k2,
+    K_DIM: tl.constexpr, SOFTCAPPED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLES: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys against a tile of sampled queries, `SAMPLES` of each query block."""
-    each = tl.program_id(2).to(tl.int64)
+    """As `_logsumexp`, of `SAMPLES` queries of each query block, and of the keys of each block outside their lines."""
+    split, each = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row, head = each // heads, each % heads
     index, k_at = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_K)
     is_query, query_blocks = index < count, tl.cdiv(n, BLOCK)
     query = tl.load(places + index, mask=is_query, other=0)
     position, block = first + query, index // SAMPLES
-    share = tl.zeros([BLOCK_QUERIES], tl.float32)
-    first_token = tl.program_id(0) * BLOCK
-    if first_token <= tl.max(position, 0):
-        queries = tl.load(
-            q + row * q0 + head * q1 + query.to(tl.int64)[:, None] * q2 + k_at[None, :],
-            mask=(k_at < K_DIM)[None, :],
-            other=0.0,
-        )
-        normaliser = tl.load(lse + each * count + index, mask=is_query, other=0.0) * LOG2_E
-        past_k, k = past_k + row * pk0 + head // group * pk1, k + row * k0 + head // group * k1
-        stop = first + tl.minimum((block + 1) * BLOCK, n)
-        of_block = is_offset + each * offset_length + tl.zeros([BLOCK_QUERIES], tl.int64)
-        if RAGGED:
-            # The last block has fewer queries, and offsets of its own.
-            variant = tl.num_programs(2).to(tl.int64) * offset_length
-            of_block += tl.where(block == query_blocks - 1, variant, 0)
-        for part in range(BLOCK // BLOCK_KEYS):
-            token = first_token + part * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    # No mask: rows of the tile behind the last query repeat the first one, and are not stored.
+    queries = tl.load(
+        q + row * q0 + head * q1 + query.to(tl.int64)[:, None] * q2 + k_at[None, :],
+        mask=(k_at < K_DIM)[None, :],
+        other=0.0,
+    )
+    past_k, k = past_k + row * pk0 + head // group * pk1, k + row * k0 + head // group * k1
+    is_token += each * length
+    last = first + tl.minimum((block + 1) * BLOCK, n) - 1
+    of_block = is_offset + each * offset_length + tl.zeros([BLOCK_QUERIES], tl.int64)
+    if RAGGED:
+        # The last block has fewer queries, and offsets of its own.
+        of_block += tl.where(block == query_blocks - 1, tl.num_programs(2).to(tl.int64) * offset_length, 0)
+    largest = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_QUERIES], tl.float32)
+    for start in range(split * SHARE, tl.minimum((split + 1) * SHARE, tl.max(position, 0) + 1), BLOCK):
+        free = tl.zeros([BLOCK_QUERIES], tl.float32)
+        for part in tl.static_range(BLOCK // BLOCK_KEYS):
+            token = start + part * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
             scores = _scores(
                 queries, token, position, past_k, k, past, total, pk2, k2, scale, softcap, k_at,
                 K_DIM, SOFTCAPPED, PRECISION,
             )  # fmt: skip
-            away = tl.maximum(stop[:, None] - 1 - token[None, :], 0)
-            is_listed = tl.load(is_token + each * length + tl.minimum(token, length - 1)) != 0
-            is_near = tl.load(of_block[:, None] + away) != 0
-            shares = tl.exp2(scores - normaliser[:, None])
-            share += tl.sum(tl.where(is_listed[None, :] | is_near, 0.0, shares), 1)
-    best = tl.max(tl.reshape(share, [BLOCK_QUERIES // SAMPLES, SAMPLES]), 1)
-    number = tl.program_id(1) * (BLOCK_QUERIES // SAMPLES) + tl.arange(0, BLOCK_QUERIES // SAMPLES)
-    written = (each * query_blocks + number) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(out + written, best, mask=number < query_blocks)
+            is_listed = tl.load(is_token + tl.minimum(token, length - 1)) != 0
+            is_near = tl.load(of_block[:, None] + tl.maximum(last[:, None] - token[None, :], 0)) != 0
+            highest = tl.maximum(largest, tl.max(scores, 1))
+            # For a query that has seen nothing yet this is exp2(-inf - 0), not exp2(nan).
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            shrunk, weights = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
+            weight = weight * shrunk + tl.sum(weights, 1)
+            free = free * shrunk + tl.sum(tl.where(is_listed[None, :] | is_near, 0.0, weights), 1)
+            largest = highest
+        is_some = free > 0
+        logarithm = tl.where(is_some, (largest + tl.log2(tl.where(is_some, free, 1.0))) / LOG2_E, float("-inf"))
+        tl.store(unseen + (each * key_blocks + start // BLOCK) * count + index, logarithm, mask=is_query)
+    is_some = weight > 0
+    logarithm = tl.where(is_some, (largest + tl.log2(tl.where(is_some, weight, 1.0))) / LOG2_E, float("-inf"))
+    tl.store(out + (each * tl.num_programs(0) + split) * count + index, logarithm, mask=is_query)
 
 
 def logsumexp(
@@ -193,25 +201,26 @@ def line_sums(
     return by_token.sum(dim=2), sums[..., :total].flip(-1)
 
 
-def unseen_shares(
-    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, places: torch.Tensor, lse: torch.Tensor, sets: KeySets,
-    scale: float, softcap: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """As `gpu_ops.query_scores.unseen_shares_in_torch`, for tensors with a contiguous last dimension."""
+def unseen_logsumexp(
+    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, places: torch.Tensor, sets: KeySets, scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `gpu_ops.query_scores.unseen_logsumexp_in_torch`, for tensors with a contiguous last dimension."""
     batch, heads, _, k_dim = q.shape
     count, total = places.shape[0], past_k.shape[2] + k.shape[2]
     block_k, queries, keys = _tile(q, k_dim, count)
-    key_blocks = triton.cdiv(sets.total, QUERY_BLOCK)
-    shares = torch.empty(batch, heads, sets.query_blocks, key_blocks, dtype=torch.float32, device=q.device)
-    _unseen_shares[(key_blocks, triton.cdiv(count, queries), batch * heads)](
-        q, past_k, k, places, lse.contiguous(), sets.tokens, sets.offsets, shares, sets.n, sets.first,
-        past_k.shape[2], total, count, sets.tokens.shape[2], sets.offsets.shape[3], scale, softcap or 0.0, heads,
+    splits, key_blocks = triton.cdiv(total, _SHARE), triton.cdiv(sets.total, QUERY_BLOCK)
+    parts = torch.empty(batch, heads, splits, count, dtype=torch.float32, device=q.device)
+    unseen = torch.full((batch, heads, key_blocks, count), float("-inf"), dtype=torch.float32, device=q.device)
+    _unseen_logsumexp[(splits, triton.cdiv(count, queries), batch * heads)](
+        q, past_k, k, places, sets.tokens, sets.offsets, parts, unseen, sets.n, sets.first, past_k.shape[2], total,
+        count, sets.tokens.shape[2], sets.offsets.shape[3], key_blocks, scale, softcap or 0.0, heads,
         heads // k.shape[1], *q.stride()[:3], *past_k.stride()[:3], *k.stride()[:3],
-        K_DIM=k_dim, SOFTCAPPED=bool(softcap), RAGGED=len(sets.offsets) > 1, PRECISION=precision_of(q),
-        BLOCK=QUERY_BLOCK, SAMPLES=count // sets.query_blocks, BLOCK_QUERIES=queries, BLOCK_KEYS=keys, BLOCK_K=block_k,
-        num_stages=1,
+        K_DIM=k_dim, SOFTCAPPED=bool(softcap), RAGGED=len(sets.offsets) > 1, PRECISION=precision_of(q), SHARE=_SHARE,
+        BLOCK=QUERY_BLOCK, SAMPLES=count // sets.query_blocks, BLOCK_QUERIES=queries, BLOCK_KEYS=keys,
+        BLOCK_K=block_k, num_stages=2,
     )  # fmt: skip
-    return shares
+    return parts.logsumexp(dim=2), unseen
 
 
 def _tile(q: torch.Tensor, k_dim: int, count: int) -> tuple[int, int, int]:

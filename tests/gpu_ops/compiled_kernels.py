@@ -100,7 +100,7 @@ def scoring_queries(dtype: torch.dtype, dim: int, n: int, kernel: str, softcap: 
     return {
         "logsumexp": lambda: query_scores.logsumexp(q, keys, own, places, 300, 0.1, softcap),
         "lines": lambda: query_scores.line_sums(q, keys, own, lse, 300, 0.1, softcap),
-        "unseen": lambda: query_scores.unseen_shares(q, keys, own, places, lse, sets_of(n, 300 + n), 0.1, softcap),
+        "unseen": lambda: query_scores.unseen_logsumexp(q, keys, own, places, sets_of(n, 300 + n), 0.1, softcap),
     }[kernel]
 
 

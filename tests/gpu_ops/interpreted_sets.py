@@ -85,20 +85,21 @@ def attended(dtype: torch.dtype, case: SparseChunk) -> tuple[float, float, bool]
 
 
 def scored(dtype: torch.dtype, case: SparseChunk) -> list[float]:
-    """Of log-sum-exps, of sums by token and by distance, and of unseen shares."""
+    """Of log-sum-exps, of sums by token and by distance, and of unseen weights."""
     q, past_k, _, k, _ = _tensors(dtype, case)
     sets, first, rules = _sets(case), case.first, (0.3, case.softcap)
     tensors, exact = (q, past_k, k), [each.double() for each in (q, past_k, k)]
-    places, samples = query_scores.last_places(case.n, q.device), query_scores.sampled_places(case.n, q.device)
-    found: list[Any] = []
-    for which in (places, samples):
-        lse = query_scores.logsumexp_in_torch(*exact, which, first, *rules)
-        found.append((score_kernels.logsumexp(*tensors, which, first, *rules), lse))
-    lasts, sampled = (lse for _, lse in found)
-    by_line = score_kernels.line_sums(*tensors, lasts.float(), first, *rules)
-    found += zip(by_line, query_scores.line_sums_in_torch(*exact, lasts, first, *rules), strict=True)
-    unseen = score_kernels.unseen_shares(*tensors, samples, sampled.float(), sets, *rules)
-    found.append((unseen, query_scores.unseen_shares_in_torch(*exact, samples, sampled, sets, *rules)))
+    lasts, samples = query_scores.last_places(case.n, q.device), query_scores.sampled_places(case.n, q.device)
+    lse = query_scores.logsumexp_in_torch(*exact, lasts, first, *rules)
+    found = [(score_kernels.logsumexp(*tensors, lasts, first, *rules), lse)]
+    by_line = score_kernels.line_sums(*tensors, lse.float(), first, *rules)
+    found += zip(by_line, query_scores.line_sums_in_torch(*exact, lse, first, *rules), strict=True)
+    total, unseen = score_kernels.unseen_logsumexp(*tensors, samples, sets, *rules)
+    exact_total, exact_unseen = query_scores.unseen_logsumexp_in_torch(*exact, samples, sets, *rules)
+    assert torch.equal(unseen.isinf(), exact_unseen.isinf())
+    # Weights, because logarithms may be about 0.
+    weights = (logarithms - exact_total[:, :, None] for logarithms in (unseen, exact_unseen))
+    found += [(total, exact_total), tuple(each.exp().float() for each in weights)]
     return [_apart(*each) for each in found]
 
 

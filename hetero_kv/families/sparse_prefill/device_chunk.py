@@ -22,8 +22,8 @@ from hetero_kv.gpu_ops.set_attention import set_attention
 _TOKENS_AT_ONCE = 4 << 20
 #: Bytes per such token, at most: sums, their order, ranks, masks and lists.
 _BYTES_PER_TOKEN = 96
-# Bytes of a score of a key block, with its share and order, and of a block's mean, per number.
-_BLOCK_BYTES, _MEAN_BYTES = 48, 4
+# Bytes of a key block's scores by a query block, with shares and order, and of a block's mean, per number.
+_BLOCK_BYTES, _MEAN_BYTES = 64, 4
 
 #: The sets of the first n queries of a part of a chunk's heads, from the first of these heads on.
 SetsOf = Callable[["DeviceChunk", int, int], KeySets]
@@ -110,7 +110,7 @@ class DeviceChunk:
         q = self.q[:, :, : sets.n]
         shares = query_scores.unseen_attention(q, self.past_k, self.k, sets, self.scale, self.softcap)
         best = shares.topk(min(count, shares.shape[3]), dim=3)
-        return best.indices.int(), (best.values > 0).sum(dim=3, dtype=torch.int32)
+        return best.indices.int(), (best.values > float("-inf")).sum(dim=3, dtype=torch.int32)
 
     def attention(self, sets_of: SetsOf, whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Attention to the keys in the sets that `sets_of` chooses, in parts of the heads.

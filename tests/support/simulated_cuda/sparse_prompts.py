@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hetero_kv.gpu_ops.key_sets import KeySets
-from hetero_kv.gpu_ops.query_scores import line_sums_in_torch, logsumexp_in_torch, unseen_shares_in_torch
+from hetero_kv.gpu_ops.query_scores import line_sums_in_torch, logsumexp_in_torch, unseen_logsumexp_in_torch
 from hetero_kv.gpu_ops.set_attention import set_attention_in_torch
 
 
@@ -44,14 +44,16 @@ def _line_sums(
     places.copy_(padded.unflatten(2, places.shape[2:]))
 
 
-def _unseen_shares(
-    q: Any, past_k: Any, k: Any, places: Any, lse: Any, is_token: Any, is_offset: Any, out: Any, n: int, first: int,
-    past: int, total: int, count: int, length: int, offset_length: int, scale: float, softcap: float, *_: Any,
-    **__: Any,
+def _unseen_logsumexp(
+    q: Any, past_k: Any, k: Any, places: Any, is_token: Any, is_offset: Any, out: Any, unseen: Any, n: int, first: int,
+    past: int, total: int, count: int, length: int, offset_length: int, key_blocks: int, scale: float, softcap: float,
+    *_: Any, **__: Any,
 ) -> None:  # fmt: skip
-    none = torch.zeros(*is_token.shape[:2], out.shape[2], 1, dtype=torch.int32)
+    none = torch.zeros(*is_token.shape[:2], -(-n // 64), 1, dtype=torch.int32)
     sets = KeySets(is_token, is_offset, none, none[..., 0], first, n)
-    out.copy_(unseen_shares_in_torch(q, past_k, k, places, lse, sets, scale, softcap))
+    out.fill_(float("-inf"))
+    out[:, :, 0], by_block = unseen_logsumexp_in_torch(q, past_k, k, places, sets, scale, softcap)
+    unseen.copy_(by_block)
 
 
 #: As in `tests.support.simulated_cuda.kernels`.
@@ -59,11 +61,11 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_attend_sets": _attend_sets,
     "_logsumexp": _logsumexp,
     "_line_sums": _line_sums,
-    "_unseen_shares": _unseen_shares,
+    "_unseen_logsumexp": _unseen_logsumexp,
 }
 WRITTEN: dict[str, tuple[str, ...]] = {
     "_attend_sets": ("out", "lse", "attended"),
     "_logsumexp": ("out",),
     "_line_sums": ("by_token", "by_place"),
-    "_unseen_shares": ("out",),
+    "_unseen_logsumexp": ("out", "unseen"),
 }
