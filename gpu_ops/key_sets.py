@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -73,6 +74,7 @@ class KeySets:
         """The number of query blocks."""
         return -(-self.n // QUERY_BLOCK)
 
+    @cached_property
     def stops(self) -> torch.Tensor:
         """The end of the tokens that each query block may see, [query blocks] int64, on the sets' device."""
         ends = self.first + QUERY_BLOCK * torch.arange(1, self.query_blocks + 1, device=self.tokens.device)
@@ -81,12 +83,12 @@ class KeySets:
     def token_lists(self) -> KeyLists:
         """`tokens` as lists; a query block may see those before its end."""
         numbers, counts = _listed(self.tokens[None])
-        return KeyLists(numbers, counts[0][..., self.stops() - 1])
+        return KeyLists(numbers, counts[0][..., self.stops - 1])
 
     def offset_lists(self) -> KeyLists:
         """`offsets` as lists; a query block may see those that reach no token before the first."""
         numbers, counts = _listed(self.offsets)
-        seen = counts[0][..., self.stops() - 1]
+        seen = counts[0][..., self.stops - 1]
         if len(counts) > 1:
             seen[..., -1] = counts[1][..., self.first + self.n - 1]
         return KeyLists(numbers, seen)
@@ -99,11 +101,11 @@ class KeySets:
         by_block = torch.zeros(*numbers.shape[:3], key_blocks + 1, dtype=torch.bool, device=numbers.device)
         by_block.scatter_(3, numbers, value=True)
         place = torch.arange(self.total, device=numbers.device)
-        return self.seen_by_line() | (by_block[..., place // QUERY_BLOCK] & (place < self.stops()[:, None]))
+        return self.seen_by_line() | (by_block[..., place // QUERY_BLOCK] & (place < self.stops[:, None]))
 
     def seen_by_line(self) -> torch.Tensor:
         """As `seen`, without the blocks of keys."""
-        place, stops = torch.arange(self.total, device=self.tokens.device), self.stops()
+        place, stops = torch.arange(self.total, device=self.tokens.device), self.stops
         away = stops[:, None] - 1 - place
         seen = self.tokens[:, :, None, :] | self.offsets[0][:, :, away.clamp(min=0)]
         if len(self.offsets) > 1:

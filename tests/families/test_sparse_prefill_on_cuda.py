@@ -178,9 +178,15 @@ def test_later_turns_are_as_sparse_as_on_a_cpu(qwen2, recipe, settings):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("flexprefill", 100), ("minference", 57)])
-def test_a_prompt_waits_for_no_choice(qwen2, recipe, most):
-    """Nothing more is waited for or pageable than in a dense prompt. most: launches beyond its, per layer and chunk."""
+@pytest.mark.parametrize(
+    ("recipe", "priced", "most"), [("flexprefill", 16384, 98), ("minference", 16384, 55), ("minference", 250, 63)]
+)
+def test_a_prompt_waits_for_no_choice(qwen2, monkeypatch, recipe, priced, most):
+    """Nothing more is waited for or pageable than in a dense prompt. most: launches beyond its, per layer and chunk.
+
+    priced: tokens up to which no blocks are matched.
+    """
+    monkeypatch.setattr(minference, "_PRICED_LENGTH", priced)
     ids, counts = torch.arange(500)[None] % 90 + 2, {}
     few = {"prefill_mass": 0.3} if recipe == "flexprefill" else {"error_budget": 1.0, "prefill_budget": 256}
     with simulated_cuda() as gpu:

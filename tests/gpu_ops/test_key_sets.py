@@ -63,7 +63,7 @@ def test_lists_name_the_sets(past, n, seed):
     tokens, distances = (some(generator, (2, 1, total), 0.1) for _ in range(2))
     blocks = torch.zeros(2, 1, -(-n // QUERY_BLOCK), 1, dtype=torch.int32)
     sets = KeySets.of(tokens, distances, blocks, blocks[..., 0], past, n)
-    by_token, by_offset, stops = sets.token_lists(), sets.offset_lists(), sets.stops().tolist()
+    by_token, by_offset, stops = sets.token_lists(), sets.offset_lists(), sets.stops.tolist()
     named = torch.zeros_like(sets.seen())
     for row in range(2):
         for block, stop in enumerate(stops):
