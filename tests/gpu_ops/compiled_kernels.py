@@ -23,8 +23,6 @@ from triton.runtime.jit import JITFunction
 
 from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.gpu_ops.draws import FACTORS
-from hetero_kv.gpu_ops.key_sets import KeySets
-from hetero_kv.gpu_ops.query_scores import last_places, sampled_places
 from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, Slots
 from hetero_kv.gpu_ops.triton_kernels import (
@@ -38,19 +36,18 @@ from hetero_kv.gpu_ops.triton_kernels import (
     merged_entries,
     packed_weights,
     products,
-    query_scores,
     rebuild,
     resident_attention,
     resident_slots,
     rotary,
-    set_attention,
     window_step,
 )
+from tests.gpu_ops import compiled_sets
+from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
 SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-DIM, HALF, BRAIN, SINGLE = 128, torch.float16, torch.bfloat16, torch.float32
 
 
 @dataclass
@@ -69,39 +66,11 @@ class Device:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def zeros(*shape: int, dtype: torch.dtype = SINGLE) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
 def attending(dtype: torch.dtype, dim: int, *additions: Any) -> Callable[[], Any]:
     """A prompt's chunk behind a past in a longer buffer, as a model projects it."""
     q, keys = zeros(1, 200, 8, dim, dtype=dtype).transpose(1, 2), zeros(1, 2, 900, dim, dtype=dtype)
     past, own = keys[:, :, :300], zeros(1, 200, 2, dim, dtype=dtype).transpose(1, 2)
     return lambda: flash.flash_attention(q, past, past, own, own, 0.1, *additions)
-
-
-def sets_of(n: int, total: int) -> KeySets:
-    """Sets of a chunk's last n queries that have eight heads."""
-    masks, blocks = torch.zeros(2, 1, 8, total, dtype=torch.bool), torch.zeros(1, 8, -(-n // 64), 2, dtype=torch.int32)
-    return KeySets.of(*masks, blocks, blocks[..., 0].contiguous(), total - n, n)
-
-
-def attending_to_sets(dtype: torch.dtype, dim: int, n: int, *additions: Any) -> Callable[[], Any]:
-    q, keys = zeros(1, n, 8, dim, dtype=dtype).transpose(1, 2), zeros(1, 2, 900, dim, dtype=dtype)
-    past, own = keys[:, :, :300], zeros(1, n, 2, dim, dtype=dtype).transpose(1, 2)
-    return lambda: set_attention.set_attention(q, past, past, own, own, sets_of(n, 300 + n), 0.1, *additions)
-
-
-def scoring_queries(dtype: torch.dtype, dim: int, n: int, kernel: str, softcap: float | None = None) -> Any:
-    q, keys = zeros(1, n, 8, dim, dtype=dtype).transpose(1, 2), zeros(1, 2, 900, dim, dtype=dtype)[:, :, :300]
-    own = zeros(1, n, 2, dim, dtype=dtype).transpose(1, 2)
-    places = (sampled_places if kernel == "unseen" else last_places)(n, q.device)
-    lse = zeros(1, 8, len(places))
-    return {
-        "logsumexp": lambda: query_scores.logsumexp(q, keys, own, places, 300, 0.1, softcap),
-        "lines": lambda: query_scores.line_sums(q, keys, own, lse, 300, 0.1, softcap),
-        "unseen": lambda: query_scores.unseen_logsumexp(q, keys, own, places, sets_of(n, 300 + n), 0.1, softcap),
-    }[kernel]
 
 
 def summing(dtype: torch.dtype, group_max: bool) -> Callable[[], Any]:
@@ -260,15 +229,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "flash, float16, 64": attending(HALF, 64, None, 128),
     "flash, bfloat16, 256": attending(BRAIN, 256, 50.0),
     "flash, float32": attending(SINGLE, DIM),
-    "attend to sets, bfloat16": attending_to_sets(BRAIN, DIM, 256),
-    "attend to sets, float16, soft-capped, with a sink": attending_to_sets(HALF, 256, 200, 50.0, zeros(8, dtype=HALF)),
-    "attend to sets, float32": attending_to_sets(SINGLE, DIM, 200),
-    "log-sum-exp of queries, bfloat16": scoring_queries(BRAIN, DIM, 256, "logsumexp"),
-    "log-sum-exp of queries, float32, soft-capped": scoring_queries(SINGLE, 256, 200, "logsumexp", 30.0),
-    "sums by line, bfloat16": scoring_queries(BRAIN, DIM, 256, "lines"),
-    "sums by line, float32, soft-capped": scoring_queries(SINGLE, 256, 200, "lines", 30.0),
-    "unseen attention, bfloat16": scoring_queries(BRAIN, DIM, 256, "unseen"),
-    "unseen attention, float32, soft-capped": scoring_queries(SINGLE, 80, 200, "unseen", 30.0),
+    **compiled_sets.LAUNCHES,
     "column sums, bfloat16": summing(BRAIN, False),
     "column sums, float32, of groups": summing(SINGLE, True),
     "merge, bfloat16": merging(BRAIN),
@@ -321,11 +282,7 @@ FURTHER = (
     "flash, float16, 64",
     "flash, bfloat16, 256",
     "flash, float32",
-    "attend to sets, bfloat16",
-    "attend to sets, float32",
-    "log-sum-exp of queries, bfloat16",
-    "sums by line, float32, soft-capped",
-    "unseen attention, bfloat16",
+    *compiled_sets.FURTHER,
     "column sums, float32, of groups",
     "rebuild, float16, in part",
     "rotate, float32, in part",
