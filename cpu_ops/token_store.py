@@ -176,7 +176,9 @@ def store_tokens(
     )
     largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
     if largest < 0:
-        raise IndexError(f"position {positions.max()} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
+        raise IndexError(
+            f"position {positions.max()} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}"
+        )
     return largest
 
 

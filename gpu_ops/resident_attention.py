@@ -30,13 +30,15 @@ def attend(
     scale: float,
     softcap: float | None,
     sent: tuple[torch.Tensor, torch.Tensor],
+    further: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend_in_torch`, which defines the result, by one Triton kernel."""
     from hetero_kv.gpu_ops.triton_kernels import resident_attention
 
     q, k, v = (part if part.stride(3) == 1 else part.contiguous() for part in (q, k, v))
+    places = window, initial, ids, slots, numbers
     with torch.cuda.device(q.device):
-        return resident_attention.attend(q, k, v, window, initial, ids, slots, numbers, scale, softcap, sent, SPLITS)
+        return resident_attention.attend(q, k, v, *places, scale, softcap, sent, SPLITS, further)
 
 
 def attend_in_torch(
@@ -52,6 +54,7 @@ def attend_in_torch(
     softcap: float | None,
     sent: tuple[torch.Tensor, torch.Tensor],
     splits: int = SPLITS,
+    further: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put a token into its window, and attend to the window and to the occupied slots, in parts.
 
@@ -66,6 +69,7 @@ def attend_in_torch(
         scale, softcap: as in `gpu_ops.tiled_attention`.
         sent: receives key and value, in their shapes, as float32; contiguous.
         splits: parts that the window is divided into; the slots are divided into as many, where there are any.
+        further: parts behind these, which other kernels write.
 
     Returns each part's attention [batch, kv_heads, parts, group, v_dim] and its log-sum-exp [batch, kv_heads, parts,
     group], both float32; -inf for a part without keys.
@@ -84,7 +88,8 @@ def attend_in_torch(
     found = [tiled_attention(queries, *part, scale, softcap) for part in parts]
     if ids.shape[2]:
         found.append(_attention_to_slots(queries, ids, slots, v.shape[3], scale, softcap, q.dtype))
-    out = queries.new_zeros(batch, kv_heads, splits * (2 if ids.shape[2] else 1), queries.shape[2], v.shape[3])
+    parts_in_all = splits * (2 if ids.shape[2] else 1) + further
+    out = queries.new_zeros(batch, kv_heads, parts_in_all, queries.shape[2], v.shape[3])
     lse = torch.full(out.shape[:4], float("-inf"))
     for place, (attended, logarithm) in enumerate(found):
         out[:, :, place], lse[:, :, place] = attended, logarithm

@@ -13,22 +13,10 @@ import triton.language as tl
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, Slots, bits_of
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
+from hetero_kv.gpu_ops.triton_kernels.unpacking import unpacked
 
 # Bytes of a tile of keys; values take as much, and prefetching doubles both.
 _TILE_BYTES = 8 << 10
-
-
-@triton.jit
-def _unpacked(vector, number, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
-    """Numbers of vectors that begin at the addresses `vector`, of groups of `BYTES` bytes: float32."""
-    group, within = vector + number // 32 * BYTES, number % 32
-    scale = tl.load(group.to(tl.pointer_type(tl.float16)), mask=is_there, other=0.0).to(tl.float32)
-    if BITS == 8:
-        code = tl.load(group + 2 + within, mask=is_there, other=0).to(tl.int8, bitcast=True).to(tl.int32)
-    else:
-        both = tl.load(group + 2 + within % 16, mask=is_there, other=0).to(tl.int32)
-        code = tl.where(within < 16, both & 15, both >> 4) - 8
-    return scale * code.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["initial", "ring", "slots"])
@@ -37,7 +25,8 @@ def _attend_resident(
     slots, scale, softcap, kv_heads, q0, q1, k0, k1, v0, v1, keys0, keys1, values0, values1,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SLOT_TOKENS: tl.constexpr,
     SOFTCAPPED: tl.constexpr, PRECISION: tl.constexpr, WINDOW_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
-    K_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    PARTS: tl.constexpr, K_BITS: tl.constexpr, K_BYTES: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -95,7 +84,7 @@ def _attend_resident(
         )
         if K_BITS > 0:
             vectors = slot_keys + at[None, :] * (K_DIM // 32 * K_BYTES)
-            own = _unpacked(vectors, k_at[:, None], is_there & in_slots, K_BITS, K_BYTES)
+            own = unpacked(vectors, k_at[:, None], is_there & in_slots, K_BITS, K_BYTES)
             # Added to an offset before it is rounded.
             tile = tl.where(is_window, tile.to(tl.float32), own)
         if HAS_OFFSETS:
@@ -119,7 +108,7 @@ def _attend_resident(
         )
         if V_BITS > 0:
             vectors = slot_values + at[:, None] * (V_DIM // 32 * V_BYTES)
-            own = _unpacked(vectors, v_at[None, :], is_there & in_slots, V_BITS, V_BYTES)
+            own = unpacked(vectors, v_at[None, :], is_there & in_slots, V_BITS, V_BYTES)
             tile = tl.where(is_window, tile, own.to(tile.dtype))
         tile = tl.where(is_new[:, None], new_value[None, :], tile)
         attended = tl.dot(weights.to(tile.dtype), tile, attended * shrunk[:, None], input_precision=PRECISION)
@@ -128,7 +117,7 @@ def _attend_resident(
     is_some = weight > 0
     divisor = tl.where(is_some, weight, 1.0)
     logarithm = tl.where(is_some, (largest + tl.log2(divisor)) / LOG2_E, float("-inf"))
-    written = (each * SPLITS + split) * GROUP + member
+    written = (each * PARTS + split) * GROUP + member
     tl.store(lse + written, logarithm, mask=is_member)
     tl.store(
         out + written[:, None] * V_DIM + v_at[None, :],
@@ -150,14 +139,16 @@ def attend(
     softcap: float | None,
     sent: tuple[torch.Tensor, torch.Tensor],
     splits: int,
+    further: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `gpu_ops.resident_attention.attend_in_torch`; the last dimension of every argument is contiguous."""
     batch, heads, _, k_dim = q.shape
     kv_heads, v_dim, count = k.shape[1], v.shape[3], ids.shape[2]
     group, whole = heads // kv_heads, splits * (2 if count else 1)
+    parts = whole + further
     (keys, values), (k_bits, v_bits) = window, (bits_of(slots.keys, k_dim), bits_of(slots.values, v_dim))
-    out = torch.empty((batch, kv_heads, whole, group, v_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((batch, kv_heads, whole, group), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, kv_heads, parts, group, v_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((batch, kv_heads, parts, group), dtype=torch.float32, device=q.device)
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     _attend_resident[(whole, batch * kv_heads)](
         q, k, v, keys, values, ids, slots.keys, slots.values, ids if slots.offsets is None else slots.offsets, numbers,
@@ -166,7 +157,7 @@ def attend(
         GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SLOT_TOKENS=slots.keys.shape[3], SOFTCAPPED=bool(softcap),
         K_BITS=k_bits, K_BYTES=GROUP_BYTES.get(k_bits, 0), V_BITS=v_bits, V_BYTES=GROUP_BYTES.get(v_bits, 0),
         HAS_OFFSETS=slots.offsets is not None, PRECISION=precision_of(q), WINDOW_SPLITS=splits, SPLITS=whole,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        PARTS=parts, BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_KEYS=max(16, min(64, _TILE_BYTES // (max(block_k, block_v) * q.element_size()))),
         BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
     )  # fmt: skip

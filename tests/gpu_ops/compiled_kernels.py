@@ -42,7 +42,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     rotary,
     window_step,
 )
-from tests.gpu_ops import compiled_sets
+from tests.gpu_ops import compiled_sets, compiled_tokens
 from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -275,6 +275,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "multiply packed, MXFP4, float32, of chosen experts": multiplying_chosen("MXFP4", SINGLE),
     "unpack packed, Q6_K, bfloat16": unpacking("Q6_K", BRAIN),
     "rows of packed, BF16, bfloat16": looking_up("BF16", BRAIN),
+    **compiled_tokens.LAUNCHES,
 }
 #: Launches of kernels that others launch too, for the slow tests.
 FURTHER = (
@@ -302,6 +303,7 @@ FURTHER = (
     "all but the lowest, int64",
     "keep, float32, with whole numbers",
     "multiply packed, Q8_0, float16, nine rows",
+    *compiled_tokens.FURTHER,
 )
 #: Of every format, for the slow tests.
 FORMS: dict[str, Callable[[], Any]] = {

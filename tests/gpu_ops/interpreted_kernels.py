@@ -36,6 +36,7 @@ from tests.gpu_ops.interpreted_choice import of_choice
 from tests.gpu_ops.interpreted_entries import of_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, multiplied, random
 from tests.gpu_ops.interpreted_sets import of_sets
+from tests.gpu_ops.interpreted_tokens import of_tokens
 from tests.support.bfloat16_products import mended
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -279,6 +280,7 @@ if __name__ == "__main__":
                 **of_entries(),
                 **of_choice(),
                 **of_sets(),
+                **of_tokens(),
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)
                     for dtype in (*DTYPES, torch.uint8)

@@ -127,6 +127,26 @@ def test_blocks_are_chosen_and_placed_as_by_torch(interpreted, kernel):
 
 
 @needs_triton
+def test_single_tokens_are_estimated_and_attended_to_as_by_torch(interpreted, which):
+    assert len(interpreted["estimated"]) == (6 if which == "each" else 18)
+    # Scores add up thousands of float32 numbers, in another order.
+    assert {case: apart for case, apart in interpreted["estimated"].items() if not apart <= 50} == {}
+    assert {case: apart for case, apart in interpreted["left"].items() if not apart <= 20} == {}
+    assert len(interpreted["tokens attended"]) == (4 if which == "each" else 12)
+    # A half-precision weight is rounded before it is multiplied, in another part another way; the rest is of float32.
+    limits = {case: 20 if "float32" in case.split(",")[0] else 3 for case in interpreted["tokens attended"]}
+    found = interpreted["tokens attended"].items()
+    assert {case: apart for case, apart in found if not (apart[0] <= limits[case] and apart[1] <= 20)} == {}
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["chosen by shares", "tokens brought"])
+def test_single_tokens_are_chosen_and_placed_as_by_torch(interpreted, kernel):
+    assert len(interpreted[kernel]) >= 8
+    assert set(interpreted[kernel].values()) == {True}
+
+
+@needs_triton
 @pytest.mark.parametrize("kernel", ["appended", "lowest left out", "kept", "drawn"])
 def test_entries_of_a_bounded_cache_equal_torchs(interpreted, kernel):
     assert len(interpreted[kernel]) >= 9
@@ -142,7 +162,7 @@ def test_slots_are_assigned_as_by_torch(interpreted):
 def test_kernels_compile_for_gpus_from_turing_to_blackwell_as_they_are_launched(which):
     code = printed_by("compiled_kernels.py", *([] if which == "each" else [which]))
     assert {name.rpartition("_")[2] for name in code} == {"75", "80", "86", "89", "90", "120"}
-    assert len(code) == {"each": 31, "pairs": 59, "all": 59 * 6 + 3 * 20}[which]
+    assert len(code) == {"each": 42, "pairs": 81, "all": 81 * 6 + 3 * 20}[which]
     assert all(size for size, _, _ in code.values())
     assert {name: shared for name, (_, shared, most) in code.items() if shared > most} == {}
 

@@ -8,6 +8,8 @@ _KERNELS = "tests/gpu_ops/test_attention_backend.py::test_the_chosen_backend_com
 _STREAM = "tests/gpu_ops/test_layer_stream.py::test_"
 _CAPTURES = "tests/operators/test_captured_steps.py::test_"
 _RESIDENT = "tests/operators/test_resident_on_cuda.py::test_"
+_ESTIMATED = "tests/operators/test_estimated_on_cuda.py::test_"
+_CHOICE = "tests/families/test_estimated_context.py::test_the_choice_is_the_cpus_and_the_attention_exact"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
@@ -35,9 +37,30 @@ DEFECTS = (
     Mutation(
         "blocks that a crop took from the Context stay in their slots",
         "hetero_kv/families/retrieval/resident_context.py",
-        "            self._ids.masked_fill_(self._ids >= context, NONE)\n",
-        "",
+        "        self._ids.masked_fill_(self._ids >= context, NONE)\n",
+        "        pass\n",
         (_RESIDENT + "a_conversation_is_that_with_the_cpu",),
+    ),
+    Mutation(
+        "single tokens that a crop took from the Context stay in their slots",
+        "hetero_kv/families/retrieval/estimated_context.py",
+        "        ids.masked_fill_(ids >= context * self.choice.block_size, NONE)\n",
+        "",
+        (_ESTIMATED + "a_conversation_and_its_statistics_are_those_with_the_cpu",),
+    ),
+    Mutation(
+        "on a GPU what the window receives does not count for the target",
+        "gpu_ops/estimated_masses.py",
+        "torch.logaddexp(every, around)",
+        "every",
+        (_CHOICE,),
+    ),
+    Mutation(
+        "on a GPU what is left of a block counts for all its tokens",
+        "hetero_kv/families/retrieval/estimated_context.py",
+        "        leave(token_scores, is_taken, places, totals, known.weights, known.masses, counted)\n",
+        "",
+        (_CHOICE,),
     ),
     Mutation(
         "the GPU never learns of blocks that enter the Context",

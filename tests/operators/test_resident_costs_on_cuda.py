@@ -92,6 +92,28 @@ def test_a_greedy_answer_takes_two_launches_and_one_wait_for_a_token(gpu, llama)
     assert found["gpu"] == found["cpu"]
 
 
+@pytest.mark.parametrize("recipe", ["adaptive", "adaptive_lean"])
+def test_estimates_take_two_launches_and_one_wait_for_a_token(gpu, recipe):
+    model, prompt = llama_on_gpu(head_dim=32), random_tokens(120)[0].tolist()
+    sizes = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "max_dense_blocks": 0, "min_blocks": 1}
+    found = {}
+    for attend_on in ("cpu", "gpu"):
+        cache = injected(model, attend_on, recipe, cuda_graphs="on", **sizes)
+        forward, sampler = ModelForward(model), Sampler(SamplingParams(temperature=0.0), prompt, 97)
+        with AnswerTokens(forward, cache, sampler, prompt, forward.prompt(cache, prompt), limit=40) as answer:
+            found[attend_on] = [next(answer).token for _ in range(8)]
+            for _ in range(3 if attend_on == "gpu" else 0):
+                gpu.record.clear()
+                next(answer)
+                assert [each.name for each in gpu.record.launches] == ["copy_", "graph"]
+                assert len(gpu.record.waits) == 1
+                assert not gpu.record.pageable
+        eject(model)
+    assert found["gpu"] == found["cpu"]
+    del cache, forward, answer
+    gc.collect()
+
+
 def test_representatives_of_a_first_prompt_stay_on_the_gpu(gpu, llama):
     cache = injected(llama)
     told(llama, cache, random_tokens(80), prompt=80)
@@ -99,7 +121,7 @@ def test_representatives_of_a_first_prompt_stay_on_the_gpu(gpu, llama):
     gpu.record.clear()
     told(llama, cache, random_tokens(1))
     of_block = 2 * 2 * 16 * 4
-    sizes = [copy.nbytes for copy in gpu.record.copies if copy.to_device and "resident_context.py" in copy.line]
+    sizes = [copy.nbytes for copy in gpu.record.copies if copy.to_device and "block_index.py" in copy.line]
     assert sizes in ([], [of_block])
     assert cache.layers[1].context_blocks > 3
 
@@ -150,11 +172,14 @@ def test_a_graph_of_a_cache_that_is_gone_serves_no_other(llama):
         gc.collect()
 
 
-@pytest.mark.parametrize("tokens", with_slow([300, 60], slow=[60]))
-def test_no_more_lives_on_the_gpu_than_was_planned(tokens):
+@pytest.mark.parametrize(
+    ("recipe", "tokens"), with_slow([("quest", 300), ("quest", 60), ("adaptive", 300)], slow=[("quest", 60)])
+)
+def test_no_more_lives_on_the_gpu_than_was_planned(recipe, tokens):
+    sizes = {"block_size": 16, "max_dense_blocks": 2} if recipe == "adaptive" else {}
     with simulated_cuda() as gpu:
         model = model_on(torch.device("cuda"), tiny_model("llama").to(torch.bfloat16))
-        inject(model, rules(max_seq_len=tokens + 8))
+        inject(model, rules(recipe=recipe, max_seq_len=tokens + 8, **sizes))
         cache = HeteroCache(model)
         planned = Footprint.of(model.hetero_kv_injection).memory(tokens, 1)
         before = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

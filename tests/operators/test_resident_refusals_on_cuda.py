@@ -53,10 +53,22 @@ def test_a_greedy_answer_of_numbers_that_are_none_is_refused(llama):
         sampler.choose(found)
 
 
+#: Blocks of which there are coarse keys, from which single tokens are chosen.
+COARSE = {"block_size": 16}
+
+
 @pytest.mark.parametrize(
     ("recipe", "kwargs", "message"),
     [
-        ("adaptive", {}, "estimated attention masses"),
+        ("adaptive", {}, "keys in FP32 in blocks of 8 have no coarse copies"),
+        ("adaptive", {"kv_type": "Q8_0", **COARSE}, "keys in Q8_0 in blocks of 16 have no coarse copies"),
+        ("adaptive", {**COARSE, "attend_to": "blocks"}, "whole blocks are chosen by estimated attention masses"),
+        ("adaptive", {**COARSE, "group_reduce": "max"}, "group_reduce is max"),
+        ("adaptive", {**COARSE, "head_select_mode": "SHARED"}, "head_select_mode is SHARED"),
+        ("adaptive", {**COARSE, "residual_attention": "drop"}, "residual_attention is drop"),
+        ("adaptive", {**COARSE, "key_offset": "block_mean"}, "key_offset"),
+        ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
+        ("adaptive", {"block_size": 512}, "block_size is 512"),
         ("ktransformers", {}, "DYNAMIC counts the attention"),
         ("snapkv", {}, "preselect_block"),
         ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),

@@ -53,7 +53,7 @@ class PromptWriting:
         self._with_keys, self._sums_of, self._written = with_keys, sums_of, self._start
         self.largest = [0.0, 0.0]
         self.sums: torch.Tensor | None = None
-        self.on_represented: Callable[[int, torch.Tensor], None] | None = None
+        self.on_represented: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None
 
     @property
     def first_block(self) -> int:
@@ -123,7 +123,7 @@ class PromptWriting:
             part = {name: blocks[:, begin:end] for name, blocks in stored.items()}
             derived = self._derived(part, None, self._vectors_of)
             if self.on_represented is not None:
-                self.on_represented(first + begin, derived["representatives"])
+                self.on_represented(first + begin, derived)
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
             self._record_piece(*copies[: len(notes)])

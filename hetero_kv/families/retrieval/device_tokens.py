@@ -10,8 +10,8 @@ import torch
 
 from hetero_kv.engine.deferred_readback import HostCopy
 from hetero_kv.engine.step import Step, StepBlocks
-from hetero_kv.families.retrieval.read_bytes import ReadSizes, SelectionStatistics
-from hetero_kv.families.retrieval.resident_context import SentToken, fetched_arrays
+from hetero_kv.families.retrieval.device_context import SentToken
+from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
 
@@ -86,20 +86,16 @@ class DeviceTokens:
         """Store what all layers have sent in their pools."""
         for layer, parts in zip(self._layers, self._split(sent), strict=True):
             layer.store_token(step, parts.key, parts.value)
-            self._count(layer, step, int(parts.missed.sum()))
+            self._count(layer, step, parts)
 
-    def _count(self, layer: ResidentLayer, step: Step, missed: int) -> None:
-        pool, resident = layer.pool, layer.resident
+    def _count(self, layer: ResidentLayer, step: Step, sent: SentToken) -> None:
+        pool, resident, rows = layer.pool, layer.resident, len(step.group.sequences)
         assert pool is not None
         assert resident is not None
         if layer.reading is None:
             layer.reading = ReadSizes.of(pool, layer.window)
-        context = layer.layout.context_blocks(step.length)
-        attended = min(resident.choice.blocks, context)
-        taken = SelectionStatistics(attended, scored=context if attended else 0)
-        layer.read = layer.read.plus(layer.reading.of_step(step.length, context, taken))
-        of_head = sum(array[0].nbytes for array in fetched_arrays(pool)) // pool.keys.shape[1]
-        layer.from_dram = layer.from_dram.plus(missed * of_head / len(step.group.sequences))
+        layer.count_step(resident.counts(step.length, layer.layout.context_blocks(step.length), rows, sent))
+        layer.from_dram = layer.from_dram.plus(int(sent.missed.sum()) * resident.missed_bytes(pool) / rows)
 
     def _split(self, numbers: torch.Tensor) -> list[SentToken]:
         """The layers' parts of `_sent`, or of its copy."""
@@ -110,14 +106,17 @@ class DeviceTokens:
                 size = math.prod(shape)
                 parts.append(numbers[start : start + size].view(shape))
                 start += size
-            key, value, missed = parts
+            key, value, missed, *counted = parts
             # Whole numbers in the places of float32.
-            found.append(SentToken(key, value, missed.view(torch.int32)))
+            whole = missed.view(torch.int32)
+            found.append(SentToken(key, value, whole, *(counted and (counted[0].view(torch.int32), counted[1]))))
         return found
 
 
 def _shapes(layer: ResidentLayer, rows: int) -> tuple[tuple[int, ...], ...]:
-    window = layer.window
+    window, resident = layer.window, layer.resident
     assert window is not None
+    assert resident is not None
     kv_heads = window.keys.shape[1]
-    return (rows, kv_heads, 1, window.keys.shape[3]), (rows, kv_heads, 1, window.values.shape[3]), (rows * kv_heads,)
+    of_token = ((rows, kv_heads, 1, part.shape[3]) for part in (window.keys, window.values))
+    return *of_token, *((rows * kv_heads, *shape) for shape in ((), *resident.counted_shapes))

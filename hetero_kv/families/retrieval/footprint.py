@@ -22,16 +22,21 @@ from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.draft_attention import number_of_means
+from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.families.sparse_prefill.footprint import choice_share
+from hetero_kv.gpu_ops.token_attention import PARTS
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
 WRITE_OUT = register(FootprintTerm("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
+CHOOSING = register(FootprintTerm("choosing", "scores by which a GPU chooses single tokens (decode)"))
 
 _FLOAT_BYTES, _ID_BYTES = 4, 8
+# A token's number, or a slot's.
+_NUMBER_BYTES = 4
 # Float32 attention that a key received.
 _ACCUMULATED_BYTES = _FLOAT_BYTES
 
@@ -84,6 +89,7 @@ class PagedFootprint(LayerFootprint):
         observed: length of the observation window; at most the question's.
         index_bytes: bytes of a block's representatives that a GPU has; 0 where the CPU chooses.
         slots: the most blocks that a GPU has slots for.
+        estimated: how a GPU chooses single tokens by estimates; None where it does not.
         packed: bytes of a key and of a value that stay packed in slots; 0 for one in the model's dtype.
         offset_bytes: bytes of a block's key offset.
         has_whole_window: whether a GPU has all tokens in its window.
@@ -99,11 +105,12 @@ class PagedFootprint(LayerFootprint):
     offset_bytes: int = 0
     has_whole_window: bool = False
     settings: PagedSettings | None = None
+    estimated: EstimatedChoice | None = None
 
     @classmethod
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
-        auxiliary_bytes: int = 0, observed: int = 0, resident: ResidentChoice | None = None,
+        auxiliary_bytes: int = 0, observed: int = 0, resident: ResidentChoice | EstimatedChoice | None = None,
         has_whole_window: bool = False,
     ) -> PagedFootprint:  # fmt: skip
         """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`.
@@ -114,6 +121,10 @@ class PagedFootprint(LayerFootprint):
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
         counts = block_size, settings.stored_representatives, accumulates, derived
+        of_index = settings.stored_representatives * kinds[2].bytes_per_vector(shape.k_dim)
+        estimated = resident if isinstance(resident, EstimatedChoice) else None
+        if estimated is not None:
+            of_index += kinds[2].bytes_per_vector(shape.v_dim) + bytes_of_block(block_size, shape.k_dim)
         return cls(
             shape,
             stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, auxiliary_bytes),
@@ -121,8 +132,9 @@ class PagedFootprint(LayerFootprint):
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + (0 if has_whole_window else layout.local_len),
             observed=observed,
-            index_bytes=settings.stored_representatives * shape.kv_heads * kinds[2].bytes_per_vector(shape.k_dim),
-            slots=0 if resident is None else resident.blocks,
+            index_bytes=shape.kv_heads * of_index,
+            slots=resident.blocks if isinstance(resident, ResidentChoice) else 0,
+            estimated=estimated,
             packed=(
                 _packed_bytes(settings.key_storage, shape.k_dim),
                 _packed_bytes(settings.value_storage, shape.v_dim),
@@ -155,15 +167,34 @@ class PagedFootprint(LayerFootprint):
                 slots = min(self.slots, blocks) * of_slot
                 yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots))
             yield choice_share(self.shape, self.settings, demand)
+            if self.estimated is not None:
+                yield from self._estimated_shares(self.estimated, demand)
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)
 
     def _slot_bytes(self, demand: MemoryDemand) -> int:
         """Bytes of a block in a GPU's slot."""
+        return self.block_size * self.shape.kv_heads * self._token_bytes(demand) + self.offset_bytes
+
+    def _token_bytes(self, demand: MemoryDemand) -> int:
+        """Bytes of a token of a kv head in a GPU's slot."""
         (key, value), shape = self.packed, self.shape
-        of_token = (key or shape.k_dim * demand.element) + (value or shape.v_dim * demand.element)
-        return self.block_size * shape.kv_heads * of_token + self.offset_bytes
+        return (key or shape.k_dim * demand.element) + (value or shape.v_dim * demand.element)
+
+    def _estimated_shares(self, choice: EstimatedChoice, demand: MemoryDemand) -> Iterator[MemoryShare]:
+        """The arrays by which single tokens are chosen, their slots, and what a choice computes."""
+        blocks, kv_heads = math.ceil(demand.tokens / self.block_size), self.shape.kv_heads
+        slots, tokens = choice.slots(blocks), blocks * self.block_size
+        of_head = slots * (self._token_bytes(demand) + _NUMBER_BYTES) + (tokens + 1) * _NUMBER_BYTES
+        yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + kv_heads * of_head))
+        candidates = choice.candidates(blocks)
+        # Of a query head four numbers of each block, the scores of candidates' tokens, and the attention in parts; of a
+        # kv head keys and shares of blocks and tokens, marks, and lists of chosen tokens and of slots.
+        of_query = _FLOAT_BYTES * (4 * blocks + candidates * self.block_size + PARTS * (self.shape.v_dim + 3))
+        of_list = 2 * _FLOAT_BYTES * (blocks + candidates * self.block_size) + candidates * (self.block_size + 4)
+        scratch = demand.heads * of_query + kv_heads * (of_list + slots * (5 * _NUMBER_BYTES + 1))
+        yield MemoryShare(CHOOSING, demand.batch * scratch, common=True)
 
 
 def _packed_bytes(kind: StorageType, dim: int) -> int:

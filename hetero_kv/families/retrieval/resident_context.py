@@ -6,7 +6,6 @@ arXiv:2410.21465, section 4.2). The host takes no part in it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,11 @@ import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN
+from hetero_kv.families.retrieval.block_index import BlockIndex
+from hetero_kv.families.retrieval.device_context import DeviceContext, SentToken, fetched_arrays
 from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
 from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
 from hetero_kv.gpu_ops.host_copies import on_device
 from hetero_kv.gpu_ops.resident_attention import CONTEXT, attend
@@ -37,22 +40,20 @@ class ResidentChoice(NamedTuple):
     largest: bool
     is_shared: bool
 
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether a GPU reads blocks of the Context."""
+        return self.blocks > 0
 
-class SentToken(NamedTuple):
-    """What a layer sends to the CPU of a decoded token; contiguous.
-
-    Attributes:
-        key, value: [batch, kv_heads, 1, dim] float32.
-        missed: [batch * kv_heads] int32, blocks of each kv head that were read from DRAM.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    missed: torch.Tensor
+    def context(
+        self, pool: BlockPool, capacity: int, like_keys: torch.Tensor, like_values: torch.Tensor
+    ) -> ResidentContext:
+        """An empty Context; the arguments as for it."""
+        return ResidentContext(self, pool, capacity, like_keys, like_values)
 
 
-class ResidentContext:
-    """Memory of one layer, of a fixed size, so that a captured token finds it where it was.
+class ResidentContext(DeviceContext):
+    """Representatives of all blocks, and slots for the chosen ones.
 
     Args:
         choice: how blocks are chosen.
@@ -66,35 +67,9 @@ class ResidentContext:
     ) -> None:
         self.choice = choice
         (batch, kv_heads), count = like_keys.shape[:2], min(choice.blocks, capacity)
-        represented = pool.representatives
-        # Block by block, so that new ones arrive in one copy; none where nothing is chosen.
-        of_index = (capacity if count else 0, batch, kv_heads, *represented.shape[2:])
-        self._vectors = represented.new_zeros(of_index, device=like_keys.device)
+        super().__init__(BlockIndex(pool, ("representatives",), capacity if count else 0, batch, like_keys.device))
         self._ids = torch.full((batch, kv_heads, count), NONE, device=like_keys.device)
         self._slots = _slots(pool, (batch, kv_heads, count), like_keys, like_values)
-        #: Blocks of the Context whose representatives are here.
-        self._indexed = 0
-
-    def take_in(self, pool: BlockPool, context: Sequence[np.ndarray] | np.ndarray) -> None:
-        """Send representatives of the blocks that have entered the Context since the last call.
-
-        context: the Context's blocks in the pool, for each row.
-        """
-        first, end = self._indexed, len(context[0])
-        if first < end and len(self._vectors):
-            ids = torch.from_numpy(np.stack([row[first:end] for row in context], axis=1).astype(np.int64))
-            self._vectors[first:end].copy_(pool.representatives[ids].pin_memory(), non_blocking=True)
-        self._indexed = end
-
-    def take_computed(self, first: int, vectors: torch.Tensor) -> None:
-        """Take the representatives of blocks from the Context's block `first` on, if they follow those that are here.
-
-        vectors: [batch, blocks, kv_heads, representative_num, k_dim], as the pool stores them, on the device.
-        """
-        end = first + vectors.shape[1]
-        if first == self._indexed and len(self._vectors):
-            self._vectors[first:end].copy_(vectors.transpose(0, 1))
-            self._indexed = end
 
     @property
     def ids(self) -> torch.Tensor:
@@ -116,29 +91,18 @@ class ResidentContext:
                     slots[row].copy_(on_device(array[stored, heads], device))
         self._ids.copy_(on_device(ids, device))
 
-    def shorten(self, context: int) -> None:
-        """Forget all but the first `context` blocks of the Context."""
-        if context < self._indexed:
-            self._indexed = context
-            self._ids.masked_fill_(self._ids >= context, NONE)
+    def _forget_from(self, context: int) -> None:
+        self._ids.masked_fill_(self._ids >= context, NONE)
 
     def empty_slots(self) -> None:
-        """Forget what slots have: a token that failed may have named blocks that did not arrive."""
+        """See DeviceContext."""
         self._ids.fill_(NONE)
 
     def attended(
         self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
         sent: SentToken,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """A decoded token's attention to its window and its best blocks, after `take_in`; kernels alone.
-
-        Args:
-            numbers: see `gpu_ops.resident_attention`.
-            table: [batch, capacity] int32, the Context's blocks in the pool, on the device.
-            sent: is written.
-
-        Returns out [batch, heads, 1, v_dim] in the model's dtype, and its log-sum-exp [batch, heads, 1].
-        """
+        """See DeviceContext."""
         if self._ids.shape[2]:
             self._load_best(call, pool, numbers[CONTEXT:], table, sent.missed)
         places = (window.keys, window.values), window.initial, self._ids, self._slots, numbers
@@ -151,7 +115,7 @@ class ResidentContext:
     def _load_best(
         self, call: AttentionCall, pool: BlockPool, count: torch.Tensor, table: torch.Tensor, missed: torch.Tensor
     ) -> None:
-        choice, vectors = self.choice, self._vectors.permute(1, 2, 0, 3, 4)
+        choice, vectors = self.choice, self._index["representatives"]
         # As on the CPU the representatives' products count as they are.
         scores = block_scores(call.q, vectors, count, choice.bounds, 1.0)
         chosen = best_blocks(scores, count, self._ids.shape[2], choice.largest, is_shared=choice.is_shared)
@@ -166,23 +130,22 @@ class ResidentContext:
         return [part for part in self._slots if part is not None]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(part.nbytes for part in (self._vectors, self._ids, *self._parts))
+    def _slot_arrays(self) -> list[torch.Tensor]:
+        return [self._ids, *self._parts]
 
-    def selected(self, rows: list[int]) -> ResidentContext:
-        """New memory, whose row i is a copy of row `rows[i]`."""
-        new = copy.copy(self)
-        # Slices, because indexing with a list would copy it to the device, and the host would wait for that.
-        new._vectors = torch.cat([self._vectors[:, row : row + 1] for row in rows], dim=1)
-        new._ids, *slots = (torch.cat([part[row : row + 1] for row in rows]) for part in (self._ids, *self._parts))
-        new._slots = Slots(*slots)
-        return new
+    def _set_slot_arrays(self, arrays: list[torch.Tensor]) -> None:
+        self._ids, *slots = arrays
+        self._slots = Slots(*slots)
 
+    def missed_bytes(self, pool: BlockPool) -> int:
+        """See DeviceContext."""
+        return sum(array[0].nbytes for array in fetched_arrays(pool)) // pool.keys.shape[1]
 
-def fetched_arrays(pool: BlockPool) -> list[torch.Tensor]:
-    """What a GPU reads of a block: keys, values, and the offset of keys that have one."""
-    return [array for array in (pool.keys, pool.values, pool.key_offsets) if array is not None]
+    def counts(self, length: int, context: int, rows: int, sent: SentToken) -> StepCounts:
+        """See DeviceContext."""
+        groups = DecodedGroups([length], [context], [True], [slice(rows)])
+        blocks = self.choice.blocks
+        return StepCounts(groups, CHOSEN if blocks else AS_GIVEN, blocks, 1, 0, 1, None, None, False)
 
 
 def _slots(pool: BlockPool, shape: tuple[int, int, int], like_keys: torch.Tensor, like_values: torch.Tensor) -> Slots:

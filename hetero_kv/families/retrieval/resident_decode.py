@@ -11,7 +11,9 @@ from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.device_tokens import DeviceTokens
+from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import WHOLE, RetrievalLayout
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
@@ -19,6 +21,7 @@ from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.gpu_ops.attention_backend import takes_token
+from hetero_kv.gpu_ops.estimated_masses import LARGEST_BLOCK
 from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
@@ -39,30 +42,63 @@ class ResidentDecode(WindowedDecode):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self.resident_choice: ResidentChoice | None = None
+        self.resident_choice: ResidentChoice | EstimatedChoice | None = None
         if engine.attend_on == GPU:
             if (part := self._part_of_the_cpu()) is not None:
                 raise HeteroKVError(f"{path}: attend_on is gpu, but {part}; set attend_on to cpu")
-            blocks, score = self.budget or 0, self.representative_type.score
-            self.resident_choice = ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared)
+            self.resident_choice = self._choice_of_the_gpu()
+
+    def _choice_of_the_gpu(self) -> ResidentChoice | EstimatedChoice:
+        blocks, choice = self.budget or 0, self.choice
+        if choice is None:
+            score = self.representative_type.score
+            return ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared)
+        assert self.covering is not None
+        by_keys = choice.rerank == 0
+        sizes = self.covering, self.settings.block_size
+        return EstimatedChoice(blocks, choice.candidates, by_keys, choice.target, choice.least, *sizes)
 
     def _part_of_the_cpu(self) -> str | None:
         """What only the CPU does of these settings; None for nothing."""
         settings = self.settings
         if self.cpu_part:
             return self.cpu_part
-        if self.choice is not None:
-            return "blocks are chosen by estimated attention masses, or in groups, which the CPU computes"
         if self.accumulates:
             return f"representative_type {settings.representative_type} counts the attention that keys receive"
         if self.preselected is not None:
             return "preselect_block restricts the choice to blocks that the CPU keeps"
         if settings.layer_step > 1 or settings.token_step > 1:
             return "a choice is used again by other layers or tokens (layer_step, token_step)"
-        if not (kind := settings.representative_kind()).is_plain:
-            return f"representatives are stored in {kind.name}, which the CPU decodes"
         if self.engine.measure_recall:
             return "measure_recall compares with attention to all blocks, which the CPU computes"
+        if self.choice is not None:
+            return self._estimate_of_the_cpu()
+        if not (kind := settings.representative_kind()).is_plain:
+            return f"representatives are stored in {kind.name}, which the CPU decodes"
+        return None
+
+    def _estimate_of_the_cpu(self) -> str | None:
+        """What only the CPU does of a choice by estimated attention masses; None for nothing."""
+        settings = self.settings
+        if settings.group_blocks > 1:
+            return "blocks are scored in groups (group_blocks)"
+        if settings.attend_to != "tokens":
+            return "whole blocks are chosen by estimated attention masses (attend_to is blocks)"
+        if settings.group_reduce != "softmax":
+            return f"group_reduce is {settings.group_reduce}, and of estimated attention masses a GPU takes softmax"
+        if self.shared:
+            return "all kv heads choose together by estimated attention masses (head_select_mode is SHARED)"
+        if settings.residual_attention != "estimate":
+            return "residual_attention is drop where attention masses are estimated"
+        if settings.offset_keys:
+            return "single tokens are chosen of keys that are stored as differences (key_offset)"
+        if settings.block_size > LARGEST_BLOCK:
+            return f"block_size is {settings.block_size}, and single tokens are chosen in blocks of {LARGEST_BLOCK}"
+        if not Derived.of(settings).key_codes:
+            return (
+                f"keys in {settings.key_storage.name} in blocks of {settings.block_size} have no coarse copies to "
+                "choose single tokens by (key_type, block_size)"
+            )
         return None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -17,10 +18,12 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.gpu_prefill.writing import PromptWriting, VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.block_choice import Derived
+from hetero_kv.families.retrieval.device_context import DeviceContext, fetched_arrays
+from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext, fetched_arrays
+from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext
 from hetero_kv.families.retrieval.statistics import DRAM_BYTES
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.pool import BlockPool
@@ -41,11 +44,11 @@ class ResidentLayer(RetrievalLayer):
 
     def __init__(
         self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived, vectors_of: VectorsOf | None,
-        choice: ResidentChoice,
+        choice: ResidentChoice | EstimatedChoice,
     ) -> None:  # fmt: skip
         super().__init__(layout, settings, derived, vectors_of)
         self._choice = choice
-        self.resident: ResidentContext | None = None
+        self.resident: DeviceContext | None = None
         self.from_dram = NO_NUMBERS
         self._memory_number = next(_memory_numbers)
 
@@ -57,7 +60,7 @@ class ResidentLayer(RetrievalLayer):
         pool = super()._prepare(keys, values)
         if self.resident is None and self.window is not None:
             capacity = -(-self.group.store.capacity // self.layout.block_size)
-            self.resident = ResidentContext(self._choice, pool, capacity, keys, values)
+            self.resident = self._choice.context(pool, capacity, keys, values)
             self._memory_number = next(_memory_numbers)
         return pool
 
@@ -66,10 +69,10 @@ class ResidentLayer(RetrievalLayer):
         writing.on_represented = self._represented
         return writing
 
-    def _represented(self, block: int, vectors: torch.Tensor) -> None:
+    def _represented(self, block: int, derived: Mapping[str, torch.Tensor]) -> None:
         """Keep a prompt's representatives, of blocks from `block` on, where they were computed."""
         if self.resident is not None:
-            self.resident.take_computed(block - self.layout.sink_blocks, vectors)
+            self.resident.take_computed(block - self.layout.sink_blocks, derived)
 
     @property
     def _window_len(self) -> int:
@@ -85,7 +88,7 @@ class ResidentLayer(RetrievalLayer):
 
     def blocks_are_mapped(self, device: torch.device) -> bool:
         """Whether a GPU's kernels can read the blocks in DRAM, if they read any; maps new ones if possible."""
-        if not self._choice.blocks:
+        if not self._choice.reads_blocks:
             return True
         assert self.pool is not None
         store, arrays = self.group.store, fetched_arrays(self.pool)
@@ -141,14 +144,14 @@ class ResidentLayer(RetrievalLayer):
 
     def saved(self) -> SavedPart:
         part = super().saved()
-        if self.resident is not None:
+        if isinstance(self.resident, ResidentContext):
             # The order of blocks in slots decides how sums are rounded.
             part.put(resident_blocks=self.resident.ids)
         return part
 
     def after_restore(self, part: SavedPart) -> None:
         super().after_restore(part)
-        if self.resident is None or not part.has("resident_blocks"):
+        if not isinstance(self.resident, ResidentContext) or not part.has("resident_blocks"):
             return
         assert self.pool is not None
         ids = saving.restored_resident_blocks(self, part, *self.resident.ids.shape[:2])

@@ -29,7 +29,7 @@ from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
-from tests.support.simulated_cuda import sparse_prompts
+from tests.support.simulated_cuda import sparse_prompts, token_kernels
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
 from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu
@@ -182,7 +182,8 @@ def _attend_resident(
 ) -> None:  # fmt: skip
     kept = Slots(slot_keys, slot_values, offsets if fixed["HAS_OFFSETS"] else None)
     places = (keys, values), initial, ids, kept, numbers
-    attended = attend_in_torch(q, k, v, *places, scale, softcap, (sent_k, sent_v), fixed["WINDOW_SPLITS"])
+    further = fixed["PARTS"] - fixed["SPLITS"]
+    attended = attend_in_torch(q, k, v, *places, scale, softcap, (sent_k, sent_v), fixed["WINDOW_SPLITS"], further)
     out.copy_(attended[0])
     lse.copy_(attended[1])
 
@@ -212,6 +213,7 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_choose_blocks": _choose_blocks,
     "_attend_resident": _attend_resident,
     **sparse_prompts.DEFINITIONS,
+    **token_kernels.DEFINITIONS,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -239,6 +241,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_choose_blocks": ("chosen",),
     "_attend_resident": ("keys", "values", "sent_k", "sent_v", "lse", "out"),
     **sparse_prompts.WRITTEN,
+    **token_kernels.WRITTEN,
 }
 
 
@@ -249,6 +252,8 @@ def _rows_read(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name == "_fetch":
         row, head, listed = (arguments["misses"] >= 0).nonzero(as_tuple=True)
         return {"stored": arguments["table"][row, arguments["misses"][row, head, listed]].long()}
+    if name == "_fetch_tokens":
+        return {"stored": token_kernels.blocks_read(arguments)}
     return {}
 
 

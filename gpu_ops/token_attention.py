@@ -1,0 +1,129 @@
+"""Attention on a GPU to chosen tokens in slots, and to the mean values that stand for all others.
+
+The results are parts of a decoded token's attention, like those of `gpu_ops.resident_attention`, with which
+`window_step.join_parts` merges them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hetero_kv.gpu_ops.resident_attention import SPLITS
+from hetero_kv.gpu_ops.slot_formats import unpacked
+from hetero_kv.gpu_ops.tiled_attention import tiled_attention
+
+#: Parts that the chosen tokens and the mean values are divided into; with those of the window a power of two.
+TOKEN_PARTS, REST_PARTS = SPLITS, 2 * SPLITS
+PARTS = SPLITS + TOKEN_PARTS + REST_PARTS
+
+
+class Parts(NamedTuple):
+    """A token's attention in parts: window, chosen tokens, mean values.
+
+    Attributes:
+        out: [batch, kv_heads, parts, group, v_dim] float32.
+        lse: [batch, kv_heads, parts, group] float32, the log-sum-exp of each part; -inf for a part without keys.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def attend_to_tokens(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor,
+    scale: float, softcap: float | None, parts: Parts,
+) -> None:  # fmt: skip
+    """As `attend_to_tokens_in_torch`, which defines the result, by one Triton kernel."""
+    from hetero_kv.gpu_ops.triton_kernels import token_attention
+
+    with torch.cuda.device(q.device):
+        token_attention.attend_to_tokens(q, keys, values, slots, counts, scale, softcap, parts)
+
+
+def attend_to_tokens_in_torch(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor,
+    scale: float, softcap: float | None, parts: Parts,
+) -> None:  # fmt: skip
+    """Attend to listed slots.
+
+    Args:
+        q: [batch, kv_heads * group, 1, k_dim].
+        keys: [batch, kv_heads, n, k_dim], in the queries' dtype.
+        values: [batch, kv_heads, n, v_dim], or [..., bytes] uint8 of groups (`gpu_ops.slot_formats`), which are
+            unpacked to the queries' dtype.
+        slots: [batch, kv_heads, n] int32, the slots to attend to.
+        counts: [batch, kv_heads] int32, how many of each list.
+        scale, softcap: as in `gpu_ops.tiled_attention`.
+        parts: receives `TOKEN_PARTS` parts behind those of the window.
+    """
+    (batch, kv_heads, _, group, v_dim), k_dim = parts.out.shape, q.shape[3]
+    queries = q.reshape(batch, kv_heads, group, k_dim).float()
+    own = slice(SPLITS, SPLITS + TOKEN_PARTS)
+    parts.out[:, :, own], parts.lse[:, :, own] = 0.0, float("-inf")
+    numbers = keys.float(), unpacked(values, v_dim).to(q.dtype).float()
+    for row in range(batch):
+        for head in range(kv_heads):
+            at = slots[row, head, : int(counts[row, head])].long()
+            if len(at):
+                own_keys, own_values = (part[row, head, at][None, None] for part in numbers)
+                found = tiled_attention(queries[row, head][None, None], own_keys, own_values, scale, softcap)
+                parts.out[row, head, SPLITS], parts.lse[row, head, SPLITS] = (each[0, 0] for each in found)
+
+
+def attend_to_rest(
+    weights: torch.Tensor, masses: torch.Tensor, value_means: torch.Tensor, number: torch.Tensor, parts: Parts
+) -> torch.Tensor:
+    """As `attend_to_rest_in_torch`, which defines the result, by one Triton kernel."""
+    from hetero_kv.gpu_ops.triton_kernels import token_attention
+
+    with torch.cuda.device(weights.device):
+        return token_attention.attend_to_rest(weights, masses, value_means, number, parts)
+
+
+def attend_to_rest_in_torch(
+    weights: torch.Tensor, masses: torch.Tensor, value_means: torch.Tensor, number: torch.Tensor, parts: Parts
+) -> torch.Tensor:
+    """Let the mean values of blocks count for the tokens that are not attended to, as `cpu_ops.residual_attention`.
+
+    Args:
+        weights, masses: [batch, kv_heads, group, capacity] float32 (`estimated_masses.BlockMasses`), of these tokens.
+        value_means: [batch, kv_heads, capacity, v_dim], or [..., bytes] uint8 of groups (`gpu_ops.slot_formats`).
+        number: [1] int64, the blocks that there are.
+        parts: receives `REST_PARTS` parts, the last ones.
+
+    Returns the log-sum-exp of the masses, [batch, kv_heads, REST_PARTS, group] float32, in parts.
+    """
+    behind = torch.arange(weights.shape[3], device=weights.device) >= number
+    weights, masses = (each.masked_fill(behind, float("-inf")) for each in (weights, masses))
+    lse = weights.logsumexp(dim=3)
+    shares = (weights - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    first = parts.out.shape[2] - REST_PARTS
+    parts.out[:, :, first:], parts.lse[:, :, first:] = 0.0, float("-inf")
+    parts.out[:, :, first] = shares @ unpacked(value_means, parts.out.shape[4])
+    parts.lse[:, :, first] = lse
+    found = torch.full_like(parts.lse[:, :, first:], float("-inf"))
+    found[:, :, 0] = masses.logsumexp(dim=3)
+    return found
+
+
+def sum_masses(lse: torch.Tensor, rest: torch.Tensor, shares: torch.Tensor) -> None:
+    """As `sum_masses_in_torch`, which defines the result, by one Triton kernel."""
+    from hetero_kv.gpu_ops.triton_kernels import token_attention
+
+    with torch.cuda.device(lse.device):
+        token_attention.sum_masses(lse, rest, shares)
+
+
+def sum_masses_in_torch(lse: torch.Tensor, rest: torch.Tensor, shares: torch.Tensor) -> None:
+    """The share of the attention that window and chosen tokens have by estimate, a mean over each group.
+
+    Args:
+        lse: of `Parts`, in which the last `REST_PARTS` do not count.
+        rest: from `attend_to_rest_in_torch`.
+        shares: [batch * kv_heads] float32, written.
+    """
+    attended = lse[:, :, :-REST_PARTS].logsumexp(dim=2)
+    every = torch.logaddexp(attended, rest.logsumexp(dim=2))
+    shares.copy_((attended - every).exp().mean(dim=2).flatten())

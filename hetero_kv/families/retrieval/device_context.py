@@ -1,0 +1,123 @@
+"""A layer's Context on a GPU that chooses what a decoded token attends to, and attends to it."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.families.retrieval.block_index import BlockIndex
+from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.step_counts import StepCounts
+from hetero_kv.store.pool import BlockPool
+
+
+class SentToken(NamedTuple):
+    """What a layer sends to the CPU of a decoded token; contiguous.
+
+    Attributes:
+        key, value: [batch, kv_heads, 1, dim] float32.
+        missed: [batch * kv_heads] int32, blocks or tokens of each kv head that were read from DRAM.
+        taken: [batch * kv_heads, 4] int32, as of `gpu_ops.token_choice`; None if their number never varies.
+        shares: [batch * kv_heads] float32, the share of the attention that is attended to by estimate, a mean over
+            query heads; None if nothing is estimated.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    missed: torch.Tensor
+    taken: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
+
+
+class DeviceContext(ABC):
+    """Memory of one layer, of a fixed size, so that a captured token finds it where it was.
+
+    Args:
+        index: the arrays by which blocks are scored.
+    """
+
+    #: Shapes of what is sent of a kv head besides its key, its value and `missed`.
+    counted_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def __init__(self, index: BlockIndex) -> None:
+        self._index = index
+
+    def take_in(self, pool: BlockPool, context: Sequence[np.ndarray] | np.ndarray) -> None:
+        """See BlockIndex."""
+        self._index.take_in(pool, context)
+
+    def take_computed(self, first: int, derived: Mapping[str, torch.Tensor]) -> None:
+        """See BlockIndex."""
+        self._index.take_computed(first, derived)
+
+    def shorten(self, context: int) -> None:
+        """Forget all but the first `context` blocks of the Context."""
+        if context < self._index.count:
+            self._index.shorten(context)
+            self._forget_from(context)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._index.nbytes + sum(part.nbytes for part in self._slot_arrays)
+
+    def selected(self, rows: list[int]) -> Self:
+        """New memory, whose row i is a copy of row `rows[i]`."""
+        new = copy.copy(self)
+        new._index = self._index.selected(rows)
+        new._set_slot_arrays([torch.cat([part[row : row + 1] for row in rows]) for part in self._slot_arrays])
+        return new
+
+    @property
+    @abstractmethod
+    def _slot_arrays(self) -> list[torch.Tensor]:
+        """All arrays of the slots, [batch, ...] each."""
+
+    @abstractmethod
+    def _set_slot_arrays(self, arrays: list[torch.Tensor]) -> None:
+        """Replace `_slot_arrays`."""
+
+    @abstractmethod
+    def _forget_from(self, context: int) -> None:
+        """Forget what slots have of the Context's blocks from `context` on."""
+
+    @abstractmethod
+    def empty_slots(self) -> None:
+        """Forget what slots have: a token that failed may have named what did not arrive."""
+
+    @abstractmethod
+    def attended(
+        self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
+        sent: SentToken,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """A decoded token's attention to its window and its Context, after `take_in`; kernels alone.
+
+        Args:
+            numbers: see `gpu_ops.resident_attention`.
+            table: [batch, capacity] int32, the Context's blocks in the pool, on the device.
+            sent: is written.
+
+        Returns out [batch, heads, 1, v_dim] in the model's dtype, and its log-sum-exp [batch, heads, 1].
+        """
+
+    @abstractmethod
+    def missed_bytes(self, pool: BlockPool) -> int:
+        """Bytes that cross the bus for each of `SentToken.missed`."""
+
+    @abstractmethod
+    def counts(self, length: int, context: int, rows: int, sent: SentToken) -> StepCounts:
+        """The counts of a decoded token of sequences of `length` tokens with `context` blocks in their Context.
+
+        sent: on the CPU.
+        """
+
+
+def fetched_arrays(pool: BlockPool) -> list[torch.Tensor]:
+    """What a GPU reads of a block: keys, values, and the offset of keys that have one."""
+    return [array for array in (pool.keys, pool.values, pool.key_offsets) if array is not None]

@@ -1,0 +1,227 @@
+"""A layer's Context on a GPU that chooses single tokens by estimated attention masses.
+
+All blocks' mean keys, mean values and coarse copies of keys lie on the GPU. Chosen tokens lie in slots of single
+tokens, because few of a block's tokens are chosen: slots of blocks would take several times the memory, and as many
+more bytes would cross the bus. A key of 128 numbers in half precision is 256 bytes, whole transactions of the bus.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.cpu_ops.step_contract import ATTENDED, CANDIDATES, CHOSEN, EVERYTHING, SCORED, TOUCHED, WHOLE
+from hetero_kv.families.retrieval.block_index import BlockIndex
+from hetero_kv.families.retrieval.device_context import DeviceContext, SentToken
+from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
+from hetero_kv.gpu_ops import token_choice
+from hetero_kv.gpu_ops.estimated_masses import log_totals, mean_shares, score_codes, score_means
+from hetero_kv.gpu_ops.resident_attention import CONTEXT, SPLITS, attend
+from hetero_kv.gpu_ops.slot_formats import Slots
+from hetero_kv.gpu_ops.token_attention import (
+    REST_PARTS,
+    TOKEN_PARTS,
+    Parts,
+    attend_to_rest,
+    attend_to_tokens,
+    sum_masses,
+)
+from hetero_kv.gpu_ops.token_choice import Target, choose, leave
+from hetero_kv.gpu_ops.token_slots import NONE, TokenSlots, fetch_tokens, place_tokens
+from hetero_kv.gpu_ops.window_step import join_parts
+from hetero_kv.store.pool import BlockPool
+
+#: The arrays of a pool by which tokens are chosen, and by which the others are estimated.
+INDEXED = ("representatives", "value_means", "key_codes")
+
+
+class EstimatedChoice(NamedTuple):
+    """How a layer chooses single tokens on a GPU.
+
+    Attributes:
+        blocks: the most tokens of a kv head, in blocks.
+        times: times the blocks that reach the target whose tokens are candidates.
+        by_keys: whether the coarse keys of all blocks are scored, and not only those of candidates.
+        share: of the attention, to be reached by as few tokens as possible; 0 for as many as `blocks` allow.
+        least: the fewest tokens, in blocks.
+        covering: Contexts of up to so many blocks are attended to as a whole.
+        block_size: tokens of a block.
+    """
+
+    blocks: int
+    times: int
+    by_keys: bool
+    share: float
+    least: int
+    covering: int
+    block_size: int
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether a GPU reads blocks of the Context."""
+        return True
+
+    def candidates(self, capacity: int) -> int:
+        """The most blocks whose tokens are candidates, in sequences of up to `capacity` blocks."""
+        return min(max(self.blocks * self.times, self.covering), capacity)
+
+    def slots(self, capacity: int) -> int:
+        """Slots of a kv head for single tokens."""
+        return min(max(self.blocks, self.covering), capacity) * self.block_size
+
+    def targets(self, capacity: int) -> tuple[Target, Target]:
+        """How many blocks are candidates, and how many of their tokens are chosen."""
+        blocks, covering = min(self.blocks, capacity), min(self.covering, capacity)
+        of_blocks = Target(self.share, min(self.least, capacity), blocks, self.times, covering)
+        tokens = of_blocks._replace(least=of_blocks.least * self.block_size, most=blocks * self.block_size, times=1)
+        return of_blocks, tokens
+
+    def context(
+        self, pool: BlockPool, capacity: int, like_keys: torch.Tensor, like_values: torch.Tensor
+    ) -> EstimatedContext:
+        """An empty Context; the arguments as for it."""
+        return EstimatedContext(self, pool, capacity, like_keys, like_values)
+
+
+class EstimatedContext(DeviceContext):
+    """Mean keys, mean values and coarse keys of all blocks, and slots for single tokens.
+
+    Args:
+        choice: how tokens are chosen.
+        pool: the layer's blocks in DRAM.
+        capacity: the most blocks of a sequence.
+        like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
+    """
+
+    counted_shapes = ((4,), ())
+
+    def __init__(
+        self, choice: EstimatedChoice, pool: BlockPool, capacity: int, like_keys: torch.Tensor,
+        like_values: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.choice = choice
+        (batch, kv_heads), count, device = like_keys.shape[:2], choice.slots(capacity), like_keys.device
+        super().__init__(BlockIndex(pool, INDEXED, capacity, batch, device))
+        self._width, self._targets = choice.candidates(capacity), choice.targets(capacity)
+        self._slots = TokenSlots.empty(batch, kv_heads, count, capacity * choice.block_size, device)
+        # Plain numbers in the model's dtype, packed ones as they are stored; keys with coarse copies are plain.
+        of_values = like_values.dtype if pool.value_storage.is_plain else pool.values.dtype
+        of_slots = batch, kv_heads, count
+        self._keys = like_keys.new_zeros(*of_slots, pool.keys.shape[3])
+        self._values = like_values.new_zeros(*of_slots, pool.values.shape[3], dtype=of_values)
+
+    @property
+    def _slot_arrays(self) -> list[torch.Tensor]:
+        return [*self._slots, self._keys, self._values]
+
+    def _set_slot_arrays(self, arrays: list[torch.Tensor]) -> None:
+        *slots, self._keys, self._values = arrays
+        self._slots = TokenSlots(*slots)
+
+    def _forget_from(self, context: int) -> None:
+        ids = self._slots.ids
+        ids.masked_fill_(ids >= context * self.choice.block_size, NONE)
+
+    def empty_slots(self) -> None:
+        """See DeviceContext."""
+        self._slots.ids.fill_(NONE)
+
+    def attended(
+        self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
+        sent: SentToken,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See DeviceContext."""
+        assert sent.taken is not None
+        assert sent.shares is not None
+        q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
+        none = q.new_empty((*call.k.shape[:2], 0), dtype=torch.int64)
+        plain = Slots(window.keys[:, :, None], window.values[:, :, None])
+        places = (window.keys, window.values), window.initial, none, plain, numbers
+        token, further = (sent.key, sent.value), TOKEN_PARTS + REST_PARTS
+        parts = Parts(*attend(q, call.k, call.v, *places, call.scale, call.softcap, token, further))
+        number = numbers[CONTEXT:]
+        chosen, counts, weights, masses = self._chosen(call, q, parts, number, sent.taken)
+        slots, misses, into = place_tokens(self._slots, chosen, counts, sent.missed)
+        for stored, memory in ((pool.keys, self._keys), (pool.values, self._values)):
+            fetch_tokens(stored, table, misses, into, sent.missed, memory)
+        attend_to_tokens(q, self._keys, self._values, slots, counts, call.scale, call.softcap, parts)
+        means = self._index["value_means"][:, :, :, 0]
+        rest = attend_to_rest(weights, masses, means, number, parts)
+        sum_masses(parts.lse, rest, sent.shares)
+        out = q.new_empty(*q.shape[:3], call.v.shape[3])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        join_parts(*parts, None, None, out, lse)
+        return out, lse
+
+    def _chosen(
+        self, call: AttentionCall, q: torch.Tensor, parts: Parts, number: torch.Tensor, taken: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose tokens by the query and by what the window receives.
+
+        Returns them, as [batch, kv_heads, slots] int32, their numbers [batch, kv_heads] int32, and the weights and the
+        masses of what remains of each block (`gpu_ops.estimated_masses.BlockMasses`). Writes `taken`.
+        """
+        size, codes, vectors = (
+            self.choice.block_size,
+            self._index["key_codes"][:, :, :, 0],
+            self._index["representatives"],
+        )
+        batch, kv_heads, count = self._slots.ids.shape
+        of_blocks, of_tokens = self._targets
+        known = score_means(q, vectors, number, size, call.scale, call.softcap)
+        scoring = known, call.scale, call.softcap
+        if self.choice.by_keys:
+            score_codes(q, codes, None, number, size, *scoring, None)
+        scores = known.masses if self.choice.by_keys else known.likely
+        outside = parts.lse[:, :, :SPLITS]
+        totals = log_totals(scores, known.masses, outside, number)
+        # Candidates and tokens, and how many there are of both.
+        places, chosen, place_counts, counts = (
+            q.new_empty((batch, kv_heads, *shape), dtype=torch.int32) for shape in ((self._width,), (count,), (), ())
+        )
+        shares = mean_shares(scores, known.masses, totals)
+        choose(*shares, totals, number, 1, None, None, of_blocks, places, place_counts)
+        tokens = self._width * size
+        token_scores = torch.empty(*known.masses.shape[:3], tokens, dtype=torch.float32, device=q.device)
+        score_codes(q, codes, places, number, size, *scoring, token_scores)
+        # With the keys' masses in the places of the means'.
+        totals = log_totals(known.masses, known.masses, outside, number)
+        _, of_each = mean_shares(token_scores, token_scores, totals)
+        is_taken = torch.empty(batch, kv_heads, tokens, dtype=torch.int8, device=q.device)
+        among = places, place_counts
+        choose(of_each, of_each, totals, number, size, *among, of_tokens, chosen, counts, is_taken)
+        taken.zero_()
+        counted = taken.view(batch, kv_heads, -1)
+        counted[:, :, token_choice.TOKENS].copy_(counts)
+        counted[:, :, token_choice.CANDIDATES].copy_(place_counts)
+        leave(token_scores, is_taken, places, totals, known.weights, known.masses, counted)
+        return chosen, counts, known.weights, known.masses
+
+    def missed_bytes(self, pool: BlockPool) -> int:
+        """See DeviceContext."""
+        return pool.keys[0, 0, 0].nbytes + pool.values[0, 0, 0].nbytes
+
+    def counts(self, length: int, context: int, rows: int, sent: SentToken) -> StepCounts:
+        """See DeviceContext."""
+        assert sent.taken is not None
+        assert sent.shares is not None
+        chooses, size = self.choice.covering < context, self.choice.block_size
+        of_rows = sent.taken.view(rows, -1, 4).sum(dim=1).numpy()
+        kv_heads = len(sent.taken) // rows
+        taken = np.zeros((rows, WHOLE + 1), np.int64)
+        columns = token_choice.TOKENS, token_choice.TOUCHED, token_choice.WHOLE
+        taken[:, [ATTENDED, TOUCHED, WHOLE]] = of_rows[:, columns]
+        by_keys = self.choice.by_keys
+        taken[:, CANDIDATES] = context * kv_heads if by_keys else of_rows[:, token_choice.CANDIDATES]
+        taken[:, SCORED] = 0 if by_keys else context * kv_heads
+        # The share of a kv head, in logarithms, of a whole of 1.
+        covered = sent.shares.view(1, rows, -1, 1).log()
+        masses = torch.cat([covered, torch.zeros_like(covered)]).numpy()
+        groups = DecodedGroups([length], [context], [chooses], [slice(rows)])
+        most, which = min(self.choice.blocks * self.choice.times, context), CHOSEN if chooses else EVERYTHING
+        varies = self.choice.share > 0
+        return StepCounts(groups, which, most, kv_heads, 0, size, taken if chooses else None, masses, varies)

@@ -1,0 +1,188 @@
+"""With `attend_on: gpu` a GPU chooses single tokens by estimated attention masses as the CPU does."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv.adapter.footprint import RESIDENT
+from hetero_kv.families.retrieval import estimated_context
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.gpu_ops.token_slots import fetch_tokens
+from hetero_kv.planning.footprint import Footprint
+from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
+from tests.operators.test_resident_on_cuda import conversation
+from tests.support.slow_variants import with_slow
+
+pytestmark = pytest.mark.cuda
+pytest.importorskip("triton")
+
+SHARP = 4.0
+#: Blocks that have coarse keys; no layer attends to all of its Context.
+SIZES = {
+    "block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "top_k_blocks": 3, "min_blocks": 0,
+    "max_dense_blocks": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(gpu):
+    model = llama_on_gpu(head_dim=32)
+    for layer in model.model.layers:
+        # Peaked attention, of which few tokens have most.
+        layer.self_attn.q_proj.weight.mul_(SHARP)
+    yield model
+    # Caches unlock their memory while the GPU is there.
+    gc.collect()
+
+
+def estimating(model, attend_on="gpu", recipe="adaptive", **settings):
+    return injected(model, attend_on, recipe, **{**SIZES, **settings})
+
+
+#: Both recipes; tokens and values as they are stored; as many tokens as fit; means without deviations.
+WAYS = {
+    "adaptive": {"target_mass": 0.99, "top_k_blocks": 1},
+    "adaptive_lean": {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32},
+    "values": {"value_type": "Q8_0", "top_k_blocks": 1},
+    "budget": {"target_mass": "none", "top_k_blocks": 1},
+    "means": {"rerank": 2, "top_k_blocks": 1, "representative_storage": "FP16"},
+}
+
+
+@pytest.mark.parametrize("graphs", with_slow(["on", "off"], slow=["off"]))
+@pytest.mark.parametrize("way", with_slow(list(WAYS), slow=["values", "budget", "means"]))
+def test_a_conversation_and_its_statistics_are_those_with_the_cpu(llama, way, graphs):
+    found, told_of = {}, {}
+    for attend_on in ("cpu", "gpu"):
+        cache = estimating(llama, attend_on, cuda_graphs=graphs, **WAYS[way])
+        found[attend_on] = conversation(llama, cache)
+        told_of[attend_on] = cache.statistics
+        eject(llama)
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+    for name in ("estimated_share", "attended_blocks", "read_bytes"):
+        if way == "budget" and name == "attended_blocks":
+            continue
+        assert told_of["gpu"][name] == pytest.approx(told_of["cpu"][name], rel=1e-5), name
+
+
+def test_long_contexts_are_attended_to_in_part_as_by_the_cpu(llama):
+    found, told_of = {}, {}
+    for attend_on in ("cpu", "gpu"):
+        cache = estimating(llama, attend_on, max_seq_len=500, target_mass=0.95)
+        found[attend_on] = torch.cat(told(llama, cache, random_tokens(330), prompt=310))
+        told_of[attend_on] = cache.statistics
+        eject(llama)
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+    # Some tokens, not all that fit; each crosses the bus once or is there.
+    attended, read = told_of["gpu"]["attended_blocks"], told_of["gpu"]["dram_bytes_read"]
+    assert attended == pytest.approx(told_of["cpu"]["attended_blocks"])
+    of_block = 2 * 16 * 32 * 2 * 4
+    for blocks, nbytes in zip(attended, read, strict=True):
+        assert 0.1 < blocks < 3
+        assert 0 < nbytes <= blocks * of_block
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["adaptive", "adaptive_lean"])
+def test_a_context_that_is_covered_has_full_attention(llama, recipe):
+    tokens = random_tokens(95)
+    expected = told(llama, DynamicCache(config=llama.config), tokens, prompt=85)
+    cache = estimating(llama, recipe=recipe, max_dense_blocks=ALL, block_size=32, sink_tokens=32)
+    found = told(llama, cache, tokens, prompt=85)
+    assert cache.statistics["estimated_share"] == pytest.approx([1.0] * LAYERS)
+    eject(llama)
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_rows_of_several_lengths_equal_each_row_alone(llama):
+    lengths, tokens, count = (90, 67), random_tokens(96, rows=2), 4
+    alone = []
+    for row, length in enumerate(lengths):
+        cache = estimating(llama)
+        alone.append(told(llama, cache, tokens[row : row + 1, : length + count], prompt=length))
+        eject(llama)
+    cache = estimating(llama)
+    padded = torch.zeros(2, max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, length in enumerate(lengths):
+        padded[row, -length:], mask[row, -length:] = tokens[row, :length], 1
+    llama(padded.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache)
+    for place in range(count):
+        next_ones = torch.stack([tokens[row, length + place] for row, length in enumerate(lengths)])[:, None]
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+        logits = llama(next_ones.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache).logits.cpu()
+        expected = torch.stack([alone[row][1 + place][0] for row in range(2)])
+        torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_context_continues_as_if_nothing_had_happened(llama, tmp_path):
+    cache, tokens = estimating(llama), random_tokens(94)
+    told(llama, cache, tokens[:, :88], prompt=80)
+    cache.save(tmp_path / "context")
+    expected = torch.cat(told(llama, cache, tokens[:, 88:]))
+    loaded = HeteroCache.load(tmp_path / "context", llama)
+    assert torch.equal(torch.cat(told(llama, loaded, tokens[:, 88:])), expected)
+
+
+def test_a_failed_token_is_undone(llama, monkeypatch):
+    cache, tokens = estimating(llama, cuda_graphs="on"), random_tokens(100)
+    told(llama, cache, tokens[:, :96], prompt=80)
+    fork = cache.fork()
+    expected = torch.cat(told(llama, fork, tokens[:, 96:]))
+    with monkeypatch.context() as patch:
+
+        def refuse(self, largest):
+            raise HeteroKVError("on purpose")
+
+        patch.setattr(RetrievalLayer, "require_storable", refuse)
+        with pytest.raises(HeteroKVError, match="on purpose"):
+            told(llama, cache, random_tokens(1, seed=9))
+    torch.testing.assert_close(torch.cat(told(llama, cache, tokens[:, 96:])), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_that_fails_between_its_slots_leaves_none_that_lies(llama, monkeypatch):
+    tokens = random_tokens(90)
+    expected = told(llama, estimating(llama), tokens, prompt=80)
+    eject(llama)
+    cache = estimating(llama)
+    found = told(llama, cache, tokens[:, :80], prompt=80)
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fetch_tokens(*arguments)
+
+    monkeypatch.setattr(estimated_context, "fetch_tokens", failing)
+    with pytest.raises(KeyboardInterrupt):
+        told(llama, cache, tokens[:, 80:])
+    found += told(llama, cache, tokens[:, 80:])
+    eject(llama)
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_what_lies_on_the_gpu_is_planned(llama):
+    for settings in ({}, {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32}, {"value_type": "Q4_0"}):
+        cache = estimating(llama, **settings)
+        told(llama, cache, random_tokens(81), prompt=80)
+        planned = Footprint.of(llama.hetero_kv_injection).memory(400, 1).sizes
+        assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
+        del cache
+        eject(llama)
+
+
+@pytest.mark.slow
+def test_a_token_that_is_not_read_is_seen(llama, monkeypatch):
+    tokens = random_tokens(105)
+    expected = torch.cat(told(llama, estimating(llama), tokens, prompt=90))
+    eject(llama)
+    monkeypatch.setattr(estimated_context, "fetch_tokens", lambda *args: None)
+    found = torch.cat(told(llama, estimating(llama), tokens, prompt=90))
+    assert not torch.allclose(found, expected, rtol=1e-2)
