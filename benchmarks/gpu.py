@@ -3,14 +3,16 @@
     python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks] [--only TEXT;TEXT]
     python -m benchmarks.gpu --device cpu --tiny        # everything at sizes that take seconds on a CPU
 
-First the checks of exactness, sets, sparse prefill and kernels of `benchmarks.gpu_check`; then, with random weights of
-the shape of Llama 3.1 8B in bfloat16:
+First the checks of exactness, sets, sparse prefill, `attend_on: gpu` and kernels of `benchmarks.gpu_check`; then, with
+random weights of the shape of Llama 3.1 8B in bfloat16:
 
-- decoding after a million random keys and values, in 8 of the 32 layers (`quest`)
+- decoding after a million random keys and values, in 8 of the 32 layers (`quest`, and `adaptive_lean` with
+  `attend_on: gpu`)
 - prefill and decode at 32K tokens with weights packed in Q4_0 (`ktransformers`)
 - prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows, with a
   sparse prefill too (`minference`; a random model's heads take the largest pattern)
-- decoding after 32K and 128K random keys and values (`quest`), by the CPU and with `attend_on: gpu`
+- decoding after 32K and 128K random keys and values (`quest`), by the CPU and with `attend_on: gpu`, there with
+  `adaptive` too
 - ShadowKV by batch at 16K tokens, compared with the untouched model
 
 and for each step the parts of the host's time. A measurement that would exceed the time is skipped, and one that does
@@ -37,9 +39,13 @@ from benchmarks.gpu_speed.measurements import RESIDENT, K, Measurements
 from benchmarks.gpu_speed.subject import UNTOUCHED, SpeedRow
 from hetero_kv.errors import OutOfMemoryError
 
-_CHECKED = ("exactness", "sets", "sparse", "kernels")
+_CHECKED = ("exactness", "sets", "sparse", "resident", "kernels")
 #: Name and tokens of a row -> the most milliseconds per token, and bytes on the GPU.
-GOALS = {(f"quest{RESIDENT}", 128 * K): (12.5, 24e9)}
+GOALS = {
+    (f"quest{RESIDENT}", 128 * K): (12.5, 24e9),
+    (f"adaptive{RESIDENT}", 128 * K): (12.5, 24e9),
+    (f"adaptive_lean{RESIDENT}", K * K): (20.0, 24e9),
+}
 #: Name and tokens of a row -> the most of the untouched model's prefill time, which is by flash attention.
 PREFILL_GOALS = {("minference", 128 * K): 0.5}
 

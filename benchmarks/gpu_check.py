@@ -6,8 +6,11 @@
 - exactness: prefill and decode of every operator against full attention, with covering budgets, in fp16 and bf16
 - sets: ShadowKV's landmarks, outliers and chosen chunks against a plain reference
 - sparse: the keys that a sparse prefill chooses, and its attention, against a CPU's
-- kernels: each Triton kernel (merging, rebuilding, gathering, prompts' attention, dense and sparse, packed weights in
-  every format) against the torch function that defines it, and the time of both
+- resident: `attend_on: gpu` with the recipes quest, adaptive and adaptive_lean against the CPU's route, and with
+  covering budgets against full attention
+- kernels: each Triton kernel (merging, rebuilding, gathering, prompts' attention, dense and sparse, column sums, the
+  choice of single tokens, packed weights in every format) against the torch function that defines it, and the time of
+  both
 - long_prompt: 128K tokens through random weights of the shape of Llama 3.1 8B, within 24 GB of GPU memory, with the
   recipes ktransformers, quest and shadowkv: memory, prefill tokens/s, time per decoded token
 
@@ -30,13 +33,14 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.gpu_checks import chosen_sets, exactness, kernels, long_prompt, sparse_sets
+from benchmarks.gpu_checks import chosen_sets, exactness, kernels, long_prompt, resident, sparse_sets
 from benchmarks.gpu_checks.setting import Check, CheckResult, Setting
 
 CHECKS: dict[str, Check] = {
     "exactness": exactness.check,
     "sets": chosen_sets.check,
     "sparse": sparse_sets.check,
+    "resident": resident.check,
     "kernels": kernels.check,
     "long_prompt": long_prompt.check,
 }

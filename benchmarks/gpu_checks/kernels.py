@@ -13,6 +13,7 @@ from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import formats_without_grids, packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
 from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, relative_error, synchronise
+from benchmarks.gpu_checks.token_kernels import token_cases
 from hetero_kv.gpu_ops.gather import gathered_rows, gathered_rows_by_copy
 from hetero_kv.gpu_ops.kernel_choice import runs_triton
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
@@ -135,7 +136,7 @@ def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
     cases = [_merge_case(setting, dtype), _gather_case(setting, dtype), _token_case(setting, dtype)]
     cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
-    return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype)]
+    return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype), *token_cases(setting, dtype)]
 
 
 def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> CheckResult:

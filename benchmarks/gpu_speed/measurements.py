@@ -83,6 +83,8 @@ class Measurements:
         sizes = self.sizes
         few = self._subject(num_hidden_layers=1 if self.setting.tiny else FEW_LAYERS)
         yield self._filled(few, sizes.longest)
+        if self.setting.on_gpu:
+            yield self._filled(few, sizes.longest, RESIDENT, "adaptive_lean", attend_on="gpu")
         del few
         gc.collect()
         packed = self._packed()
@@ -94,7 +96,8 @@ class Measurements:
             yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
         yield from (self._filled(subject, tokens) for tokens in sizes.filled)
         if self.setting.on_gpu:
-            yield from (self._filled(subject, tokens, RESIDENT, attend_on="gpu") for tokens in sizes.filled)
+            for recipe in ("quest", "adaptive"):
+                yield from (self._filled(subject, tokens, RESIDENT, recipe, attend_on="gpu") for tokens in sizes.filled)
         for batch in sizes.batches:
             yield from (self._prefilled(subject, name, sizes.batched, batch) for name in ("shadowkv", UNTOUCHED))
         for tokens in sizes.prefilled[1:]:
@@ -130,9 +133,11 @@ class Measurements:
             lambda: subject.prefilled(recipe, tokens, batch, **self._settings(recipe)),
         )
 
-    def _filled(self, subject: SpeedSubject, tokens: int, note: str = "", **settings: Any) -> GpuMeasurement:
+    def _filled(
+        self, subject: SpeedSubject, tokens: int, note: str = "", recipe: str = "quest", **settings: Any
+    ) -> GpuMeasurement:
         return GpuMeasurement(
-            f"quest{note}, {tokens:,} random tokens, {subject.layers} layers",
+            f"{recipe}{note}, {tokens:,} random tokens, {subject.layers} layers",
             5 + tokens * subject.layers / _FILL,
-            lambda: subject.filled("quest", tokens, note, **self._settings("quest"), **settings),
+            lambda: subject.filled(recipe, tokens, note, **self._settings(recipe), **settings),
         )

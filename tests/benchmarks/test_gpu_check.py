@@ -76,10 +76,11 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
 @pytest.mark.cuda
 def test_it_runs_on_a_gpu(capsys):
     with device_called("cuda"):
-        assert gpu_check.main(["--tiny", "--only", "kernels,sets,sparse"]) == 0
+        assert gpu_check.main(["--tiny", "--only", "kernels,sets,sparse,resident"]) == 0
         # What is page-locked is released while there is a device.
         gc.collect()
     told = capsys.readouterr().out
+    assert "pass  resident: adaptive_lean as by the CPU, bfloat16" in told
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
     for kernel in (
         "attention of a prompt, windowed, with sinks, float32",
@@ -94,6 +95,10 @@ def test_it_runs_on_a_gpu(capsys):
         "keys rotated, float16",
         "likeness of an evicted key, float32",
         "an evicted entry merged, bfloat16",
+        "estimated attention masses, float16",
+        "choice by a share, float32",
+        "single tokens from page-locked DRAM, bfloat16",
+        "attention to single tokens, float16",
     ):
         assert f"pass  kernels: {kernel}" in told
     for recipe in ("minference", "flexprefill"):

@@ -32,10 +32,11 @@ def test_everything_is_measured_at_tiny_size(device, tmp_path, capsys):
         gc.collect()
     found = json.loads(report.read_text())
     assert (found["failed"], found["left_out"]) == ([], {})
+    resident = [(f"{name}, attend_on: gpu", 1) for name in ("quest", "adaptive", "adaptive_lean")]
     by_batch = {(name, batch) for name in ("untouched", "shadowkv") for batch in (1, 2)}
     assert {(row["name"], row["batch"]) for row in found["rows"]} == by_batch | {
         ("ktransformers", 1), ("ktransformers, Q4_0", 1), ("quest", 1), ("minference", 1),
-        *([("quest, attend_on: gpu", 1)] if device == "cuda" else []),
+        *(resident if device == "cuda" else []),
     }  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in found["rows"])
     parts = {row["name"]: set(row["parts"]) for row in found["rows"]}
