@@ -70,9 +70,10 @@ class EngineSettings(Settings):
     )
     attend_on: str = setting(
         CPU,
-        "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: representatives "
-        "and chosen blocks lie on the GPU, which reads missing blocks from DRAM without waiting for the host; layers "
-        "that attend to everything have all keys and values there (top_k_blocks: all, dense_layer_num)",
+        "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: what blocks are "
+        "chosen by, and chosen blocks or tokens, lie on the GPU, which reads missing ones from DRAM without waiting "
+        "for the host; layers that attend to everything have all keys and values there (top_k_blocks: all, "
+        "dense_layer_num)",
         choices=(CPU, GPU),
     )
     measure_recall: bool = setting(

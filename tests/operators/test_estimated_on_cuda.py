@@ -16,6 +16,7 @@ from hetero_kv.gpu_ops.token_slots import fetch_tokens
 from hetero_kv.planning.footprint import Footprint
 from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
 from tests.operators.test_resident_on_cuda import conversation
+from tests.support.devices import simulated_cuda
 from tests.support.slow_variants import with_slow
 
 pytestmark = pytest.mark.cuda
@@ -186,3 +187,17 @@ def test_a_token_that_is_not_read_is_seen(llama, monkeypatch):
     monkeypatch.setattr(estimated_context, "fetch_tokens", lambda *args: None)
     found = torch.cat(told(llama, estimating(llama), tokens, prompt=90))
     assert not torch.allclose(found, expected, rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["adaptive", "adaptive_lean"])
+def test_a_models_tokens_by_the_interpreter_are_those_by_definition(recipe):
+    found = {}
+    for by_interpreter in (False, True):
+        with simulated_cuda(interpret=by_interpreter):
+            model = llama_on_gpu(head_dim=32)
+            cache = estimating(model, recipe=recipe, max_seq_len=200, block_size=32, sink_tokens=32, top_k_blocks=2)
+            found[by_interpreter] = torch.cat(told(model, cache, random_tokens(152), prompt=150))
+            del cache
+            gc.collect()
+    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)

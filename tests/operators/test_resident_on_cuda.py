@@ -47,18 +47,20 @@ def conversation(model, cache):
 
 
 #: Two representatives, whole sequences in the first layer; one choice for all heads, the largest score of a group, of
-#: several keys; nothing but the window; everything.
+#: several keys; nothing but the window; everything; the key that receives most attention, and the mean of several.
 WAYS = {
     "quest": {},
     "shared": {"representative_type": "FIXED", "representative_num": 3, "head_select_mode": "SHARED"},
     "largest": {"representative_type": "MEAN", "representative_num": 1, "group_reduce": "max"},
     "streaming": {"top_k_blocks": 0},
     "dense": {"top_k_blocks": "all"},
+    "ktransformers": {"recipe": "ktransformers"},
+    "infllm": {"recipe": "infllm"},
 }
 
 
 @pytest.mark.parametrize("graphs", with_slow(["on", "off"], slow=["off"]))
-@pytest.mark.parametrize("way", with_slow(list(WAYS), slow=["shared", "largest", "streaming", "dense"]))
+@pytest.mark.parametrize("way", with_slow(list(WAYS), slow=["shared", "largest", "streaming", "dense", "infllm"]))
 def test_a_conversation_is_that_with_the_cpu(llama, way, graphs):
     found = {}
     for attend_on in ("cpu", "gpu"):

@@ -69,7 +69,6 @@ COARSE = {"block_size": 16}
         ("adaptive", {**COARSE, "key_offset": "block_mean"}, "key_offset"),
         ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
         ("adaptive", {"block_size": 512}, "block_size is 512"),
-        ("ktransformers", {}, "DYNAMIC counts the attention"),
         ("snapkv", {}, "preselect_block"),
         ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
         ("quest", {"token_step": 2}, "token_step"),

@@ -41,6 +41,18 @@ class AccumulatingLayer(PrefillRepresentativesLayer):
         total[:, :, offset : offset + new.shape[2]] += new
         self.state = replace(self.state, accumulated=total)
 
+    def remember(self, past: int, scale: float, softcap: float | None, q: np.ndarray, lse: np.ndarray) -> None:
+        """Add the query of the token at `past` to the pending queries.
+
+        q: [batch, heads, k_dim] float32. lse: [batch, heads] float32, its log-sum-exp, which may be filled later.
+        """
+        self.scale, self.softcap = scale, softcap
+        # Accumulating once per block's length costs a step little and keeps few queries in memory. The present query
+        # stays out of this batch: a device may not have sent its log-sum-exp yet.
+        if self.pending.count >= self.layout.block_size:
+            self.accumulate_pending(past)
+        self.pending = self.pending.grown(q, lse)
+
     def accumulate_pending(self, length: int) -> None:
         """Add the attention of the pending queries to the generated tokens, whose representatives depend on it.
 

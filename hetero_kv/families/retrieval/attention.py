@@ -102,7 +102,7 @@ class RetrievalAttention(ResidentDecode):
             self._record_token(layer, blocks, call, torch.from_numpy(lse), attended)
         if self.accumulates:
             seen = call.q.squeeze(2).to(torch.float32).contiguous().numpy()
-            self._remember(layer, step, call, seen, lse.reshape(rows, heads))
+            layer.remember(step.past, call.scale, call.softcap, seen, lse.reshape(rows, heads))
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
     def prepare_step(

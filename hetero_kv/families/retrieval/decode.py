@@ -152,15 +152,6 @@ class RetrievalDecode(RetrievalPrefill):
         layer.record.complete(total, attended, call.sink)
         layer.chosen = None
 
-    def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:
-        """Add a query [batch, heads, k_dim] float32 and its log-sum-exp [batch, heads] to the pending queries."""
-        layer.scale, layer.softcap = call.scale, call.softcap
-        # Accumulating once per block's length costs a step little and keeps few queries in memory. The present query
-        # stays out of this batch: a device may not have sent its log-sum-exp yet.
-        if layer.pending.count >= layer.layout.block_size:
-            layer.accumulate_pending(step.past)
-        layer.pending = layer.pending.grown(q, lse)
-
     def _measure_recall(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor
     ) -> None:

@@ -26,6 +26,8 @@ class SentToken(NamedTuple):
         taken: [batch * kv_heads, 4] int32, as of `gpu_ops.token_choice`; None if their number never varies.
         shares: [batch * kv_heads] float32, the share of the attention that is attended to by estimate, a mean over
             query heads; None if nothing is estimated.
+        query: [batch, heads, k_dim] float32, and lse: [batch, heads] float32, the log-sum-exp of its attention; None if
+            representatives do not count what keys receive.
     """
 
     key: torch.Tensor
@@ -33,6 +35,8 @@ class SentToken(NamedTuple):
     missed: torch.Tensor
     taken: torch.Tensor | None = None
     shares: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 class DeviceContext(ABC):
@@ -41,9 +45,6 @@ class DeviceContext(ABC):
     Args:
         index: the arrays by which blocks are scored.
     """
-
-    #: Shapes of what is sent of a kv head besides its key, its value and `missed`.
-    counted_shapes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -73,6 +74,10 @@ class DeviceContext(ABC):
         new._index = self._index.selected(rows)
         new._set_slot_arrays([torch.cat([part[row : row + 1] for row in rows]) for part in self._slot_arrays])
         return new
+
+    @abstractmethod
+    def sent_shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is sent to the CPU besides key, value and `missed`, by the names of `SentToken`."""
 
     @property
     @abstractmethod

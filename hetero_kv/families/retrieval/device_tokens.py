@@ -15,6 +15,9 @@ from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
 
+#: Parts of a `SentToken` that are int32.
+_WHOLE = frozenset(("missed", "taken"))
+
 
 class DeviceTokens:
     """Memory of one group's layers with one layout.
@@ -38,7 +41,7 @@ class DeviceTokens:
         self.table = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
         self._layers, self._table = list(layers), np.empty((0, 0), np.int32)
         self._shapes = [_shapes(layer, rows) for layer in layers]
-        size = sum(math.prod(shape) for shapes in self._shapes for shape in shapes)
+        size = sum(math.prod(shape) for shapes in self._shapes for shape in shapes.values())
         # Zeros, because a layer without slots counts no blocks.
         self._sent = torch.zeros(size, dtype=torch.float32, device=device)
         sent = zip(self._layers, self._split(self._sent), strict=True)
@@ -87,6 +90,10 @@ class DeviceTokens:
         for layer, parts in zip(self._layers, self._split(sent), strict=True):
             layer.store_token(step, parts.key, parts.value)
             self._count(layer, step, parts)
+            if parts.query is not None and parts.lse is not None:
+                # The next token overwrites the copies.
+                observed = (part.clone().numpy() for part in (parts.query, parts.lse))
+                layer.remember(step.past, layer.scale, layer.softcap, *observed)
 
     def _count(self, layer: ResidentLayer, step: Step, sent: SentToken) -> None:
         pool, resident, rows = layer.pool, layer.resident, len(step.group.sequences)
@@ -101,22 +108,22 @@ class DeviceTokens:
         """The layers' parts of `_sent`, or of its copy."""
         found, start = [], 0
         for shapes in self._shapes:
-            parts = []
-            for shape in shapes:
+            parts = {}
+            for name, shape in shapes.items():
                 size = math.prod(shape)
-                parts.append(numbers[start : start + size].view(shape))
+                part = numbers[start : start + size].view(shape)
+                # Whole numbers in the places of float32.
+                parts[name] = part.view(torch.int32) if name in _WHOLE else part
                 start += size
-            key, value, missed, *counted = parts
-            # Whole numbers in the places of float32.
-            whole = missed.view(torch.int32)
-            found.append(SentToken(key, value, whole, *(counted and (counted[0].view(torch.int32), counted[1]))))
+            found.append(SentToken(**parts))
         return found
 
 
-def _shapes(layer: ResidentLayer, rows: int) -> tuple[tuple[int, ...], ...]:
+def _shapes(layer: ResidentLayer, rows: int) -> dict[str, tuple[int, ...]]:
+    """What a layer sends, by the names of `SentToken`."""
     window, resident = layer.window, layer.resident
     assert window is not None
     assert resident is not None
-    kv_heads = window.keys.shape[1]
-    of_token = ((rows, kv_heads, 1, part.shape[3]) for part in (window.keys, window.values))
-    return *of_token, *((rows * kv_heads, *shape) for shape in ((), *resident.counted_shapes))
+    kv_heads, dims = window.keys.shape[1], (window.keys.shape[3], window.values.shape[3])
+    of_token = {name: (rows, kv_heads, 1, dim) for name, dim in zip(("key", "value"), dims, strict=True)}
+    return {**of_token, "missed": (rows * kv_heads,), **resident.sent_shapes(rows)}

@@ -97,8 +97,6 @@ class EstimatedContext(DeviceContext):
         like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
     """
 
-    counted_shapes = ((4,), ())
-
     def __init__(
         self, choice: EstimatedChoice, pool: BlockPool, capacity: int, like_keys: torch.Tensor,
         like_values: torch.Tensor,
@@ -113,6 +111,11 @@ class EstimatedContext(DeviceContext):
         of_slots = batch, kv_heads, count
         self._keys = like_keys.new_zeros(*of_slots, pool.keys.shape[3])
         self._values = like_values.new_zeros(*of_slots, pool.values.shape[3], dtype=of_values)
+
+    def sent_shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
+        """See DeviceContext."""
+        heads = rows * self._slots.ids.shape[1]
+        return {"taken": (heads, 4), "shares": (heads,)}
 
     @property
     def _slot_arrays(self) -> list[torch.Tensor]:
@@ -138,9 +141,9 @@ class EstimatedContext(DeviceContext):
         assert sent.taken is not None
         assert sent.shares is not None
         q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
-        none = q.new_empty((*call.k.shape[:2], 0), dtype=torch.int64)
-        plain = Slots(window.keys[:, :, None], window.values[:, :, None])
-        places = (window.keys, window.values), window.initial, none, plain, numbers
+        no_ids = q.new_empty((*call.k.shape[:2], 0), dtype=torch.int64)
+        no_slots = Slots(*(q.new_empty((*no_ids.shape, 1, each.shape[3])) for each in (call.k, call.v)))
+        places = (window.keys, window.values), window.initial, no_ids, no_slots, numbers
         token, further = (sent.key, sent.value), TOKEN_PARTS + REST_PARTS
         parts = Parts(*attend(q, call.k, call.v, *places, call.scale, call.softcap, token, further))
         number = numbers[CONTEXT:]

@@ -33,12 +33,15 @@ class ResidentChoice(NamedTuple):
     Attributes:
         blocks: the most Context blocks of a kv head.
         bounds, largest, is_shared: see `gpu_ops.block_choice`.
+        heads: query heads whose queries go to the CPU, because representatives count the attention that keys receive;
+            0 if they do not.
     """
 
     blocks: int
     bounds: bool
     largest: bool
     is_shared: bool
+    heads: int = 0
 
     @property
     def reads_blocks(self) -> bool:
@@ -70,6 +73,7 @@ class ResidentContext(DeviceContext):
         super().__init__(BlockIndex(pool, ("representatives",), capacity if count else 0, batch, like_keys.device))
         self._ids = torch.full((batch, kv_heads, count), NONE, device=like_keys.device)
         self._slots = _slots(pool, (batch, kv_heads, count), like_keys, like_values)
+        self._k_dim = like_keys.shape[3]
 
     @property
     def ids(self) -> torch.Tensor:
@@ -128,6 +132,11 @@ class ResidentContext(DeviceContext):
     def _parts(self) -> list[torch.Tensor]:
         """The slots of each of `fetched_arrays`."""
         return [part for part in self._slots if part is not None]
+
+    def sent_shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
+        """See DeviceContext."""
+        heads = self.choice.heads
+        return {"query": (rows, heads, self._k_dim), "lse": (rows, heads)} if heads else {}
 
     @property
     def _slot_arrays(self) -> list[torch.Tensor]:

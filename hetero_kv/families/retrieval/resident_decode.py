@@ -52,7 +52,8 @@ class ResidentDecode(WindowedDecode):
         blocks, choice = self.budget or 0, self.choice
         if choice is None:
             score = self.representative_type.score
-            return ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared)
+            heads = self._own_config.num_attention_heads if self.accumulates else 0
+            return ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared, heads)
         assert self.covering is not None
         by_keys = choice.rerank == 0
         sizes = self.covering, self.settings.block_size
@@ -63,8 +64,6 @@ class ResidentDecode(WindowedDecode):
         settings = self.settings
         if self.cpu_part:
             return self.cpu_part
-        if self.accumulates:
-            return f"representative_type {settings.representative_type} counts the attention that keys receive"
         if self.preselected is not None:
             return "preselect_block restricts the choice to blocks that the CPU keeps"
         if settings.layer_step > 1 or settings.token_step > 1:
@@ -154,8 +153,18 @@ class ResidentDecode(WindowedDecode):
         assert window is not None
         tokens = DeviceTokens.of(layer, step, call.k.device)
         places = window, pool, tokens.numbers, tokens.table
-        out, lse = resident.attended(call, *places, tokens.sent_by(layer))
-        return out if call.sink is None else apply_sink(out, lse, call.sink)[0].to(out.dtype)
+        sent = tokens.sent_by(layer)
+        out, lse = resident.attended(call, *places, sent)
+        if call.sink is not None:
+            with_sink, lse = apply_sink(out, lse, call.sink)
+            out = with_sink.to(out.dtype)
+        if sent.query is not None and sent.lse is not None:
+            if sent.query.shape[1] != call.q.shape[1]:
+                raise self._cannot("its query heads are not as many as those of the model's configuration")
+            layer.scale, layer.softcap = call.scale, call.softcap
+            sent.query.copy_(call.q.squeeze(2))
+            sent.lse.copy_(lse.squeeze(2))
+        return out
 
     # -- in a captured token (`adapter.graph_recording.CapturableAttention`)
 

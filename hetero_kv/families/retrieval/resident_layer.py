@@ -105,6 +105,12 @@ class ResidentLayer(RetrievalLayer):
 
     # -- rollback and fork
 
+    def reopen(self) -> None:
+        super().reopen()
+        if self.resident is not None and self.accumulates:
+            # Representatives are computed again, of what a sequence of its own attends to.
+            self.resident.shorten(0)
+
     def crop(self, length: int) -> None:
         super().crop(length)
         self._shorten(length)

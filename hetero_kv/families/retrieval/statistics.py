@@ -22,6 +22,6 @@ DRAM_BYTES = register(
         "dram_bytes_read",
         "bytes from DRAM per token and layer",
         "bytes of keys and values that a GPU read over the bus for a decoded token in a layer, because it had them not "
-        "from the token before, the mean over steps (`attend_on: gpu`)",
+        "from tokens before, the mean over steps (`attend_on: gpu`)",
     )
 )

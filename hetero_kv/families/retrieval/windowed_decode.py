@@ -56,6 +56,6 @@ class WindowedDecode(RetrievalDecode):
             self._record_token(layer, blocks, call, merged_lse, None if counts.masses is None else attended)
         if self.accumulates:
             seen = np.full(q.shape[:2], np.nan, np.float32)
-            self._remember(layer, step, call, q.squeeze(2).copy(), seen)
+            layer.remember(step.past, call.scale, call.softcap, q.squeeze(2).copy(), seen)
             staging.follow(merged_lse.view(seen.shape), seen)
         return merged if merged.dtype is call.q.dtype else merged.to(call.q.dtype)
