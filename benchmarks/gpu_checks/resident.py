@@ -16,12 +16,14 @@ _SIZES = {"block_size": 32, "sink_tokens": 32, "local_windows_len": 32}
 #: Name -> recipe, and settings by which few tokens are attended to.
 PARTIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("quest", {"top_k_blocks": 4, "dense_layer_num": 0}),
+    "ktransformers": ("ktransformers", {"top_k_blocks": 4}),
     "adaptive": ("adaptive", {"top_k_blocks": 4, "max_dense_blocks": 0, "min_blocks": 1}),
     "adaptive_lean": ("adaptive_lean", {"top_k_blocks": 4, "max_dense_blocks": 0, "min_blocks": 1}),
 }
 #: The same with budgets that cover all tokens.
 COVERING: dict[str, dict[str, Any]] = {
     "quest": {"top_k_blocks": _COVERING},
+    "ktransformers": {"top_k_blocks": _COVERING},
     "adaptive": {"max_dense_blocks": _COVERING},
     "adaptive_lean": {"max_dense_blocks": _COVERING},
 }

@@ -41,11 +41,11 @@ class Blocks(NamedTuple):
 #: Blocks that fill no tile, of no power of two, alone, and none at all; listed ones, with padding.
 BLOCKS = (
     Blocks(),
-    Blocks(count=40, size=48, group=5, softcap=4.0, dim=64),
+    Blocks(count=20, capacity=20, size=48, group=5, softcap=4.0, dim=64),
     Blocks(count=1, packed=False, spread=False, dim=20),
     Blocks(count=33, size=32, spread=False, listed=12),
     Blocks(count=0, listed=3, packed=False),
-    Blocks(count=38, size=128, softcap=3.0, listed=40, dim=160),
+    Blocks(count=9, capacity=12, size=128, softcap=3.0, listed=12, dim=160),
 )
 
 

@@ -16,8 +16,9 @@ from hetero_kv.gpu_ops.token_slots import fetch_tokens
 from hetero_kv.planning.footprint import Footprint
 from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
 from tests.operators.test_resident_on_cuda import conversation
-from tests.support.devices import simulated_cuda
+from tests.support.devices import model_on, simulated_cuda
 from tests.support.slow_variants import with_slow
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("triton")
@@ -86,6 +87,29 @@ def test_long_contexts_are_attended_to_in_part_as_by_the_cpu(llama):
     for blocks, nbytes in zip(attended, read, strict=True):
         assert 0.1 < blocks < 3
         assert 0 < nbytes <= blocks * of_block
+
+
+@pytest.mark.parametrize("model_type", with_slow(["gpt_oss", "gemma2"], slow=["gemma2"]))
+def test_sinks_and_soft_capping_count_as_with_the_cpu(gpu, model_type):
+    whole = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "head_dim": 32}
+    model, found = model_on(torch.device("cuda", 0), tiny_model(model_type, **whole)), {}
+    for attend_on in ("cpu", "gpu"):
+        cache = estimating(model, attend_on, max_seq_len=300)
+        found[attend_on] = torch.cat(told(model, cache, random_tokens(168), prompt=160))
+        eject(model)
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
+    del cache
+    gc.collect()
+
+
+def test_a_sequence_grows_out_of_its_window(llama):
+    found = {}
+    for attend_on in ("cpu", "gpu"):
+        # The first block enters the Context, which is empty before, after some tokens; the last one is incomplete.
+        cache = estimating(llama, attend_on, max_seq_len=61)
+        found[attend_on] = torch.cat(told(llama, cache, random_tokens(60), prompt=36))
+        eject(llama)
+    torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
