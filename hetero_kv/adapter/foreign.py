@@ -90,20 +90,6 @@ def has_own_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks) or (own is not None and not is_own(own))
 
 
-def any_has_own_hooks(model: nn.Module) -> bool:
-    """Whether `has_own_hooks` of a model or a module in it.
-
-    torch's own walk over modules makes up the name of each, which takes ten times as long.
-    """
-    remaining = [model]
-    while remaining:
-        module = remaining.pop()
-        if has_own_hooks(module):
-            return True
-        remaining += [child for child in module._modules.values() if child is not None]
-    return False
-
-
 def foreign_part(module: nn.Module) -> str | None:
     """The part of a module itself, its children aside, that differs from its class; None for a plain module.
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.adapter.cache_argument import cache_name
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.foreign import any_has_own_hooks, has_global_hooks, has_hooks
+from hetero_kv.adapter.foreign import has_global_hooks, has_hooks, has_own_hooks
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.active_tensors import frequencies_change
 from hetero_kv.engine.cache import HeteroCache
@@ -146,7 +146,7 @@ class ModelForward:
     @property
     def is_hooked(self) -> bool:
         """Whether foreign hooks are in the model. They may depend on all tokens of a forward."""
-        return has_global_hooks() or any_has_own_hooks(self.model)
+        return has_global_hooks() or any(has_own_hooks(module) for module in self.model.modules())
 
     def new_cache(self, store: Store) -> HeteroCache:
         """An empty cache of one row in a store that the model's caches share."""
