@@ -33,7 +33,7 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     float32. The region writes at the candidates' positions: to masses, the log-sum-exp of the scores of a block's keys;
     to weights, for coarse copies only (`int4_key_scores`), the log-sum-exp if every key were the block's mean.
     token_scores: [rows, kv_heads, group, n * block_size] float32, written: the scores of the candidates' keys, in the
-    order of `positions`; or of length 0.
+    order of `positions`; or of length 0. Weights and masses may be of length 0 too: they are not written then.
     """
     pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64
@@ -133,11 +133,13 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                         for t in range(block_size):
                             found = scores[tile, t * row_size + g - tile * tile_queries] + shift
                             token_scores[row, head, g, place * block_size + t] = found * LN_2
+                if masses.shape[3] == 0:
+                    continue
                 scores[tile, block_size * row_size : vectors * lanes] = -np.inf
                 at: Any = tile * lanes
                 rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, nothing, at, most, at)
                 rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
-            for g in range(group):
+            for g in range(group if masses.shape[3] > 0 else 0):
                 tile, lane = g // tile_queries, g % tile_queries
                 sum_of_powers = np.float32(0)
                 for same in range(lane, lanes, row_size):

@@ -152,12 +152,16 @@ def look(run, scores, places, token_scores, coarse, settings, calls):
     """Score the keys of candidates, and put their masses where estimates were.
 
     places: [rows * kv_heads, 1, n] int32, the candidates among the scored blocks; n = 0 means all. token_scores:
-    [rows * kv_heads, 1, group, n * block_size] float32, written; or of length 0.
+    [rows * kv_heads, 1, group, n * block_size] float32, written; or of length 0. Masses that are known from a look at
+    all keys are left as they are.
     """
     each_row, group, k_dim = scores.ids.shape[0], run.queries.shape[2], run.queries.shape[3]
+    weights, masses = head_rows(scores.weights), head_rows(scores.masses)
+    if scores.looks_at_all and places.shape[2] > 0:
+        weights = masses = np.empty((each_row, 1, group, 0), np.float32)
     arguments = (
         run.queries.reshape(each_row, 1, group, k_dim), by_head(coarse[0]), by_head(coarse[1]), scores.ids, places,
-        run.scale, run.softcap, head_rows(scores.weights), head_rows(scores.masses), token_scores,
+        run.scale, run.softcap, weights, masses, token_scores,
     )  # fmt: skip
     run_region("candidates", UNTYPED_POOL, calls[RUN], calls[LOOK], settings.threads, arguments)
 
@@ -212,8 +216,9 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     lists, size = places.shape[1], settings.block_size
     if not scores.looks_at_all:
         numbers_into(run.taken, CANDIDATES, places)
-    token_scores = np.full((rows, kv_heads, group, places.shape[2] * size), -np.inf, np.float32)
+    token_scores = np.empty((rows, kv_heads, group, places.shape[2] * size), np.float32)
     every = for_every_head(places, kv_heads)
+    _pad_scores(token_scores, places, size)
     look(run, scores, every, head_rows(token_scores), coarse, settings, calls)
     chosen = run.recorded
     if chosen.size == 0:
@@ -226,6 +231,20 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     )  # fmt: skip
     run_region("choose tokens", "", calls[RUN], calls[CHOOSE_TOKENS], settings.threads, arguments)
     return chosen, counts, blocks
+
+
+@kernel_part
+def _pad_scores(token_scores, places, size):
+    """Set token_scores [rows, kv_heads, group, n * size] of padding among places [rows, lists, n] to -inf."""
+    rows, kv_heads, group, _ = token_scores.shape
+    lists = places.shape[1]
+    for row in range(rows):
+        for head in range(kv_heads):
+            for entry in range(places.shape[2]):
+                if places[row, min(head, lists - 1), entry] < 0:
+                    for g in range(group):
+                        for t in range(entry * size, (entry + 1) * size):
+                            token_scores[row, head, g, t] = -np.inf
 
 
 @kernel_part

@@ -151,6 +151,8 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     if token_scores.shape[3] > 0:
                         of_head = token_scores[row, head]
                         _copy_scores(scores, of_head, tile * tile_queries, of_tile, its, count, block_size)
+                    if masses.shape[3] == 0:
+                        continue
                     row_masses(lanes, group, tile_queries, block_size, at_once, tile, scores, most, totals, at)
                     for lane in range(rows):
                         totals[tile, lane] = (most[tile, lane] + log2(totals[tile, lane])) * LN_2
