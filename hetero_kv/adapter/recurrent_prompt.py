@@ -170,8 +170,8 @@ def past_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The states of a cache layer, of the convolution and the recurrence, or zeros of these shapes at the beginning.
 
-    dtype: of the convolution's.
+    dtype: of the convolution's; the recurrence's is float32, whatever torch's default.
     """
     if layer.has_previous_state.get(0):
         return layer.conv_states[0], layer.recurrent_states[0]
-    return torch.zeros(history, dtype=dtype), torch.zeros(state)
+    return torch.zeros(history, dtype=dtype), torch.zeros(state, dtype=torch.float32)

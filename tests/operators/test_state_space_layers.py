@@ -267,6 +267,19 @@ def test_projections_under_autocast_are_nothing_that_kernels_take():
         assert not MixerForward.fits(hidden, state)
 
 
+@pytest.mark.parametrize("architecture", ["bamba", "jamba"])
+def test_a_state_is_float32_whatever_the_default(architecture):
+    model = tiny_model(architecture)
+    inject(model, "dense", command_line=SETTINGS)
+    expected = conversation(model, HeteroCache(model))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        logits = conversation(model, HeteroCache(model))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert relative_error(logits, expected) < 1e-4
+
+
 _MIXERS = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
