@@ -174,6 +174,8 @@ def store_tokens(
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
     )
+    if positions.shape != table.shape[:1]:
+        raise ValueError(f"positions {positions.shape} do not fit a table of {len(table)} rows")
     largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, positions)
     if largest < 0:
         raise IndexError(

@@ -116,6 +116,13 @@ def test_every_storage_type_is_stored_natively():
         assert stores(BlockPool(1, 1, 32, 32, 32, storage.get(name), 1).key_array.dtype)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_row_needs_a_position(count):
+    new, pool = np.ones((3, 2, 8), np.float32), np.zeros((3, 2, 4, 8), np.float32)
+    with pytest.raises(ValueError, match=rf"positions \({count},\) do not fit a table of 3 rows"):
+        store_tokens(new, new, pool, pool.copy(), np.zeros((3, 1), np.int32), np.zeros(count, np.int64))
+
+
 def test_rows_may_be_tokens_of_one_sequence():
     generator = np.random.default_rng(3)
     new = [generator.standard_normal((5, 2, 8)).astype(np.float32) for _ in range(2)]
