@@ -32,10 +32,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
-#: Attributes with numbers that a fast path reads from the modules of such a layer.
+#: Attributes, mostly numbers, that a fast path reads from the modules of such a layer.
 READ_NUMBERS = (
     "variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized", "residual_multiplier", "top_k",
     "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "route_scale", "n_group", "topk_group",
+    "group_size", "activation",
 )  # fmt: skip
 NONE = np.empty(0, np.float32)
 # Names of the norm of a layer's input.

@@ -244,6 +244,24 @@ def test_numbers_that_change_in_place_change_what_is_computed(architecture, name
     assert relative_error(after, before) > 1e-3
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+@pytest.mark.parametrize("changed", ["group_size", "activation"])
+def test_settings_that_change_change_what_is_computed(changed, settings, monkeypatch):
+    model = tiny_model("bamba", mamba_n_groups=2)
+    inject(model, "dense", command_line=settings)
+    before = conversation(model, HeteroCache(model))
+    for layer in recurrent_layers(model):
+        mixer = layer.attention
+        if changed == "activation":
+            mixer.activation = "gelu"
+        else:
+            mixer.norm.group_size *= 2
+    after = conversation(model, HeteroCache(model))
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    assert relative_error(after, conversation(model, HeteroCache(model))) < 3e-2
+    assert relative_error(after, before) > 0.1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["bamba", "jamba"])
 def test_tokens_that_kernels_cannot_take_pass_the_module_behind_its_state(architecture, monkeypatch):
