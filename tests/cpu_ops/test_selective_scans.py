@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from hetero_kv.cpu_ops.cpu_features import available, isa
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region
 from hetero_kv.cpu_ops.selective_scans import scan_region, selective_scan, short_prompt_convolution
+from hetero_kv.weights.kernel_arrays import bits
 
 TAPS = 4
 
@@ -80,6 +82,22 @@ def test_every_instruction_set_computes_the_recurrence(instructions):
     outputs, final = expected(tokens_of, numbers, states)
     close(scanned(tokens_of, numbers, states, 2, instructions), outputs)
     close(states, final)
+
+
+@pytest.mark.parametrize("instructions", available())
+def test_bfloat16_is_rounded_once(instructions):
+    tokens_of, numbers, states = numbers_of(2, 50, 70, 16)
+    x, times, b, c, gates = tokens_of
+    rounded = [torch.from_numpy(each).bfloat16() for each in (x, times, gates)]
+    x, times, gates = (each.float().numpy() for each in rounded)
+    outputs, final = expected((x, times, b, c, gates), numbers, states)
+    mixed, variant = torch.empty(x.shape, dtype=torch.bfloat16), "uint16 uint16"
+    selective_scan(variant)(
+        all_threads(), scan_region(variant, instructions), bits(rounded[0]), bits(rounded[1]), b, c, bits(rounded[2]),
+        3, *numbers, states, bits(mixed), 2,
+    )  # fmt: skip
+    close(states, final)
+    np.testing.assert_allclose(mixed.float().numpy(), outputs, rtol=2**-8, atol=1e-4 * np.abs(outputs).max())
 
 
 @pytest.mark.parametrize("threads", [1, 2])

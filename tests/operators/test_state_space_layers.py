@@ -185,9 +185,9 @@ def test_wrong_numbers_of_a_scan_are_noticed(wrong, settings, monkeypatch, caplo
     assert ("the fused recurrent layer differs from the layer" in caplog.text) == (settings is PACKED)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
-def test_numbers_are_the_same_in_bfloat16(settings, monkeypatch):
-    model = tiny_model("bamba").to(torch.bfloat16)
+@pytest.mark.parametrize(("architecture", "settings"), [("bamba", SETTINGS), ("bamba", PACKED), ("jamba", SETTINGS)])
+def test_numbers_are_the_same_in_bfloat16(architecture, settings, monkeypatch):
+    model = tiny_model(architecture).to(torch.bfloat16)
     inject(model, "dense", command_line={**settings, "kv_type": "BF16"})
     logits = conversation(model, HeteroCache(model))
     assert all(isinstance(layer._native, FusedRecurrentLayer | KernelMixer) for layer in recurrent_layers(model))
