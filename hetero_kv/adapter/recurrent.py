@@ -28,7 +28,7 @@ _BEFORE, _BEHIND, _LARGER = 5, 3, 16.0
 # Relative differences of norms that rounding explains.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
-#: (class, device's type, dtype) -> whether modules of this class continue in chunks.
+#: (class, device's type, dtype of its products) -> whether modules of this class continue in chunks.
 _known: dict[tuple[type, str, torch.dtype], bool] = {}
 
 
@@ -48,7 +48,7 @@ def continues_in_chunks(path: str, mixer: nn.Module, hidden_states: torch.Tensor
 
     Raises UnsupportedModelError when even a whole prompt in one call differs from its tokens one by one.
     """
-    key = type(mixer), hidden_states.device.type, hidden_states.dtype
+    key = type(mixer), hidden_states.device.type, _dtype_of_products(hidden_states)
     if key not in _known:
         _known[key] = _try(path, mixer, hidden_states, number_of_states)
     return _known[key]
@@ -59,7 +59,7 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
     count = _BEFORE + _BEHIND
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, count, like.shape[2], generator=generator).to(like.device, like.dtype)
-    tolerance = _TOLERANCE[like.dtype]
+    tolerance = _TOLERANCE[_dtype_of_products(like)]
 
     def passed(sizes: list[int], larger: float) -> list[torch.Tensor]:
         """The output of the tokens in parts of these sizes, and the final state."""
@@ -81,6 +81,12 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
             f"difference {difference:.2g}), so that a prompt cannot be cut into chunks; run the model without rules"
         )
     return _difference(passed([_BEFORE, _BEHIND], _LARGER), passed([1] * count, _LARGER)) <= tolerance
+
+
+def _dtype_of_products(hidden_states: torch.Tensor) -> torch.dtype:
+    """The dtype that products with these hidden states have: autocast's, or their own."""
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
 
 
 def mixer_output(mixer: Any, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:

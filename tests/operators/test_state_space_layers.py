@@ -298,6 +298,16 @@ def test_a_state_is_float32_whatever_the_default(architecture):
     assert relative_error(logits, expected) < 1e-4
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
+def test_a_prompt_passes_in_chunks_under_autocast(settings):
+    model = tiny_model("bamba")
+    inject(model, "dense", command_line=settings)
+    expected = conversation(model, HeteroCache(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = conversation(model, HeteroCache(model)).float()
+    assert relative_error(logits, expected) < 0.1
+
+
 _MIXERS = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
