@@ -69,6 +69,7 @@ COARSE = {"block_size": 16}
         ("adaptive", {**COARSE, "key_offset": "block_mean"}, "key_offset"),
         ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
         ("adaptive", {"block_size": 512}, "block_size is 512"),
+        ("adaptive", {**COARSE, "top_k_blocks": 0, "min_blocks": 0}, "top_k_blocks is 0"),
         ("snapkv", {}, "preselect_block"),
         ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
         ("quest", {"token_step": 2}, "token_step"),

@@ -72,7 +72,8 @@ class ResidentDecode(WindowedDecode):
             return "measure_recall compares with attention to all blocks, which the CPU computes"
         if self.choice is not None:
             return self._estimate_of_the_cpu()
-        if not (kind := settings.representative_kind()).is_plain:
+        # Layers that attend to everything, or to no block, have no scores.
+        if self.budget and not (kind := settings.representative_kind()).is_plain:
             return f"representatives are stored in {kind.name}, which the CPU decodes"
         return None
 
@@ -81,6 +82,8 @@ class ResidentDecode(WindowedDecode):
         settings = self.settings
         if settings.group_blocks > 1:
             return "blocks are scored in groups (group_blocks)"
+        if not self.budget:
+            return "top_k_blocks is 0, and the CPU estimates all of the attention to blocks"
         if settings.attend_to != "tokens":
             return "whole blocks are chosen by estimated attention masses (attend_to is blocks)"
         if settings.group_reduce != "softmax":
