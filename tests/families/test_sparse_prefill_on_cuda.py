@@ -269,12 +269,14 @@ def test_learned_sinks_take_their_share_on_a_gpu():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["flexprefill", "shadowkv", "h2o"])
+@pytest.mark.parametrize("recipe", ["flexprefill", "minference", "shadowkv", "h2o"])
 def test_no_more_lives_on_a_gpu_than_was_planned(qwen2, recipe):
+    """For minference, in the prompt that searches patterns by more queries than a chunk has."""
     tokens = 600
     with simulated_cuda() as gpu:
         model = model_on(CUDA, qwen2)
-        settings = {"prefill": "flexprefill", "prefill_from": 64, "chunk_size": 128, "max_seq_len": 608}
+        prefill = recipe if recipe == "minference" else "flexprefill"
+        settings = {"prefill": prefill, "prefill_from": 64, "chunk_size": 128, "max_seq_len": 608}
         extra = {"rank": 16} if recipe == "shadowkv" else {"budget": 100} if recipe == "h2o" else {}
         inject(model, recipe, command_line={**settings, **extra, "threads_num": 1, "hidden_device": "gpu"})
         cache = HeteroCache(model)

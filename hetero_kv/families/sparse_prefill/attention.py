@@ -177,7 +177,8 @@ class PromptAttention:
         if length - chunk.total >= count:
             return
         before = self._ends.pop(step, (chunk.q[:, :, :0], exact[:, :, :0]))
-        q, exact = (torch.cat(each, dim=2)[:, :, -count:] for each in zip(before, (chunk.q, exact), strict=True))
+        pairs = zip(before, (chunk.q, exact), strict=True)
+        q, exact = (torch.cat([kept, new[:, :, -count:]], dim=2)[:, :, -count:] for kept, new in pairs)
         if chunk.total < length:
             # Clones, because slices would keep the whole chunk alive.
             self._ends[step] = q.clone(), exact.clone()
