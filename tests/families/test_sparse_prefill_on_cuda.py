@@ -20,6 +20,7 @@ from hetero_kv.planning.footprint import Footprint
 from tests.families.sparse_prompts import logits
 from tests.gpu_ops.test_key_sets import masks_of_runs
 from tests.support.devices import model_on, simulated_cuda
+from tests.support.slow_variants import combined
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -54,10 +55,9 @@ def of_cpu(chunk, keys):
 SHAPES = [(700, 256), (640, 130), (0, 500), (330, 40)]
 
 
-@pytest.mark.parametrize(("past", "n"), SHAPES)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("matches", [0, 2])
-def test_patterns_choose_the_keys_that_a_cpu_chooses(gpu, past, n, softcap, matches):
+@pytest.mark.parametrize(("shape", "softcap", "matches"), combined(SHAPES, [None, 3.0], [0, 2]))
+def test_patterns_choose_the_keys_that_a_cpu_chooses(gpu, shape, softcap, matches):
+    past, n = shape
     chunk = chunk_of(past, n, softcap)
     patterns = [
         Pattern("vertical_slash", 30, 170), Pattern("block_sparse", 0, 192), Pattern("a_shape", 80, 100),
@@ -179,7 +179,12 @@ def test_later_turns_are_as_sparse_as_on_a_cpu(qwen2, recipe, settings):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "priced", "most"), [("flexprefill", 16384, 98), ("minference", 16384, 55), ("minference", 250, 63)]
+    ("recipe", "priced", "most"),
+    [
+        ("flexprefill", 16384, 98),
+        pytest.param("minference", 16384, 55, marks=pytest.mark.slow),
+        ("minference", 250, 63),
+    ],
 )
 def test_a_prompt_waits_for_no_choice(qwen2, monkeypatch, recipe, priced, most):
     """Nothing more is waited for or pageable than in a dense prompt. most: launches beyond its, per layer and chunk.
@@ -244,6 +249,7 @@ def test_torch_alone_attends_to_everything_and_it_is_said(qwen2, caplog):
     assert "because attention_backend is torch, and its kernels are Triton's" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_interpreters_kernels_prefill_a_model(qwen2):
     """Kernels, not their definitions, in a model's own shapes."""
     ids = torch.randint(1, 97, (1, 170), generator=torch.Generator().manual_seed(1))

@@ -22,6 +22,7 @@ from hetero_kv.adapter.selective_form import SelectiveForm
 from hetero_kv.adapter.state_space_form import Mamba2Form
 from hetero_kv.engine.recurrent_state import is_state, named_states
 from tests.operators.bounded_models import relative_error, tokens
+from tests.support.slow_variants import combined
 from tests.support.tiny_models import tiny_model
 from tests.support.unpacked_layers import unpack
 
@@ -68,8 +69,11 @@ def states(cache):
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [("bamba", {"mamba_n_groups": 2}), ("granitemoehybrid", {}), ("granitemoehybrid", DENSE)],
-)
+    [
+        ("bamba", {"mamba_n_groups": 2}), pytest.param("granitemoehybrid", {}, marks=pytest.mark.slow),
+        ("granitemoehybrid", DENSE),
+    ],
+)  # fmt: skip
 def test_kernels_compute_what_the_untouched_model_does(architecture, changes):
     model = tiny_model(architecture, **changes)
     theirs = DynamicCache(config=model.config)
@@ -95,8 +99,11 @@ def test_time_steps_are_limited_in_prompts_and_not_in_tokens_as_in_the_untouched
 
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [("bamba", {"mamba_n_groups": 2}), ("granitemoehybrid", {}), ("granitemoehybrid", DENSE)],
-)
+    [
+        pytest.param("bamba", {"mamba_n_groups": 2}, marks=pytest.mark.slow), ("granitemoehybrid", {}),
+        pytest.param("granitemoehybrid", DENSE, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_layers_of_packed_weights_are_fused(architecture, changes, monkeypatch):
     model = tiny_model(architecture, **changes)
     inject(model, "dense", command_line=PACKED)
@@ -166,8 +173,9 @@ def test_matrices_of_few_outputs_may_be_numbers(monkeypatch):
     assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
-@pytest.mark.parametrize("wrong", ["decay", "time_bias", "skip", "weight", "has_norms"])
+@pytest.mark.parametrize(
+    ("wrong", "settings"), combined(["decay", "time_bias", "skip", "weight", "has_norms"], [SETTINGS, PACKED])
+)
 def test_wrong_numbers_of_a_scan_are_noticed(wrong, settings, monkeypatch, caplog):
     found = SelectiveForm.of
 
@@ -197,8 +205,10 @@ def test_numbers_are_the_same_in_bfloat16(architecture, settings, monkeypatch):
     assert (logits - expected).norm() / expected.norm() < 0.1
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, PACKED])
-@pytest.mark.parametrize("wrong", ["decay", "time_bias", "skip", "weight", "norm", "groups of norm"])
+@pytest.mark.parametrize(
+    ("wrong", "settings"),
+    combined(["decay", "time_bias", "skip", "weight", "norm", "groups of norm"], [SETTINGS, PACKED]),
+)
 def test_wrong_numbers_are_noticed(wrong, settings, monkeypatch, caplog):
     found = Mamba2Form.of
 

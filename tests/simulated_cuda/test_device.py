@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from hetero_kv.gpu_ops.merge import merge_attention, merge_attention_in_torch
 from tests.support.devices import simulated_cuda
@@ -169,3 +170,11 @@ def test_triton_kernels_run_on_it(interpret):
         assert [launch.name for launch in gpu.record.launches][-1] == "_merge"
         for actual, expected in zip(merged, merge_attention_in_torch(*parts), strict=True):
             assert torch.allclose(actual.cpu(), expected, atol=1e-6)
+
+
+def test_a_device_context_makes_tensors_on_its_device_also_behind_a_simulated_one():
+    _device_constructors.cache_clear()
+    with simulated_cuda(), torch.device("cpu"):
+        torch.empty(1)
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"

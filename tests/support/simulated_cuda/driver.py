@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 
 from hetero_kv.gpu_ops import host_traffic, mapped_memory
 from tests.support.simulated_cuda.flash import scaled_dot_product_attention
@@ -41,6 +41,9 @@ class _Library:
 @contextmanager
 def patched(simulation: Any) -> Iterator[None]:
     """Within this context `torch.cuda` speaks of the simulated device."""
+    # torch remembers the functions that a device's context affects. From here it would remember `_made_on_host` among
+    # them, and never make a tensor on the context's device again.
+    _device_constructors()
     with ExitStack() as stack:
         for name, value in _names(simulation).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
