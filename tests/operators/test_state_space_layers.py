@@ -33,6 +33,8 @@ IDS = tokens(110)
 PARTS = (0, 97), (97, 98), (98, 99), (99, 110)
 #: Granite 4 without experts, and Jamba.
 DENSE, ONE_EXPERT = {"num_local_experts": 0}, {"num_experts": 1, "num_experts_per_tok": 1}
+SLOW, BAMBA = pytest.mark.slow, ("bamba", {"mamba_n_groups": 2})
+GRANITE, DENSE_GRANITE = ("granitemoehybrid", {}), ("granitemoehybrid", DENSE)
 
 
 @pytest.fixture(params=[1, 2])
@@ -67,13 +69,7 @@ def states(cache):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [
-        ("bamba", {"mamba_n_groups": 2}), pytest.param("granitemoehybrid", {}, marks=pytest.mark.slow),
-        ("granitemoehybrid", DENSE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("architecture", "changes"), [BAMBA, pytest.param(*GRANITE, marks=SLOW), DENSE_GRANITE])
 def test_kernels_compute_what_the_untouched_model_does(architecture, changes):
     model = tiny_model(architecture, **changes)
     theirs = DynamicCache(config=model.config)
@@ -98,12 +94,8 @@ def test_time_steps_are_limited_in_prompts_and_not_in_tokens_as_in_the_untouched
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [
-        pytest.param("bamba", {"mamba_n_groups": 2}, marks=pytest.mark.slow), ("granitemoehybrid", {}),
-        pytest.param("granitemoehybrid", DENSE, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+    ("architecture", "changes"), [GRANITE, *(pytest.param(*each, marks=SLOW) for each in (BAMBA, DENSE_GRANITE))]
+)
 def test_layers_of_packed_weights_are_fused(architecture, changes, monkeypatch):
     model = tiny_model(architecture, **changes)
     inject(model, "dense", command_line=PACKED)
