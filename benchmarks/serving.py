@@ -17,6 +17,7 @@ file and as many threads, behind the first recipe. The plot shows tokens per sec
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -35,7 +36,7 @@ from benchmarks.figures import Label, label_lines, new_figure, save
 from hetero_kv import Engine, SamplingParams, load_model
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.locating import locate
-from hetero_kv.serving.stream import Stream
+from hetero_kv.serving.stream import Piece, Stream
 
 STEPS = 12
 """Steps of decoding per number of rows and repeat."""
@@ -66,6 +67,18 @@ def timed_step(engine: Engine) -> float:
     began = time.perf_counter()
     engine.step()
     return time.perf_counter() - began
+
+
+def timed_tokens(stream: Stream) -> list[float]:
+    """When each of the stream's next tokens comes, seconds of `time.perf_counter`."""
+    put, times = stream.put, []
+
+    def timed(piece: Piece) -> None:
+        times.append(time.perf_counter())
+        put(piece)
+
+    stream.put = timed
+    return times
 
 
 def end(engine: Engine, streams: Sequence[Stream]) -> None:
@@ -112,18 +125,18 @@ def gaps(engine: Engine, context: int, prompt: int) -> dict[str, float]:
     """Gaps between the tokens of other requests while a prompt passes, and its time beside them and alone."""
     alone = engine.generate(ids(prompt, 90), SamplingParams(max_new_tokens=1)).result().first_token_s
     streams = begun(engine, [ids(context - 41 * row, 50 + row) for row in range(GAP_ROWS)])
+    tokens_at = [timed_tokens(stream) for stream in streams]
     began = time.perf_counter()
     request = engine.generate(ids(prompt, 91), SamplingParams(max_new_tokens=1))
-    steps = []
     while not request.is_done:
-        steps.append(timed_step(engine))
+        engine.step()
     beside = time.perf_counter() - began
     end(engine, streams)
-    steps.sort()
+    found = sorted(after - before for each in tokens_at for before, after in itertools.pairwise([began, *each]))
     assert alone is not None
     return {
-        "median_gap_ms": 1e3 * statistics.median(steps),
-        "gap_ms": 1e3 * steps[int(0.99 * (len(steps) - 1))],
+        "median_gap_ms": 1e3 * statistics.median(found),
+        "gap_ms": 1e3 * found[int(0.99 * (len(found) - 1))],
         "prompt_s": beside,
         "prompt_alone_s": alone,
         "prompt_ratio": beside / alone,

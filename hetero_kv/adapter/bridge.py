@@ -55,6 +55,11 @@ class AttentionCall:
         parts = self.q[rows], self.k[rows], self.v[rows]
         return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
+    def of_tokens(self, tokens: slice) -> AttentionCall:
+        """The call for some tokens of every row."""
+        q, k, v = (each[:, :, tokens] for each in (self.q, self.k, self.v))
+        return AttentionCall(q, k, v, self.scale, self.softcap, self.sliding_window, self.sink)
+
     def as_prompt(self) -> AttentionCall:
         """This call's rows as the tokens of a prompt of one row."""
         q, k, v = (each.transpose(0, 2) for each in (self.q, self.k, self.v))

@@ -121,9 +121,8 @@ class ChunkedDecoderLayer(Operator):
         if self._native is _FOREIGN:
             self._native = _UNTRIED
         _refuse_unsliceable(self.path, args, kwargs)
-        chunked_pass = chunking.chunked_pass(
-            hidden_states, kwargs, self.engine.chunk_size, chunking.is_reusable(hidden_states)
-        )
+        chunk_size = min(self.engine.chunk_size, cache.chunk_tokens or total)
+        chunked_pass = chunking.chunked_pass(hidden_states, kwargs, chunk_size, chunking.is_reusable(hidden_states))
         is_on_cpu = hidden_states.device.type == "cpu"
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
         short = self._fused_prefill() if is_plain else None

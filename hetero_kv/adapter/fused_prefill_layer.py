@@ -10,7 +10,7 @@ used only if their outputs agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,10 @@ from hetero_kv.weights.kernel_arrays import bits
 #: may numbers that are quantized from them.
 _TOLERANCE = 2e-3
 _TRIED = 2, 3
+
+
+def _go_on() -> None:
+    """No pause."""
 
 
 def is_plain_but_for_projections(layer: nn.Module) -> bool:
@@ -112,11 +116,14 @@ class FusedPrefillLayer:
         normed = self._normed(hidden_states)
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), {**kwargs, "hidden_states": normed})
+        pause = cache.required_batch.request.pause or _go_on
         call = self._call(normed, kwargs["position_embeddings"])
+        pause()
         attended = self.operator.attend(cache, call)
+        pause()
         if last:
             first = hidden_states.shape[1] - last
-            self._output(hidden_states[:, first:], attended[:, :, first:], out[:, first:])
+            self._output(hidden_states[:, first:], attended[:, :, first:], out[:, first:], pause)
         return out
 
     def found(self) -> Any:
@@ -160,8 +167,9 @@ class FusedPrefillLayer:
         return bridge.AttentionCall(q, k, v, *self.call_settings)
 
     def _output(
-        self, hidden_states: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, hidden_states: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None,
+        pause: Callable[[], None] = _go_on,
+    ) -> torch.Tensor:  # fmt: skip
         """The layer's output from its input [batch, tokens, width] and its attention's [batch, heads, tokens, dim]."""
         between = _made(self._attention.o_proj, attended.transpose(1, 2).flatten(2))
         normed = torch.empty_like(between)
@@ -169,7 +177,10 @@ class FusedPrefillLayer:
         # This adds the layer's input to `between`, in place: the residual of the sum below.
         before = _rows(hidden_states)
         fused_prefill_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
-        gate, up = _made(self._gate, normed), _made(self._up, normed)
+        gate = _made(self._gate, normed)
+        pause()
+        up = _made(self._up, normed)
+        pause()
         fused_prefill_layer.gate_rows(_rows(gate), _rows(up), self._activation, _threads())
         return torch.add(between, self._down(gate).detach(), out=between if out is None else out)
 

@@ -83,6 +83,7 @@ class ForwardBatch:
             step = each.group.begin(
                 each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, stores=stores
             )
+            step.pause = request.pause
             if request.draft_blocks:
                 step.draft_blocks = request.draft_blocks[number]
             steps.append(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_kv.engine.draft_blocks import DraftBlocks
@@ -23,6 +24,7 @@ class ForwardRequest:
         likeliest: where a forward leaves the likeliest next tokens instead of logits, if it can; None: logits.
         rows: the rows of a mixed or verifying forward; None where the call determines them.
         draft_blocks: of a drafting forward, what each sequence's token attends to; else empty.
+        pause: called where a prompt's forward can wait within a layer; None for nowhere.
     """
 
     question: int | None = None
@@ -32,6 +34,7 @@ class ForwardRequest:
     likeliest: LikeliestRequest | None = None
     rows: TokenRows | None = None
     draft_blocks: tuple[DraftBlocks, ...] = ()
+    pause: Callable[[], None] | None = None
 
     @property
     def part(self) -> PromptPart:

@@ -20,9 +20,11 @@ class PrefillProgress:
     Attributes:
         on_progress: called after every prefilled chunk; may be None.
         request: of the next forwards.
+        chunk_tokens: the most tokens of a chunk of the next layers; None for the rules' `chunk_size`.
     """
 
     layers: list[Any]
+    chunk_tokens: int | None = None
 
     def __init__(self, on_progress: Progress | None) -> None:
         self.on_progress = on_progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ class Step:
         after: of a draft, the step of the previous token.
         draft_blocks: for a guess, the blocks that its token attends to; None for the layers' own attention.
         states: of a draft, layer -> its state after this step, for layers that have one.
+        pause: called where the forward can wait; None for nowhere.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
     """
@@ -87,6 +89,7 @@ class Step:
         self.is_draft, self.after = is_draft, after
         self.draft_blocks: DraftBlocks | None = None
         self.states: dict[int, LayerCheckpoint] = {}
+        self.pause: Callable[[], None] | None = None
         self.checked_numbers: list[CheckedNumber] = []
         self.host_copies: list[HostCopy] = []
         #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.

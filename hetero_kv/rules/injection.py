@@ -271,11 +271,11 @@ class Injection:
     @contextmanager
     def checked_once(self) -> Iterator[None]:
         """Within this context all calls of `state` share one look at the model, which must not change meanwhile."""
-        self._checked = []
+        before, self._checked = self._checked, []
         try:
             yield
         finally:
-            self._checked = None
+            self._checked = before
 
     def adapters(self) -> tuple[frozenset[str], ...]:
         """See CacheFactory."""

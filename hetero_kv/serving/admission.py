@@ -46,8 +46,8 @@ class Admission:
         self._queues, self._memory, self._swaps, self._prefixes = queues, memory, swaps, prefixes
         self._order = order
         self._new_cache, self._checkpoints, self._max_batch = new_cache, checkpoints, max_batch
-        # The request that found no memory, and the number of departures at that moment.
-        self._blocked: tuple[Request, int] | None = None
+        # The request that found no memory, the number of departures at that moment, and the prompt that paused.
+        self._blocked: tuple[Request, int, Request | None] | None = None
         self._departures = 0
 
     # -- admission
@@ -66,14 +66,14 @@ class Admission:
         if len(queues.running) + len(queues.prefilling) >= self._max_batch:
             return False
         request = self._order.first_waiting()
-        if request is None or self._blocked == (request, queues.departures):
+        if request is None or self._blocked == (request, queues.departures, queues.computing):
             return False
         cache = None
         try:
             cache, reuse, checkpoints = self._begun_cache(request)
             if not self._make_room(request, cache):
                 free(cache)
-                self._blocked = request, queues.departures
+                self._blocked = request, queues.departures, queues.computing
                 return False
             if request.swapped is not None:
                 request.swapped.restore(cache)
@@ -154,7 +154,7 @@ class Admission:
                     "the store has too few free blocks for the request, and no other one has them; reset other caches "
                     "in the store, or give the engine more tokens (kv_tokens)"
                 )
-            less_urgent = [each for each in admitted if each.priority > request.priority]
+            less_urgent = [each for each in self._preemptible if each.priority > request.priority]
             others = [each for each in admitted if each not in less_urgent]
             is_enough = self._memory.fits(self._entering(request, cache, others), without=less_urgent)
             if not less_urgent or not is_enough or not self.preempt(max(less_urgent, key=_urgency)):
@@ -164,6 +164,10 @@ class Admission:
     @property
     def _admitted(self) -> list[Request]:
         return [*self._queues.running, *self._queues.prefilling]
+
+    @property
+    def _preemptible(self) -> list[Request]:
+        return [each for each in self._admitted if each is not self._queues.computing]
 
     def _entering(self, request: Request, cache: HeteroCache, others: Sequence[Request]) -> list[Goal]:
         return [self._memory.entering(request, cache), *(self._memory.entering(*each) for each in with_caches(others))]
@@ -192,7 +196,9 @@ class Admission:
         others.
         """
         last = max(self._queues.running, key=_urgency)
-        passing = max(self._queues.prefilling, key=_urgency, default=last)
+        passing = max(
+            (each for each in self._preemptible if each not in self._queues.running), key=_urgency, default=last
+        )
         return passing if passing.priority > last.priority else last
 
     def preempt(self, request: Request) -> bool:

@@ -107,6 +107,11 @@ class Replay(Request):
         return common if is_behind else max(0, min(common, self._prompt - choosing_queries(self._prompt, None)))
 
     @property
+    def prompt_end(self) -> int:
+        """See Request."""
+        return self._prompt
+
+    @property
     def passing(self) -> int:
         """The end of the tokens to compute next: the rest of the prompt, or one token."""
         before = min(self._prompt, self.prompt_tokens - 1)

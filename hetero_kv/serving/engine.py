@@ -17,6 +17,7 @@ from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.messages import Messages
 from hetero_kv.models.tool_definitions import Tools
 from hetero_kv.serving.admission import Admission
+from hetero_kv.serving.answer_pace import AnswerPace
 from hetero_kv.serving.attended import Attended
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.engine_loop import EngineLoop
@@ -30,6 +31,7 @@ from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
+from hetero_kv.serving.row_decoder import RowDecoder
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation.opening import Guessing, open_speculation
@@ -182,11 +184,12 @@ class Engine:
             checkpoints, max_batch,
         )  # fmt: skip
         self._max_batch = max_batch
-        size = PartSize(longest_gap_s, part)
-        turn = EngineTurn(longest_gap_s)
+        size, turn = PartSize(longest_gap_s, part), EngineTurn()
+        outputs = OutputProcessor(self._queues, self._prefixes)
+        decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation)
         self._scheduler = Scheduler(
-            forward, self._queues, admission, OutputProcessor(self._queues, self._prefixes), checkpoints, order, size,
-            speed, turn, self._speculation, splits_prompts=splits,
+            forward, self._queues, admission, outputs, checkpoints, order, size, speed, turn,
+            AnswerPace(longest_gap_s), decoder, splits_prompts=splits,
         )  # fmt: skip
         self._inputs = InputProcessor(model, injection, self.max_seq_len, self._speculation)
         self._loop = EngineLoop(

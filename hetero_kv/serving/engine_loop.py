@@ -49,6 +49,7 @@ class EngineLoop:
         starts_thread: bool,
     ) -> None:
         self._scheduler = scheduler
+        scheduler.receive = self._receive
         self._queues = queues
         self._prefixes = prefixes
         self._swaps = swaps

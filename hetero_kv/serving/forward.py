@@ -106,6 +106,23 @@ class ModelForward:
         """Whether parts of prompts can be computed in one forward with decoded tokens."""
         return self._is_token_wise and not has_hooks(self.model, ChunkedDecoderLayer)
 
+    @property
+    def pauses(self) -> bool:
+        """Whether other forwards of the model may run between two chunks of a prompt.
+
+        On a GPU the prompt's kernels, copies and captured tokens would wait for each other; frequencies that change
+        are the model's.
+        """
+        return self._reports_chunks and not self.longest_rotates_all and not self.is_hooked
+
+    @cached_property
+    def _reports_chunks(self) -> bool:
+        """Whether a prompt passes through every layer in chunks, on a CPU."""
+        if self.model.device.type != "cpu" or not hasattr(self.model, "hetero_kv_injection"):
+            return False
+        layers = self.model.hetero_kv_injection.cache_layers()
+        return sum(isinstance(module, ChunkedDecoderLayer) for module in self.model.modules()) == len(layers)
+
     @cached_property
     def most_beside(self) -> int:
         """The most tokens of prompts in a forward with decoded tokens: with more, separate forwards take less time."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from hetero_kv.serving.turns import Others
+from hetero_kv.serving.turns import NO_OTHERS, Others
 
 #: The fewest tokens of a part: with fewer, most of the time would go into reading the weights.
 LEAST = 32
@@ -22,7 +20,6 @@ SMALL_BY_TILES = 512
 #: The fewest tokens of a large part. Every part that is not small unpacks all weights: 64 tokens take 0.62 s, 128 take
 #: 1.65 and 512 take 4.0 (the default model after 1,024 tokens, AVX2).
 LARGE = 512
-NO_OTHERS = Others()
 # Each new measurement's weight in the mean.
 _NEWEST = 0.3
 # What an earlier forward's weight becomes with every later one, and the spread of tokens that determines a line.
@@ -38,7 +35,7 @@ class ForwardTimes:
 
     def __init__(self) -> None:
         # Sums over forwards of 1, tokens, seconds, tokens², tokens · seconds.
-        self._sums = np.zeros(5)
+        self._sums = [0.0] * 5
         #: The 99th percentile of forwards' seconds, as a multiple of what the line says.
         self.longest = _LONGEST
 
@@ -50,7 +47,8 @@ class ForwardTimes:
             # Robbins and Monro's estimate of a quantile: a rare step up weighs as much as many small ones down.
             moved = self.longest + _FOLLOWS * (is_longer - _SELDOM)
             self.longest = min(max(moved, _LONGEST_BOUNDS[0]), _LONGEST_BOUNDS[1])
-        self._sums = _KEPT * self._sums + (1, tokens, seconds, tokens * tokens, tokens * seconds)
+        new = 1, tokens, seconds, tokens * tokens, tokens * seconds
+        self._sums = [_KEPT * old + each for old, each in zip(self._sums, new, strict=True)]
 
     def fitting(self, seconds: float) -> float | None:
         """Tokens of a forward of which one in a hundred takes longer than this; None before the first was recorded."""
@@ -59,7 +57,7 @@ class ForwardTimes:
 
     def _line(self) -> tuple[float, float]:
         """A forward's own seconds, and those per token; 0 before the first one was recorded."""
-        count, tokens, total, squares, products = self._sums.tolist()
+        count, tokens, total, squares, products = self._sums
         if not total:
             return 0.0, 0.0
         variance = squares - tokens * tokens / count
@@ -76,11 +74,14 @@ class PartSize:
 
     Args:
         longest_gap_s: the target, seconds.
-        alone: tokens of a part while no other request waits for a token; new requests are admitted between two parts.
+        alone: tokens of a part while no other request waits for a token, and of one that pauses for them.
+
+    Attributes:
+        alone: the argument.
     """
 
     def __init__(self, longest_gap_s: float, alone: int) -> None:
-        self._longest_gap_s, self._alone = longest_gap_s, alone
+        self._longest_gap_s, self.alone = longest_gap_s, alone
         # Seconds per prompt token and per step of decoding; unknown at first.
         self._token_s: float | None = None
         self._step_s = 0.0
@@ -97,8 +98,9 @@ class PartSize:
         return self._step_s
 
     def of(
-        self, remaining: int, rows: int, beside: bool = False, others: Others = NO_OTHERS, small: int = SMALL
-    ) -> int:
+        self, remaining: int, rows: int, beside: bool = False, others: Others = NO_OTHERS, small: int = SMALL,
+        waited_s: float = 0.0,
+    ) -> int:  # fmt: skip
         """Tokens of the next part.
 
         Args:
@@ -107,13 +109,14 @@ class PartSize:
             beside: whether a small part is computed in one forward with their tokens.
             others: the work of the other engines of the process.
             small: the most tokens of a small part `beside`.
+            waited_s: for how long these requests have waited already, seconds.
         """
         if not rows and not others.rows:
-            return min(remaining, self._alone)
+            return min(remaining, self.alone)
         if self._token_s is None:
-            return min(remaining, self._alone, LEAST)
+            return min(remaining, self.alone, LEAST)
         # Between two tokens every engine has its turn, some of them also for a part of a prompt.
-        gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts)
+        gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts) - waited_s
         fitting = int((gap - (self._step_s if rows else 0.0)) / self._token_s)
         if fitting < LARGE:
             fitting = SMALL if fitting >= SMALL else LEAST
@@ -122,7 +125,7 @@ class PartSize:
                 if together is None:
                     together = gap / self._beside.longest / self._token_s
                 fitting = max(LEAST_BESIDE, min(small, int(together) - rows))
-        return min(remaining, self._alone, fitting)
+        return min(remaining, self.alone, fitting)
 
     def passed(self, tokens: int, seconds: float, *, beside: bool = False) -> None:
         """Record that a part of this many tokens took this long; those decoded `beside` it included."""

@@ -20,6 +20,7 @@ class Queues:
         waiting: in the order in which they came.
         prefilling: those whose prompts are computed in part.
         running: those whose prompts are computed.
+        computing: the one whose prompt's forward is paused, while others are answered: it cannot leave; else None.
         computed_prompts: how many prompts were computed so far.
         departures: how many requests have left the queues, which may have freed memory.
     """
@@ -28,6 +29,7 @@ class Queues:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
+        self.computing: Request | None = None
         self.computed_prompts = 0
         self.departures = 0
 

@@ -117,6 +117,11 @@ class Request:
         return 0 if cache is None else cache.get_seq_length()
 
     @property
+    def prompt_end(self) -> int:
+        """How many of its first tokens are computed as a prompt."""
+        return len(self.tokens)
+
+    @property
     def tokens_left(self) -> int:
         """How many more tokens its answer may have."""
         return self.prompt_tokens + self.limit - len(self.tokens)

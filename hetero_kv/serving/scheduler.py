@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.likeliest import Likeliest
 from hetero_kv.serving.admission import Admission
+from hetero_kv.serving.answer_pace import AnswerPace, ChunkPace
 from hetero_kv.serving.attended import Attended, Replay
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.forward import ModelForward, Part
@@ -23,8 +20,7 @@ from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues, free, with_caches
 from hetero_kv.serving.request import Request
-from hetero_kv.serving.speculation.burst import Burst
-from hetero_kv.serving.speculation.speculation import Speculation, without_guesses
+from hetero_kv.serving.row_decoder import RowDecoder, bursts, caches_and_tokens
 from hetero_kv.serving.turns import EngineTurn
 
 _logger = logging.getLogger(__name__)
@@ -36,12 +32,21 @@ class CancelledInPrefillError(Exception):
     """Raised between two chunks of a prompt whose request is cancelled."""
 
 
+class StepWithinError(Exception):
+    """Raised between two chunks of a prompt when the step that was computed there failed with `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Scheduler:
     """Computes the answers to requests, step by step.
 
     A step admits requests, computes a part of a prompt, and decodes one token of every request whose prompt is
     computed, or several if guesses were right. Small parts, also of several prompts, are computed in one forward, with
-    these tokens if there are any. A request that fails, or is cancelled, does not affect the others.
+    these tokens if there are any. A large part passes layer by layer, and pauses for steps of the others whenever these
+    are due (`AnswerPace`). A request that fails, or is cancelled, does not affect the others.
 
     Args:
         forward: computes the model.
@@ -51,22 +56,25 @@ class Scheduler:
         checkpoints: takes checkpoints of prompts, at the end of parts.
         order: of the prompts.
         part_size: chooses how many tokens of a prompt a step computes.
+        pace: decides when a large part pauses.
         speed: is told how fast prompts are computed.
         turn: this engine's turn, during which `step` is called.
-        speculation: guesses tokens.
+        decoder: decodes the tokens of answers.
         splits_prompts: whether prompts are computed in parts; otherwise each is computed whole.
     """
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, outputs: OutputProcessor,
         checkpoints: Checkpoints, order: PromptOrder, part_size: PartSize, speed: PromptSpeed, turn: EngineTurn,
-        speculation: Speculation, *, splits_prompts: bool,
+        pace: AnswerPace, decoder: RowDecoder, *, splits_prompts: bool,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
         self._outputs, self._part_size, self._splits_prompts = outputs, part_size, splits_prompts
-        self._order, self._prompt_speed = order, speed
-        self._checkpoints, self._turn, self._speculation = checkpoints, turn, speculation
+        self._order, self._prompt_speed, self._pace, self._decoder = order, speed, pace, decoder
+        self._checkpoints, self._turn = checkpoints, turn
         self._has_warned = False
+        #: Called in every step: moves new requests into the queues.
+        self.receive: Callable[[], None] = lambda: None
         #: When a step began or ended, or a chunk of a prompt was done, seconds of `time.monotonic`.
         self.active_at = time.monotonic()
 
@@ -76,19 +84,38 @@ class Scheduler:
             self._step()
 
     def _step(self) -> None:
+        rows = self._begin()
+        passing = self._passing()
+        if not (passing and self._splits() and self._mixed(passing, rows)):
+            if passing:
+                self._prefill(passing[0])
+                # Others have come and gone since.
+                rows = [each for each in self.admission.rows() if each is not passing[0]]
+            self._decoder.decode(rows)
+        self._end()
+
+    def _begin(self) -> list[Request]:
+        """Begin a step: end and admit requests. Returns those to decode a token of."""
         self.active_at = time.monotonic()
+        self.receive()
         self._outputs.choose()
         for request in self.queues.all:
-            if request.is_cancelled:
+            # A prompt that is being computed notices it itself.
+            if request.is_cancelled and request is not self.queues.computing:
                 self._outputs.retire(request, "stopped")
         self.admission.admit()
-        rows = self.admission.rows()
-        passing = self._order.passing()
-        splits = bool(passing) and self._splits()
-        if not (splits and self._mixed(passing, rows)):
-            if passing:
-                self._prefill(passing[0], splits)
-            self._decode(rows)
+        return self.admission.rows()
+
+    def _passing(self) -> list[Request]:
+        """The prompts to compute, in their order; while a large one pauses, only short ones that come before it."""
+        passing, paused = self._order.passing(), self.queues.computing
+        if paused is None:
+            return passing
+        before = passing[: passing.index(paused)] if self._splits() else []
+        return [each for each in before if len(each.tokens) - each.stored <= self._small]
+
+    def _end(self) -> None:
+        self._pace.answered()
         self.active_at = time.monotonic()
         self.report_load()
 
@@ -122,10 +149,22 @@ class Scheduler:
         """The end of the next part of a request's tokens up to `end`."""
         size = remaining = end - request.stored
         if splits:
-            size = self._part_size.of(remaining, len(self.queues.running), beside, self._turn.others, self._small)
+            size = self._size_of(remaining, beside, self._small)
+            if size < remaining and self._pauses:
+                size = min(remaining, self._part_size.alone)
             checkpoint = None if isinstance(request, Replay) else self._checkpoints.next_stop(request, request.stored)
             size = size if checkpoint is None else min(size, checkpoint - request.stored)
         return request.stored + size
+
+    def _size_of(self, remaining: int, beside: bool, small: int) -> int:
+        """See `PartSize.of`."""
+        rows, others, waited_s = len(self.queues.running), self._turn.others, self._pace.waited_s
+        return self._part_size.of(remaining, rows, beside, others, small, waited_s)
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether others are answered between the chunks of the next forward of a prompt."""
+        return self.queues.computing is None and self.forward.pauses
 
     def _mixed(self, passing: Sequence[Request], rows: Sequence[Request]) -> bool:
         """Compute small parts of prompts, and decode one token of every row if there are any, in one forward.
@@ -139,7 +178,7 @@ class Scheduler:
         began = time.perf_counter()
         try:
             logits = self.forward.mixed(
-                *self._caches_and_tokens(rows), [(cache, part) for cache, (_, part) in zip(caches, parts, strict=True)]
+                *caches_and_tokens(rows), [(cache, part) for cache, (_, part) in zip(caches, parts, strict=True)]
             )
         except Exception as error:
             _logger.warning(
@@ -158,7 +197,7 @@ class Scheduler:
             if part.is_last:
                 self.queues.answer(request)
                 given.append((request, row))
-        self._outputs.accept([request for request, _ in given], _bursts(row for _, row in given))
+        self._outputs.accept([request for request, _ in given], bursts(row for _, row in given))
         return True
 
     def _is_brief(self) -> bool:
@@ -175,7 +214,7 @@ class Scheduler:
         """Small parts of prompts in progress, of as many as fit into a step; empty if the first one's is large."""
         parts: list[tuple[Request, Part]] = []
         most = self._small
-        left = self._part_size.of(most, len(self.queues.running), beside=True, others=self._turn.others, small=most)
+        left = self._size_of(most, beside=True, small=most)
         for request in passing:
             if isinstance(request, Replay):
                 break
@@ -190,9 +229,9 @@ class Scheduler:
                 break
         return parts
 
-    def _prefill(self, request: Request, splits: bool) -> None:
-        """Pass a part of the prompt, or all of it unless it `splits`; after the last one comes the first token."""
-        cache, start = request.cache, request.stored
+    def _prefill(self, request: Request) -> None:
+        """Pass a part of a prompt, or all of its rest; after the last part comes the first token."""
+        cache, start, splits = request.cache, request.stored, self._splits()
         assert cache is not None
         if isinstance(request, Replay):
             stop = self._stop_of(request, request.passing, splits, beside=False)
@@ -202,34 +241,50 @@ class Scheduler:
             stop, compute = part.stop, partial(self.forward.prefill, cache, part)
         began = time.perf_counter()
         request.advance(start)
+        pace, pauses = ChunkPace(self._pace, stop - start), self._pauses
+        # A prompt that is alone pauses between its chunks only: 3 % less time.
+        pauses_within = pauses and splits and len(self.queues.all) > 1
 
-        def check(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+        def pause() -> None:
             if request.is_cancelled:
                 raise CancelledInPrefillError
-            # A finished layer counts all of its tokens already.
-            beyond = tokens_done if tokens_done < tokens else 0
-            request.advance(start + (stop - start) * (layers_done * tokens + beyond) / (layers * tokens))
+            pace.pause()
             self.active_at = time.monotonic()
-            self._turn.pass_on()
+            self._turn.pass_on(pace.turn_s(self._turn.others))
+            if pauses:
+                self._answer_others(request, pace)
+            if pauses and splits:
+                pace.plan(len(self.queues.running), self._part_size.decode_s, self._turn.others)
+                cache.chunk_tokens = pace.chunk_tokens
+            pace.resume()
             self.active_at = time.monotonic()
 
-        cache.on_progress = check
+        def report(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+            # A finished layer counts all of its tokens already.
+            share = (layers_done * tokens + (tokens_done if tokens_done < tokens else 0)) / (layers * tokens)
+            request.advance(request.reuse.tokens + share * (request.prompt_end - request.reuse.tokens))
+            pause()
+
+        cache.on_progress = report
         try:
-            computed = compute()
+            with cache.requesting(pause=pause if pauses_within else None):
+                computed = compute()
         except CancelledInPrefillError:
             self._outputs.retire(request, "stopped")
             return
+        except StepWithinError as failed:
+            raise failed.error from None
         except Exception as error:
             self.queues.fail(request, error)
             return
         finally:
-            cache.on_progress = None
+            cache.on_progress = cache.chunk_tokens = None
         request.advance(stop)
         if isinstance(request, Replay):
             if computed is not None:
                 self._end_replay(request, computed)
             return
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - pace.paused_s
         self._prompt_speed.passed(request, stop - start, seconds, part.is_last)
         if stop - start >= LEAST or not self._checkpoints.are_taken:
             # Before a checkpoint parts are short, and each of their tokens takes longer than those to plan.
@@ -237,7 +292,26 @@ class Scheduler:
         self._checkpoints.take(request)
         if part.is_last:
             self.queues.answer(request)
-            self._outputs.accept([request], _bursts(computed[None]))
+            self._outputs.accept([request], bursts(computed[None]))
+
+    def _answer_others(self, request: Request, pace: ChunkPace) -> None:
+        """Compute steps of the other requests between two chunks of a prompt, if they are due or come first.
+
+        Raises StepWithinError when that fails.
+        """
+        self.queues.computing = request
+        try:
+            with self.forward.model.hetero_kv_injection.checked_once():
+                self.receive()
+                self.admission.admit()
+                if self.queues.running and pace.are_due(self._part_size.decode_s, self._turn.others):
+                    self._step()
+                while self._passing():
+                    self._step()
+        except Exception as error:
+            raise StepWithinError(error) from error
+        finally:
+            self.queues.computing = None
 
     def _end_replay(self, replay: Replay, attended: Attended) -> None:
         """End a replay; keep its sequence if others may want what it had to compute."""
@@ -248,79 +322,6 @@ class Scheduler:
             self._outputs.keep(cache, replay)
         else:
             free(cache)
-
-    def _decode(self, rows: Sequence[Request]) -> None:
-        """Decode one token of every row, or several where guesses are right."""
-        if not rows:
-            return
-        drafts = self._drafts(rows)
-        if any(drafts) and self._verified(rows, drafts):
-            return
-        began = time.perf_counter()
-        try:
-            logits = self._decoded(rows)
-        except Exception as error:
-            if len(rows) == 1:
-                self.queues.fail(rows[0], error)
-                return
-            _logger.warning("a step of %d requests failed (%s); each is computed alone", len(rows), error)
-            self._decode_alone(rows)
-            return
-        self._part_size.decoded(time.perf_counter() - began)
-        self._outputs.accept(rows, _bursts(logits))
-        self._speculation.costs.took(len(rows), time.perf_counter() - began)
-
-    def _drafts(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The guesses of the rows. After an error these answers are computed without."""
-        try:
-            return self._speculation.drafts(
-                [request.drafter for request in rows],
-                self._caches_and_tokens(rows)[0],
-                [request.tokens_left for request in rows],
-            )
-        except Exception as error:
-            for request in rows:
-                request.drafter = without_guesses(error, request.__dict__.get("drafter"))
-            return []
-
-    def _verified(self, rows: Sequence[Request], drafts: Sequence[Sequence[int]]) -> bool:
-        """Verify the rows' guesses; returns whether that was done. After an error they are decoded without."""
-        caches, tokens = self._caches_and_tokens(rows)
-        began = time.perf_counter()
-        try:
-            passing = [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
-            logits, stored = self.forward.verify(caches, passing)
-        except Exception as error:
-            for request, draft in zip(rows, drafts, strict=True):
-                if draft:
-                    request.drafter = without_guesses(error, request.drafter)
-            return False
-        self._part_size.decoded(time.perf_counter() - began)
-        self._outputs.accept(rows, [Burst(*each) for each in zip(logits, drafts, stored, strict=True)])
-        # Dropping wrong guesses is part of their cost.
-        self._speculation.costs.took(sum(map(len, passing)), time.perf_counter() - began)
-        return True
-
-    def _decode_alone(self, rows: Sequence[Request]) -> None:
-        """Decode row by row, so that only the row that cannot be computed fails."""
-        for request in rows:
-            try:
-                logits = self._decoded([request])
-            except Exception as error:
-                self.queues.fail(request, error)
-            else:
-                self._outputs.accept([request], _bursts(logits))
-
-    def _decoded(self, rows: Sequence[Request]) -> Sequence[torch.Tensor | Likeliest]:
-        caches, tokens = self._caches_and_tokens(rows)
-        if len(rows) == 1 and self.forward.may_choose and rows[0].sampler.takes_likeliest:
-            return self.forward.likeliest(caches[0], tokens[0])
-        return list(self.forward.decode(caches, tokens))
-
-    @staticmethod
-    def _caches_and_tokens(rows: Sequence[Request]) -> tuple[list[HeteroCache], list[int]]:
-        """The rows' caches, and their next tokens."""
-        return [cache for _, cache in with_caches(rows)], [request.tokens[-1] for request in rows]
 
     # -- ends
 
@@ -333,8 +334,3 @@ class Scheduler:
         """End all requests with an error."""
         for request in self.queues.all:
             self.queues.fail(request, error)
-
-
-def _bursts(rows: Iterable[torch.Tensor | Likeliest]) -> list[Burst]:
-    """A token of every row, by its logits [vocab], or the likeliest one."""
-    return [Burst([row]) for row in rows]

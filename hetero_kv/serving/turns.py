@@ -23,6 +23,9 @@ class Others(NamedTuple):
     prompts: int = 0
 
 
+NO_OTHERS = Others()
+
+
 class _Queue:
     """The turns that wait for the cores, in the order of arrival; the first one has the cores."""
 
@@ -42,7 +45,6 @@ class EngineTurn:
     Engines enter in the order of their requests, so that two that always have work alternate.
 
     Args:
-        longest_s: seconds after which `pass_on` lets others compute; shorter turns are not interrupted.
         queue: the engines that share the cores; None for those of the process.
 
     Attributes:
@@ -51,8 +53,8 @@ class EngineTurn:
         passes_prompt: whether the engine is computing a prompt.
     """
 
-    def __init__(self, longest_s: float, queue: _Queue | None = None) -> None:
-        self._longest_s, self._queue = longest_s, _PROCESS if queue is None else queue
+    def __init__(self, queue: _Queue | None = None) -> None:
+        self._queue = _PROCESS if queue is None else queue
         self._began = 0.0
         self.rows, self.decode_s, self.passes_prompt = 0, 0.0, False
         with self._queue.changed:
@@ -72,10 +74,10 @@ class EngineTurn:
         with self._queue.changed:
             self._leave()
 
-    def pass_on(self) -> None:
-        """Let waiting engines compute if this turn is long; called where the present engine can pause."""
+    def pass_on(self, after_s: float) -> None:
+        """Let waiting engines compute if this turn takes so long already; called where the present engine can pause."""
         turns = self._queue.turns
-        if len(turns) > 1 and time.perf_counter() - self._began >= self._longest_s:
+        if len(turns) > 1 and time.perf_counter() - self._began >= after_s:
             with self._queue.changed:
                 turns.rotate(-1)
                 self._queue.changed.notify_all()

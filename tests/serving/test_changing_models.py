@@ -46,10 +46,11 @@ def test_tokens_decoded_without_an_adapter_are_no_beginning_under_it():
 
 
 def test_a_part_computed_without_an_adapter_is_no_beginning_under_it():
-    with engine_of("dense", longest_gap_s=1e-6) as engine:
+    with engine_of("dense", longest_gap_s=1e-6, part=8) as engine:
         model = adapted(engine)
         beside = engine.generate(PROMPTS[1], LONG)
-        steps(engine, 2)
+        while not engine._queues.running:
+            steps(engine, 1)
         stream = engine.generate(PROMPTS[3], GREEDY)
         steps(engine, 2)
         assert engine._queues.prefilling

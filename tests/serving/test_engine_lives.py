@@ -19,8 +19,10 @@ from hetero_kv.contexts import writing
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.serving import memory
+from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.stream import Stream
 from tests.serving.number_tokenizer import Numbers
+from tests.serving.tiny_engine import pause_everywhere
 from tests.support.free_rows import FreeRows
 from tests.support.tiny_models import tiny_model
 
@@ -199,11 +201,28 @@ class LivesOfRequests(RuleBasedStateMachine):
         self.engine.close()
 
 
-def machine(runs: int, steps: int) -> type:
-    case = LivesOfRequests.TestCase
+class LivesBetweenChunks(LivesOfRequests):
+    """The same while prompts pause for others wherever they can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pause_everywhere(self.engine)
+        # Parts of prompts are large from so many tokens on.
+        self.small = patch.object(Scheduler, "_small", 4)
+        self.small.start()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.small.stop()
+
+
+def machine(lives: type[LivesOfRequests], runs: int, steps: int) -> type:
+    case = lives.TestCase
     return type("Lives", (case,), {"settings": settings(max_examples=runs, stateful_step_count=steps, deadline=None)})
 
 
-TestLivesOfRequests = machine(3, 20)
+TestLivesOfRequests = machine(LivesOfRequests, 3, 20)
 TestLivesOfRequests.__doc__ = "Some lives in every run of the suite."
-TestManyLivesOfRequests = pytest.mark.slow(machine(1000, 30))
+TestLivesBetweenChunks = machine(LivesBetweenChunks, 3, 20)
+TestManyLivesOfRequests = pytest.mark.slow(machine(LivesOfRequests, 1000, 30))
+TestManyLivesBetweenChunks = pytest.mark.slow(machine(LivesBetweenChunks, 1000, 30))

@@ -91,7 +91,7 @@ def test_only_one_engine_computes_at_a_time_and_they_alternate():
 
 def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
     queue, order = _Queue(), []
-    turns = [EngineTurn(0.0, queue) for _ in range(4)]
+    turns = [EngineTurn(queue) for _ in range(4)]
 
     def take(number):
         with turns[number]:
@@ -104,7 +104,7 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
             threads[-1].start()
             while len(queue.turns) < 1 + len(threads):
                 threading.Event().wait(0.001)
-        turns[0].pass_on()
+        turns[0].pass_on(0.0)
         order.append(0)
     for thread in threads:
         thread.join(10)
@@ -114,7 +114,7 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
 
 def test_a_short_turn_is_not_cut():
     queue = _Queue()
-    first, second, order = EngineTurn(1e6, queue), EngineTurn(0.0, queue), []
+    first, second, order = EngineTurn(queue), EngineTurn(queue), []
 
     def take():
         with second:
@@ -125,7 +125,7 @@ def test_a_short_turn_is_not_cut():
         thread.start()
         while len(queue.turns) < 2:
             threading.Event().wait(0.001)
-        first.pass_on()
+        first.pass_on(1e6)
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
@@ -133,11 +133,11 @@ def test_a_short_turn_is_not_cut():
 
 def test_a_turn_that_ends_in_an_error_is_over():
     queue = _Queue()
-    turn = EngineTurn(0.0, queue)
+    turn = EngineTurn(queue)
     with pytest.raises(ZeroDivisionError), turn:
         raise ZeroDivisionError
     assert not queue.turns
-    with EngineTurn(0.0, queue):
+    with EngineTurn(queue):
         pass
 
 

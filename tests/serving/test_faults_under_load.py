@@ -13,13 +13,13 @@ from hetero_kv.serving.sampler import Sampler
 from tests.engine.faults import RAISED, Faults
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.short_memory import require_all_free
-from tests.serving.tiny_engine import PROMPTS, alone, engine_of
+from tests.serving.tiny_engine import PROMPTS, alone, engine_of, pause_everywhere
 from tests.support.slow_variants import with_few
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ANSWER = SamplingParams(max_new_tokens=14, ignore_eos=True)
-#: Three requests, the last of which has its prompt pass in small parts.
+#: Three requests, the last of which has a long prompt.
 LOAD = PROMPTS[0], PROMPTS[4], PROMPTS[1]
 
 
@@ -33,10 +33,11 @@ def places_of_a_step(engine, faults):
     return faults
 
 
-def failed_at_random_places(recipe, times):
+def failed_at_random_places(recipe, times, **settings):
     """Fail random steps of loads at so many random places; returns how often each kind of error was raised."""
     drawn, raised = random.Random(f"{recipe} {times}"), Counter()
-    with engine_of(recipe, longest_gap_s=1e-6, kept_prefixes=0) as engine:
+    with engine_of(recipe, longest_gap_s=1e-6, kept_prefixes=0, **settings) as engine:
+        pause_everywhere(engine)
         expected = [alone(engine, tokens, ANSWER.max_new_tokens) for tokens in LOAD]
         places = 400
         while sum(raised.values()) < times:
@@ -65,7 +66,7 @@ def test_some_places():
 
 @pytest.mark.parametrize("recipe", with_few(["ktransformers", "snapkv"]))
 def test_a_part_that_is_passed_again_is_observed_once(recipe, monkeypatch):
-    with engine_of(recipe, longest_gap_s=1e-6) as engine:
+    with engine_of(recipe, longest_gap_s=1e-6, part=8) as engine:
         forward, calls = engine._scheduler.forward, []
         mixed, logits = forward.mixed, forward._logits
 
@@ -168,5 +169,6 @@ def raising(error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dense", "quest", "ktransformers", "snapkv", "retroinfer", "shadowkv"])
-def test_a_hundred_places(recipe):
-    assert len(failed_at_random_places(recipe, 100)) == 3
+@pytest.mark.parametrize("settings", [{"part": 8}, {}], ids=["small parts", "pauses"])
+def test_a_hundred_places(recipe, settings):
+    assert len(failed_at_random_places(recipe, 100, **settings)) == 3

@@ -44,7 +44,7 @@ def counted_forwards(engine, monkeypatch):
 
 @pytest.mark.parametrize("recipe", with_few(["dense", "quest", "adaptive", "retroinfer", "infllm", "loki"], ("loki",)))
 def test_a_prompt_that_passes_beside_others_changes_no_answer(recipe, monkeypatch):
-    with engine_of(recipe, longest_gap_s=1e-6) as engine:
+    with engine_of(recipe, longest_gap_s=1e-6, part=LEAST_BESIDE) as engine:
         kinds = counted_forwards(engine, monkeypatch)
         streams = [engine.generate(tokens, LONG) for tokens in PROMPTS[:4]]
         answers = [stream.result().tokens for stream in streams]
@@ -164,7 +164,7 @@ def test_a_file_that_changes_under_a_prompt_is_noticed_in_a_mixed_forward():
 
 @pytest.mark.parametrize("kind", with_few(["mixed", "decode"]))
 def test_a_forward_of_several_requests_that_fails_behind_the_model_changes_none(kind, monkeypatch):
-    with engine_of("quest", longest_gap_s=1e-6) as engine:
+    with engine_of("quest", longest_gap_s=1e-6, part=LEAST_BESIDE) as engine:
         forward, failures = engine._scheduler.forward, []
         compute, logits = getattr(forward, kind), forward._logits
 

@@ -49,9 +49,9 @@ def test_short_prompts_and_those_that_did_not_end_leave_it_as_it_is():
 def test_questions_about_a_known_document_do_not_make_an_engine_seem_slow(monkeypatch):
     # A token of a part takes a millisecond, and every part half a second more.
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("hetero_kv.serving.scheduler.time", SimpleNamespace(
-        perf_counter=lambda: clock.now, monotonic=time.monotonic
-    ))  # fmt: skip
+    own = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    monkeypatch.setattr("hetero_kv.serving.scheduler.time", own)
+    monkeypatch.setattr("hetero_kv.serving.answer_pace.time", own)
 
     def pass_time(part):
         clock.now += 0.5 + 0.001 * (part.stop - part.start)

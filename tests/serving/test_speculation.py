@@ -114,7 +114,7 @@ def test_a_request_says_how_it_is_guessed_and_reports_it(quest):
     _, answer = quest
     with engine_of("quest", speculation="auto") as engine:
         assert engine.speculation == "lookup"
-        engine._speculation = engine._scheduler._speculation = engine._inputs._speculation = Scripted(
+        engine._speculation = engine._scheduler._decoder._speculation = engine._inputs._speculation = Scripted(
             engine._scheduler.forward, len(PROMPT), answer, lambda place: place % 5 > 0, most=3
         )
         found = engine.generate(PROMPT, LONG).result()
@@ -163,7 +163,7 @@ class Known:
 
 def guessing(engine, answers, most=3):
     speculation = Many(engine._scheduler.forward, answers, most)
-    engine._speculation = engine._scheduler._speculation = engine._inputs._speculation = speculation
+    engine._speculation = engine._scheduler._decoder._speculation = engine._inputs._speculation = speculation
     return speculation
 
 

@@ -28,6 +28,26 @@ def engine_of(recipe="quest", architecture="llama", changes=None, **settings):
     return Engine(loaded, **{**usual, **settings})
 
 
+def pause_everywhere(engine):
+    """Let a prompt's forward pause wherever it can, for a token of every running request."""
+    engine._scheduler._pace.limit_s = lambda decode_s, others=None: 0.0
+
+
+def forwards_within(engine, monkeypatch):
+    """The forwards that begin while a prompt's forward pauses, from now on: "decode", "mixed" or "prefill"."""
+    forward, queues, found = engine._scheduler.forward, engine._queues, []
+    for name in ("decode", "mixed", "prefill"):
+        original = getattr(forward, name)
+
+        def noting(*args, name=name, original=original):
+            if queues.computing is not None:
+                found.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(forward, name, noting)
+    return found
+
+
 def call_before_parts(engine, action):
     """Call `action(part)` before each part of a prompt that the engine computes from now on."""
     forward = engine._scheduler.forward

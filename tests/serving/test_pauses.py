@@ -1,0 +1,234 @@
+"""A long prompt's forward pauses while others get their tokens, and neither changes the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hetero_kv import HeteroCache, SamplingParams, inject
+from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
+from hetero_kv.serving.forward import ModelForward, Part
+from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of, forwards_within, pause_everywhere
+from tests.support.ragged_rows import prompt
+from tests.support.slow_variants import with_few
+from tests.support.small_recipes import RECIPES
+from tests.support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ANSWER = SamplingParams(max_new_tokens=40, ignore_eos=True)
+LONG = PROMPTS[3]
+
+
+def running(engine, prompts):
+    """Requests whose prompts are computed."""
+    streams = [engine.generate(tokens, ANSWER) for tokens in prompts]
+    while len(engine._queues.running) < len(streams):
+        engine.step()
+    return streams
+
+
+@pytest.mark.parametrize("recipe", with_few(RECIPES, ("dense", "adaptive", "streaming_llm", "minference")))
+def test_a_prompt_that_pauses_for_others_changes_no_answer(recipe, monkeypatch):
+    with engine_of(recipe) as engine:
+        pause_everywhere(engine)
+        streams = running(engine, PROMPTS[:2])
+        within = forwards_within(engine, monkeypatch)
+        long = engine.generate(LONG, GREEDY)
+        assert long.result().tokens == alone(engine, LONG)
+        assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in PROMPTS[:2]]
+    # At least once per layer; these layers' attention computes few queries at once.
+    assert within.count("decode") >= 3
+
+
+@pytest.mark.parametrize("architecture", with_few(["qwen2", "gemma2", "qwen3_moe", "lfm2"], ("lfm2",)))
+def test_other_architectures_pause_too(architecture, monkeypatch):
+    with engine_of("quest", architecture) as engine:
+        pause_everywhere(engine)
+        (stream,) = running(engine, PROMPTS[:1])
+        within = forwards_within(engine, monkeypatch)
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+        assert stream.result().tokens == alone(engine, PROMPTS[0], 40)
+    assert "decode" in within
+
+
+def test_a_prompt_that_nobody_waits_for_does_not_pause(monkeypatch):
+    with engine_of("dense") as engine:
+        pause_everywhere(engine)
+        within = forwards_within(engine, monkeypatch)
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+    assert not within
+
+
+def test_chunks_are_short_while_others_wait_and_whole_again_after(monkeypatch):
+    with engine_of("dense") as engine:
+        pause_everywhere(engine)
+        (stream,) = running(engine, PROMPTS[:1])
+        forward, chunks = engine._scheduler.forward, []
+        prefill = forward.prefill
+
+        def noting(cache, part):
+            report = cache.on_progress
+
+            def reporting(layers_done, layers, done, total):
+                chunks.append(done)
+                report(layers_done, layers, done, total)
+
+            cache.on_progress = reporting
+            logits = prefill(cache, part)
+            chunks.append(cache.chunk_tokens)
+            return logits
+
+        monkeypatch.setattr(forward, "prefill", noting)
+        engine.generate(LONG, GREEDY).result()
+        stream.cancel()
+        assert {64, 128, 192} <= set(chunks)
+        (cache,) = [each.cache for each in engine._queues.running] or [engine._prefixes.caches[-1]]
+        assert cache.chunk_tokens is None
+
+
+def test_a_short_prompt_comes_first_while_a_long_one_pauses(monkeypatch):
+    with engine_of("dense") as engine:
+        forward, arrived = engine._scheduler.forward, []
+        prefill = forward.prefill
+
+        def arriving(cache, part):
+            report = cache.on_progress
+
+            def reporting(*args):
+                if not arrived and args[0] == 1:
+                    arrived.append(engine.generate(PROMPTS[0], GREEDY))
+                    engine._loop._receive()
+                report(*args)
+                if arrived and args[0] == 2:
+                    arrived.append(len(arrived[0]._pieces))
+
+            cache.on_progress = reporting
+            return prefill(cache, part)
+
+        within = forwards_within(engine, monkeypatch)
+        monkeypatch.setattr(forward, "prefill", arriving)
+        # Its prompt alone would take longer.
+        engine._scheduler._order._speed = SimpleNamespace(tokens_per_s=1e-3)
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+        assert arrived[1] > 0
+        assert arrived[0].result().tokens == alone(engine, PROMPTS[0])
+    assert within[0] == "mixed"
+
+
+def test_a_long_prompt_is_cancelled_while_others_go_on():
+    with engine_of("quest") as engine:
+        pause_everywhere(engine)
+        streams = running(engine, PROMPTS[:2])
+        long = engine.generate(LONG, ANSWER)
+        pieces = len(streams[0]._pieces)
+        take = engine._scheduler._decoder.decode
+
+        def cancelling(rows):
+            take(rows)
+            if engine._queues.computing is not None and len(streams[0]._pieces) > pieces + 3:
+                long.cancel()
+
+        engine._scheduler._decoder.decode = cancelling
+        assert long.result().finish_reason == "stopped"
+        assert not long.result().tokens
+        assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in PROMPTS[:2]]
+        assert not engine._queues.all
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_failure_in_a_pause_leaves_the_prompt_and_the_others_as_they_were(error):
+    with engine_of("quest") as engine:
+        pause_everywhere(engine)
+        streams = running(engine, PROMPTS[:2])
+        long = engine.generate(LONG, GREEDY)
+        decode, failures = engine._scheduler._decoder.decode, []
+
+        def failing(rows):
+            if engine._queues.computing is not None and len(failures) < 3:
+                failures.append(len(rows))
+                raise error
+            decode(rows)
+
+        engine._scheduler._decoder.decode = failing
+        for _ in range(3):
+            with pytest.raises(error):
+                engine._loop._step()
+        assert engine._queues.computing is None
+        assert long.result().tokens == alone(engine, LONG)
+        assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in PROMPTS[:2]]
+    assert failures == [2, 2, 2]
+
+
+def test_a_row_that_fails_in_a_pause_fails_alone(monkeypatch):
+    with engine_of("quest") as engine:
+        pause_everywhere(engine)
+        streams = running(engine, PROMPTS[:2])
+        forward, unlucky = engine._scheduler.forward, engine._queues.running[0].cache
+        decode = forward.decode
+
+        def failing(caches, tokens):
+            if engine._queues.computing is not None and unlucky in caches:
+                raise MemoryError("no room")
+            return decode(caches, tokens)
+
+        monkeypatch.setattr(forward, "decode", failing)
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+        assert streams[1].result().tokens == alone(engine, PROMPTS[1], 40)
+        with pytest.raises(MemoryError, match="no room"):
+            streams[0].result()
+
+
+def test_a_paused_prompt_is_not_preempted():
+    """A more urgent request that needs its memory waits for the end of its part."""
+    with engine_of("quest", kv_tokens=300, kept_prefixes=0) as engine:
+        pause_everywhere(engine)
+        (beside,) = running(engine, PROMPTS[:1])
+        long = engine.generate(LONG, GREEDY, priority=5)
+        preempted, urgent = [], []
+        preempt, decode = engine._scheduler.admission.preempt, engine._scheduler._decoder.decode
+        engine._scheduler.admission.preempt = lambda request: (
+            preempted.append((request.tokens[:200] == LONG, engine._queues.computing)) or preempt(request)
+        )
+
+        def arriving(rows):
+            if engine._queues.computing is not None and not urgent:
+                urgent.append(engine.generate(PROMPTS[2], GREEDY))
+            decode(rows)
+
+        engine._scheduler._decoder.decode = arriving
+        assert long.result().tokens == alone(engine, LONG)
+        assert urgent[0].result().tokens == alone(engine, PROMPTS[2])
+        assert beside.result().tokens == alone(engine, PROMPTS[0], 40)
+    assert (True, None) in preempted
+    assert all(computing is None for is_long, computing in preempted if is_long)
+
+
+@pytest.mark.parametrize("recipe", ["dense", "adaptive"])
+def test_fused_layers_in_bfloat16_pause_within_a_chunk(recipe, monkeypatch):
+    monkeypatch.setattr("hetero_kv.families.retrieval.exact_prefill._SCORES_BETWEEN_PAUSES", 1)
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    settings = {"block_size": 16, "max_seq_len": 700, "weights": "q8_0"}
+    inject(model, recipe, command_line=settings)
+    forward, tokens = ModelForward(model), prompt(600, 3).tolist()
+    other, caches, pauses = HeteroCache(model), [HeteroCache(model), HeteroCache(model)], []
+    forward.prefill(other, Part(tokens, 0, 40, 40, None))
+
+    def pause():
+        pauses.append(forward.decode([other], [7]))
+
+    parts = Part(tokens, 0, 300, 0, None), Part(tokens, 300, 600, 0, None)
+    expected = [forward.prefill(caches[0], part) for part in parts]
+    with caches[1].requesting(pause=pause):
+        logits = [forward.prefill(caches[1], part) for part in parts]
+    for mine, theirs in zip(logits, expected, strict=True):
+        assert torch.linalg.vector_norm(mine - theirs) < 3e-2 * torch.linalg.vector_norm(theirs)
+    layers = [each for each in model.modules() if isinstance(getattr(each, "_short", None), FusedPrefillLayer)]
+    # Behind the inputs, between five parts of the attention's queries, behind them, and twice in the second half.
+    assert len(layers) == len(caches[0].layers)
+    assert len(pauses) == 2 * len(layers) * (2 + 4 + 2)
+    alone_cache = HeteroCache(model)
+    forward.prefill(alone_cache, Part(tokens, 0, 40, 40, None))
+    assert torch.equal(pauses[0], forward.decode([alone_cache], [7]))
