@@ -101,7 +101,7 @@ bench-report: $(READY)  ## the tables of the documents, from benchmarks/results/
 gpu-check: $(READY)  ## whether everything computes and fits on this machine's GPU; a few minutes, no network
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-gpu-bench: $(READY)  ## the same checks, then how fast this machine's GPU is; under nine minutes, no network
+gpu-bench: $(READY)  ## the same checks, then how fast this machine's GPU is; under eight minutes, no network
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:

@@ -36,17 +36,22 @@ class Budget:
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """Within this context TimeUp is raised when no time is left; only in a process's main thread."""
+        """Within this context TimeUp is raised when no time is left, or when the process is asked to end (SIGTERM).
+
+        Then none is left afterwards. Only in a process's main thread.
+        """
 
         def ring(number: int, frame: FrameType | None) -> None:
+            self.seconds = min(self.seconds, self.spent)
             raise TimeUp
 
         if not self.left:
             raise TimeUp
-        before = signal.signal(signal.SIGALRM, ring)
+        before = {each: signal.signal(each, ring) for each in (signal.SIGALRM, signal.SIGTERM)}
         signal.setitimer(signal.ITIMER_REAL, self.left)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)

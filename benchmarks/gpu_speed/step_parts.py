@@ -8,13 +8,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from hetero_kv.engine import deferred_readback
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.resident_decode import ResidentDecode
 from hetero_kv.families.shadowkv.device_decode import ChunkLoading
 from hetero_kv.gpu_ops.staging import Staging
 
+#: The wait for what a token leaves, once per token.
+WAITING = "waits for the token"
 #: Part -> the calls whose time it is. The rest is the model's forward and kernel launches.
-_PARTS: dict[str, tuple[type, str]] = {
+_PARTS: dict[str, tuple[Any, str]] = {
+    WAITING: (deferred_readback, "on_host"),
     "waits for queries": (Staging, "arrived"),
     "attends on the CPU": (RetrievalDecode, "_attend_natively"),
     "prepares attention on the GPU": (ResidentDecode, "_prepare_token"),

@@ -32,6 +32,30 @@ def flash_attention(
     return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
 
 
+def packed_flash_attention(
+    capability: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_queries: torch.Tensor,
+    first_keys: torch.Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, _debug: bool, *,
+    scale: float | None = None, seqused_k: torch.Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """`aten._flash_attention_forward` of packed sequences, of which each attends to its first `seqused_k` keys.
+
+    q, k and v are [tokens, heads, dim], and `first_queries` and `first_keys` where each sequence begins.
+    """
+    for name, numbers in (("cum_seq_q", first_queries), ("cum_seq_k", first_keys), ("seqused_k", seqused_k)):
+        if numbers.dtype is not torch.int32:
+            raise RuntimeError(f"{name} must have dtype int32, got {numbers.dtype}")
+    outs, lses = [], []
+    for row, (start, used) in enumerate(zip(first_keys[:-1].tolist(), seqused_k.tolist(), strict=True)):
+        if not used <= longest_k or start + used > len(k):
+            raise RuntimeError(f"row {row} has {used} keys from {start} on, of {len(k)} and at most {longest_k}")
+        own = q[first_queries[row] : first_queries[row + 1]], k[start : start + used], v[start : start + used]
+        heads_first = [each.transpose(0, 1)[None] for each in own]
+        out, lse, *_ = flash_attention(capability, *heads_first, dropout, causal, scale=scale)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, dim=1), None, None, None
+
+
 def scaled_dot_product_attention(simulation: Any, original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` of simulated tensors."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.support.simulated_cuda.flash import flash_attention
+from tests.support.simulated_cuda.flash import flash_attention, packed_flash_attention
 from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu, tensors_in
 
 _CPU = torch.device("cpu")
@@ -148,6 +148,8 @@ def _computed(simulation: Any, name: str, function: Any, args: Any, kwargs: Any,
         kwargs["device"] = _CPU
     if name == "_scaled_dot_product_flash_attention":
         return flash_attention(simulation.capability, *args, **kwargs)
+    if name == "_flash_attention_forward":
+        return packed_flash_attention(simulation.capability, *args, **kwargs)
     if name == "histc" and not args[0].is_floating_point():
         # CUDA counts integers, the CPU does not.
         return function(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
