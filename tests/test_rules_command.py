@@ -200,6 +200,7 @@ rules:
         "hidden_device": "default",
         "weights_device": "default",
         "attend_on": "default",
+        "index_device": "default",
         "measure_recall": "default",
         "packed_cache_gb": "default",
     }

@@ -1,4 +1,4 @@
-"""Compares a GPU that chooses what it attends to (`attend_on: gpu`) with the CPU, and with full attention."""
+"""Compares a GPU that chooses (`attend_on: gpu`, `index_device: gpu`) with the CPU, and with full attention."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ COVERING: dict[str, dict[str, Any]] = {
     "adaptive": {"max_dense_blocks": _COVERING},
     "adaptive_lean": {"max_dense_blocks": _COVERING},
 }
+#: Of them those whose blocks a GPU may choose for the CPU.
+SCORED = ("quest", "ktransformers")
 #: Statistics of both routes may differ by a token at near ties.
 _TIES = 0.02
 
 
 def check(setting: Setting) -> Iterator[CheckResult]:
-    """Both routes give the same logits but for rounding, and a covering budget gives full attention."""
+    """All routes give the same logits but for rounding, and a covering budget gives full attention."""
     if not setting.on_gpu:
         yield CheckResult("attend_on: gpu", None, "it needs a GPU")
         return
@@ -41,14 +43,18 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         kind, rounding = str(dtype).removeprefix("torch."), subject.rounding[dtype]
         for name, (recipe, settings) in PARTIAL.items():
             by_cpu, told = _logits(subject, dtype, recipe, {**settings, "attend_on": "cpu"})
-            by_gpu, found = _logits(subject, dtype, recipe, {**settings, "attend_on": "gpu"})
-            error, apart = relative_error(by_gpu, by_cpu), _apart(told, found)
-            yield CheckResult(
-                f"{name} as by the CPU, {kind}",
-                error <= 2 * rounding and apart <= _TIES,
-                f"error {error:.2e}, at most {2 * rounding:.2e}; statistics differ by {apart:.1%}",
-                {"error": error, "limit": 2 * rounding, "apart": apart},
-            )
+            ways = {name: {"attend_on": "gpu"}}
+            if name in SCORED:
+                ways[f"{name}, index_device: gpu,"] = {"index_device": "gpu"}
+            for title, way in ways.items():
+                by_gpu, found = _logits(subject, dtype, recipe, {**settings, **way})
+                error, apart = relative_error(by_gpu, by_cpu), _apart(told, found)
+                yield CheckResult(
+                    f"{title} as by the CPU, {kind}",
+                    error <= 2 * rounding and apart <= _TIES,
+                    f"error {error:.2e}, at most {2 * rounding:.2e}; statistics differ by {apart:.1%}",
+                    {"error": error, "limit": 2 * rounding, "apart": apart},
+                )
             whole, _ = _logits(subject, dtype, recipe, {**settings, **COVERING[name], "attend_on": "gpu"})
             error, limit = relative_error(whole, subject.expected), 2 * rounding + 2e-3
             yield CheckResult(

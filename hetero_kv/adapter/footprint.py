@@ -64,7 +64,7 @@ MEAN_KEYS = register(
 SLIDING = register(FootprintTerm("sliding", "the model's own sliding windows"))
 MASKS = register(FootprintTerm("masks", "the mask of a chunk, in layers without an operator"))
 RESIDENT = register(
-    FootprintTerm("resident", "representatives and chosen blocks, or all blocks, on a GPU that attends to them")
+    FootprintTerm("resident", "representatives, and chosen or all blocks, on a GPU that chooses or attends")
 )
 FOLLOWING = register(FootprintTerm("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
 UNTOUCHED = register(FootprintTerm("untouched", "layers without an operator"))

@@ -71,6 +71,11 @@ class AttentionOperator(Operator):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         attention_module.require_attention_interface(path, module)
 
+    @property
+    def indexes_on_gpu(self) -> bool:
+        """Whether a GPU chooses what it attends to (`index_device`)."""
+        return False
+
     def install(self) -> None:
         self.wrapped.config = bridge.with_implementation(self._own_config)
 

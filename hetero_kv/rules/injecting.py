@@ -31,7 +31,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.rules.sharing import SharedWeights
 from hetero_kv.rules.unpacked import warn_of_unpacked
-from hetero_kv.settings.engine_settings import GPU, EngineSettings
+from hetero_kv.settings.engine_settings import CPU, GPU, EngineSettings
 from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import SettingError
 
@@ -152,6 +152,7 @@ def _injected(
             shared.give(injection.operators)
         # Behind the operators' own refusals, which say more.
         _require_reader_of_attend_on(engine.settings, [cls for _, cls in plan.values()], rule_set.file.name)
+        _require_index(engine.settings, list(injection.operators.values()), rule_set.file.name)
         _configure_together(
             [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
         )
@@ -175,6 +176,21 @@ def _require_reader_of_attend_on(engine: EngineSettings, operators: Sequence[typ
     ):
         raise ConfigError(
             f"attend_on is gpu, but {rules} injects no RetrievalAttention, which alone reads it; set attend_on to cpu"
+        )
+
+
+def _require_index(engine: EngineSettings, operators: Sequence[Operator], rules: str) -> None:
+    """Raise ConfigError for an `index_device` that changes nothing, or contradicts `attend_on`."""
+    if engine.index_device == CPU and engine.attend_on == GPU:
+        raise ConfigError(
+            "index_device is cpu, but attend_on is gpu, and a GPU that attends also chooses; set one of them"
+        )
+    if engine.index_device == GPU and not any(
+        isinstance(each, AttentionOperator) and each.indexes_on_gpu for each in operators
+    ):
+        raise ConfigError(
+            f"index_device is gpu, but under {rules} no layer chooses blocks that a GPU scores; set index_device to "
+            "auto"
         )
 
 

@@ -76,6 +76,12 @@ class EngineSettings(Settings):
         "dense_layer_num)",
         choices=(CPU, GPU),
     )
+    index_device: str = setting(
+        AUTO,
+        "where blocks are scored for a model on a GPU, under `RetrievalAttention`; gpu: what they are chosen by lies "
+        "there, and the CPU gets the list with the query where it attends to the blocks; auto: where attend_on is",
+        choices=(AUTO, GPU, CPU),
+    )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"
     )

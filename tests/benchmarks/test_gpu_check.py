@@ -81,6 +81,7 @@ def test_it_runs_on_a_gpu(capsys):
         gc.collect()
     told = capsys.readouterr().out
     assert "pass  resident: adaptive_lean as by the CPU, bfloat16" in told
+    assert "pass  resident: quest, index_device: gpu, as by the CPU, float16" in told
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
     for kernel in (
         "attention of a prompt, windowed, with sinks, float32",

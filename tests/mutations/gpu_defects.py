@@ -71,7 +71,7 @@ DEFECTS = (
     ),
     Mutation(
         "a crop leaves the Context on the GPU as it was",
-        "hetero_kv/families/retrieval/resident_layer.py",
+        "hetero_kv/families/retrieval/indexed_layer.py",
         "        super().crop(length)\n        self._shorten(length)",
         "        super().crop(length)",
         (_RESIDENT + "a_conversation_is_that_with_the_cpu",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from tests.support.tiny_models import tiny_model
 
 LAYERS, BLOCK = 2, 8
 ALL = 10**6
+NO_SETTINGS = MappingProxyType({})
 
 
 def llama_on_gpu(**config):
@@ -20,9 +22,9 @@ def llama_on_gpu(**config):
     return model_on(torch.device("cuda", 0), tiny_model("llama", num_hidden_layers=LAYERS, **config))
 
 
-def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, **kwargs):
-    """A recipe with short blocks, the settings of whose attention are these."""
-    found = small_recipe(recipe, attend_on=attend_on, cuda_graphs=cuda_graphs, max_seq_len=max_seq_len)
+def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, engine=NO_SETTINGS, **kwargs):
+    """A recipe with short blocks, the settings of whose attention are these; `engine` has the engine's others."""
+    found = small_recipe(recipe, attend_on=attend_on, cuda_graphs=cuda_graphs, max_seq_len=max_seq_len, **engine)
     changed = (
         replace(rule, kwargs={**rule.kwargs, **kwargs}) if "representative_type" in rule.kwargs else rule
         for rule in found.rules

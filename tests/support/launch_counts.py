@@ -92,6 +92,7 @@ def counts_of(
     cuda_graphs: str = "off",
     tokens: int = TOKENS,
     attend_on: str = "cpu",
+    index_device: str = "auto",
     **shape: Any,
 ) -> dict[str, Counts]:
     """Of the untouched model, under "untouched", and of what each recipe asks beyond that.
@@ -112,7 +113,7 @@ def counts_of(
             _untouched[key] = decoded(model, DynamicCache(config=model.config), gpu.record, tokens)
         found = {"untouched": _untouched[key]}
         for recipe in recipes:
-            rules = small_recipe(recipe, cuda_graphs=cuda_graphs, attend_on=attend_on)
+            rules = small_recipe(recipe, cuda_graphs=cuda_graphs, attend_on=attend_on, index_device=index_device)
             rules = stored_as_shipped(rules) if as_shipped else rules
             found[recipe] = decoded(model, injected(model, rules), gpu.record, tokens).beyond(found["untouched"])
             eject(model)

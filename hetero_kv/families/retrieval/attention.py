@@ -25,6 +25,7 @@ from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.draft_attention import attend_natively, attend_sparsely
 from hetero_kv.families.retrieval.footprint import PagedFootprint
+from hetero_kv.families.retrieval.indexed_layer import ScoredLayer
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.resident_decode import ResidentDecode
@@ -62,6 +63,8 @@ class RetrievalAttention(ResidentDecode):
         layer = RetrievalLayer(self._layout(), self.settings, derived, vectors_of)
         if self.resident_choice is not None:
             layer = ResidentLayer(self._layout(), self.settings, derived, vectors_of, self.resident_choice)
+        elif self.scored_choice is not None:
+            layer = ScoredLayer(self._layout(), self.settings, derived, vectors_of, self.scored_choice.blocks)
         layer.loads_past = self.settings.prefills_sparsely
         return layer
 
@@ -78,6 +81,7 @@ class RetrievalAttention(ResidentDecode):
             return self._attended_on_gpu(layer, step, call)
         if layer.window is not None:
             return self._decode_with_window(layer, step, blocks, call)
+        self._require_device(layer)
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
         native = self._native_of(layer, blocks, call, dtype)
         closes = blocks.newly_finalized[0] != blocks.newly_finalized[1]
@@ -231,7 +235,8 @@ class RetrievalAttention(ResidentDecode):
         watches = self.accumulates or self.preselected is not None
         observed = self.settings.observed(None) if watches else 0
         return PagedFootprint.of(
-            shape, self.settings, self.accumulates, derived, observed=observed, resident=self.resident_choice,
+            shape, self.settings, self.accumulates, derived, observed=observed,
+            resident=self.resident_choice or self.scored_choice, attends_on_cpu=self.resident_choice is None,
             has_whole_window=self.has_whole_window,
         )  # fmt: skip
 

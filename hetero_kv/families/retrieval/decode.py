@@ -82,18 +82,20 @@ class RetrievalDecode(RetrievalPrefill):
     def _attend_natively(
         self, native: RetrievalStep, groups: list[GroupRows], q: np.ndarray, k: np.ndarray,
         v: np.ndarray, scale: float, softcap: float, out: np.ndarray, lse: np.ndarray,
-        outside_lse: np.ndarray | None = None, queue: KernelQueue | None = None,
+        outside_lse: np.ndarray | None = None, queue: KernelQueue | None = None, given: np.ndarray | None = None,
     ) -> StepCounts:  # fmt: skip
         """Store the tokens of the groups' rows, unless they are; then choose their blocks and attend to them.
 
         outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. queue: of the kernels that
-        compute q, k and v, to which the call is added; None: these are computed, and the call is made now. Returns the
-        counts, for `RetrievalLayer.count_step` of each group.
+        compute q, k and v, to which the call is added; None: these are computed, and the call is made now. given:
+        positions that a device has chosen. Returns the counts, for `RetrievalLayer.count_step` of each group.
         """
         table, ranges, decoded = DecodedRows.of(groups, self.covering)
         layer, kv_heads, chooses, contexts = groups[0].layer, lse.shape[1], any(decoded.chosen), decoded.contexts
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
-        if chooses:
+        if given is not None:
+            which, positions = AS_GIVEN, given
+        elif chooses:
             if queue is not None and self._has_schedule:
                 # An earlier layer's choice may apply to this one.
                 queue.run()

@@ -88,7 +88,8 @@ class PagedFootprint(LayerFootprint):
             sequence's length.
         observed: length of the observation window; at most the question's.
         index_bytes: bytes of a block's representatives that a GPU has; 0 where the CPU chooses.
-        slots: the most blocks that a GPU has slots for.
+        chosen: the most blocks that a GPU chooses; 0 where the CPU does.
+        attends_on_cpu: whether a GPU chooses for the CPU, and has no slots.
         estimated: how a GPU chooses single tokens by estimates; None where it does not.
         packed: bytes of a key and of a value that stay packed in slots; 0 for one in the model's dtype.
         offset_bytes: bytes of a block's key offset.
@@ -100,7 +101,8 @@ class PagedFootprint(LayerFootprint):
     device_window: int = 0
     observed: int = 0
     index_bytes: int = 0
-    slots: int = 0
+    chosen: int = 0
+    attends_on_cpu: bool = False
     packed: tuple[int, int] = (0, 0)
     offset_bytes: int = 0
     has_whole_window: bool = False
@@ -111,11 +113,11 @@ class PagedFootprint(LayerFootprint):
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
         auxiliary_bytes: int = 0, observed: int = 0, resident: ResidentChoice | EstimatedChoice | None = None,
-        has_whole_window: bool = False,
+        attends_on_cpu: bool = False, has_whole_window: bool = False,
     ) -> PagedFootprint:  # fmt: skip
         """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`.
 
-        resident: how a GPU chooses blocks; None where the CPU does.
+        resident: how a GPU chooses blocks; None where the CPU does. attends_on_cpu: whether it chooses for the CPU.
         """
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
@@ -133,7 +135,8 @@ class PagedFootprint(LayerFootprint):
             device_window=(layout.sink_blocks + 1) * block_size + (0 if has_whole_window else layout.local_len),
             observed=observed,
             index_bytes=shape.kv_heads * of_index,
-            slots=resident.blocks if isinstance(resident, ResidentChoice) else 0,
+            chosen=resident.blocks if isinstance(resident, ResidentChoice) else 0,
+            attends_on_cpu=attends_on_cpu,
             estimated=estimated,
             packed=(
                 _packed_bytes(settings.key_storage, shape.k_dim),
@@ -161,10 +164,10 @@ class PagedFootprint(LayerFootprint):
             yield MemoryShare(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
             if self.has_whole_window:
                 yield MemoryShare(RESIDENT, demand.sequences * self.kv_bytes(demand.tokens, demand))
-            if self.slots:
+            if self.chosen:
                 blocks = math.ceil(demand.tokens / self.block_size)
                 of_slot = self._slot_bytes(demand) + self.shape.kv_heads * _ID_BYTES
-                slots = min(self.slots, blocks) * of_slot
+                slots = 0 if self.attends_on_cpu else min(self.chosen, blocks) * of_slot
                 yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots))
             yield choice_share(self.shape, self.settings, demand)
             if self.estimated is not None:

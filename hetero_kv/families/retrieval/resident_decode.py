@@ -14,19 +14,19 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.device_tokens import DeviceTokens
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
+from hetero_kv.families.retrieval.indexed_decode import IndexedDecode
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import WHOLE, RetrievalLayout
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.gpu_ops.attention_backend import takes_token
 from hetero_kv.gpu_ops.estimated_masses import LARGEST_BLOCK
 from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 
-class ResidentDecode(WindowedDecode):
+class ResidentDecode(IndexedDecode):
     """How `RetrievalAttention` decodes a token with `attend_on: gpu`.
 
     The host's part (`_prepare_token`) waits for nothing. It ends with the layer's kernels, which read all that changes
@@ -37,8 +37,6 @@ class ResidentDecode(WindowedDecode):
     """
 
     reads_attend_on = True
-    #: What a subclass computes that only the CPU does; empty for nothing.
-    cpu_part = ""
 
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -51,9 +49,7 @@ class ResidentDecode(WindowedDecode):
     def _choice_of_the_gpu(self) -> ResidentChoice | EstimatedChoice:
         blocks, choice = self.budget or 0, self.choice
         if choice is None:
-            score = self.representative_type.score
-            heads = self._own_config.num_attention_heads if self.accumulates else 0
-            return ResidentChoice(blocks, score == "quest", self._takes_largest, self.shared, heads)
+            return self._block_choice()
         assert self.covering is not None
         by_keys = choice.rerank == 0
         sizes = self.covering, self.settings.block_size
@@ -61,21 +57,11 @@ class ResidentDecode(WindowedDecode):
 
     def _part_of_the_cpu(self) -> str | None:
         """What only the CPU does of these settings; None for nothing."""
-        settings = self.settings
-        if self.cpu_part:
-            return self.cpu_part
-        if self.preselected is not None:
-            return "preselect_block restricts the choice to blocks that the CPU keeps"
-        if settings.layer_step > 1 or settings.token_step > 1:
-            return "a choice is used again by other layers or tokens (layer_step, token_step)"
+        if (part := self._choice_of_the_cpu()) is not None:
+            return part
         if self.engine.measure_recall:
             return "measure_recall compares with attention to all blocks, which the CPU computes"
-        if self.choice is not None:
-            return self._estimate_of_the_cpu()
-        # Layers that attend to everything, or to no block, have no scores.
-        if self.budget and not (kind := settings.representative_kind()).is_plain:
-            return f"representatives are stored in {kind.name}, which the CPU decodes"
-        return None
+        return None if self.choice is None else self._estimate_of_the_cpu()
 
     def _estimate_of_the_cpu(self) -> str | None:
         """What only the CPU does of a choice by estimated attention masses; None for nothing."""
@@ -102,6 +88,10 @@ class ResidentDecode(WindowedDecode):
                 "choose single tokens by (key_type, block_size)"
             )
         return None
+
+    @property
+    def indexes_on_gpu(self) -> bool:
+        return self.scored_choice is not None or (self.resident_choice is not None and bool(self.budget))
 
     @property
     def has_whole_window(self) -> bool:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
-import numpy as np
 import torch
 
-from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS
-from hetero_kv.engine.step import Step
-from hetero_kv.families.gpu_prefill.writing import PromptWriting, VectorsOf
+from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.block_choice import Derived
 from hetero_kv.families.retrieval.device_context import DeviceContext, fetched_arrays
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
+from hetero_kv.families.retrieval.indexed_layer import IndexedLayer
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
@@ -31,14 +27,13 @@ from hetero_kv.store.pool import BlockPool
 _memory_numbers = itertools.count()
 
 
-class ResidentLayer(RetrievalLayer):
+class ResidentLayer(IndexedLayer[DeviceContext]):
     """A retrieval layer whose representatives and chosen blocks are on the GPU, too.
 
     Args:
         choice: how blocks are chosen.
 
     Attributes:
-        resident: the Context on the GPU; None before the first tokens.
         from_dram: bytes that the GPU read from DRAM for a token, per row.
     """
 
@@ -46,33 +41,20 @@ class ResidentLayer(RetrievalLayer):
         self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived, vectors_of: VectorsOf | None,
         choice: ResidentChoice | EstimatedChoice,
     ) -> None:  # fmt: skip
-        super().__init__(layout, settings, derived, vectors_of)
+        super().__init__(layout, settings, derived, vectors_of, choice.context)
         self._choice = choice
-        self.resident: DeviceContext | None = None
         self.from_dram = NO_NUMBERS
         self._memory_number = next(_memory_numbers)
 
     def reset(self) -> None:
         super().reset()
-        self.resident, self.from_dram = None, NO_NUMBERS
+        self.from_dram = NO_NUMBERS
 
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        pool = super()._prepare(keys, values)
-        if self.resident is None and self.window is not None:
-            capacity = -(-self.group.store.capacity // self.layout.block_size)
-            self.resident = self._choice.context(pool, capacity, keys, values)
+        before, pool = self.resident, super()._prepare(keys, values)
+        if self.resident is not before:
             self._memory_number = next(_memory_numbers)
         return pool
-
-    def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
-        writing = super()._begun_writing(step, buffer)
-        writing.on_represented = self._represented
-        return writing
-
-    def _represented(self, block: int, derived: Mapping[str, torch.Tensor]) -> None:
-        """Keep a prompt's representatives, of blocks from `block` on, where they were computed."""
-        if self.resident is not None:
-            self.resident.take_computed(block - self.layout.sink_blocks, derived)
 
     @property
     def _window_len(self) -> int:
@@ -98,22 +80,7 @@ class ResidentLayer(RetrievalLayer):
         touched = store.allocators[self.layout].touched_blocks
         return all(each.reach(touched * each.tensor[0].nbytes) for each in store.mapped[self.layer_idx])
 
-    def context_of(self, table: np.ndarray, length: int) -> np.ndarray:
-        """The Context's blocks of a sequence of `length` tokens, from its block table [..., blocks]."""
-        end = self.layout.context_end(length)
-        return table[..., end - self.layout.context_blocks(length) : end]
-
     # -- rollback and fork
-
-    def reopen(self) -> None:
-        super().reopen()
-        if self.resident is not None and self.accumulates:
-            # Representatives are computed again, of what a sequence of its own attends to.
-            self.resident.shorten(0)
-
-    def crop(self, length: int) -> None:
-        super().crop(length)
-        self._shorten(length)
 
     def snapshot(self) -> Any:
         return super().snapshot(), self.from_dram
@@ -121,24 +88,17 @@ class ResidentLayer(RetrievalLayer):
     def rollback(self, snapshot: Any) -> None:
         before, self.from_dram = snapshot
         super().rollback(before)
-        self._shorten(self.group.length)
         if self.resident is not None:
             self.resident.empty_slots()
-
-    def _shorten(self, length: int) -> None:
-        if self.resident is not None:
-            self.resident.shorten(self.layout.context_blocks(length))
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
         forked = super().fork(memo)
         assert isinstance(forked, ResidentLayer)
-        forked.resident = copy.deepcopy(self.resident)
         forked._memory_number = next(_memory_numbers)
         return forked
 
     def select(self, rows: Rows[int]) -> None:
         super().select(rows)
-        self.resident = None if self.resident is None else self.resident.selected(list(rows))
         self._memory_number = next(_memory_numbers)
 
     @property
@@ -166,11 +126,7 @@ class ResidentLayer(RetrievalLayer):
             context = [self.context_of(self.block_ids(row), self.group.length) for row in range(len(ids))]
             self.resident.fill(self.pool, context, ids)
 
-    # -- memory and statistics
-
-    @property
-    def device_bytes(self) -> int:
-        return super().device_bytes + (0 if self.resident is None else self.resident.nbytes)
+    # -- statistics
 
     @property
     def statistics(self) -> dict[str, float | int | None]:

@@ -6,6 +6,7 @@ The CPU's attention returns in one copy, without a wait, and is merged on the de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -19,10 +20,18 @@ from hetero_kv.gpu_ops.window_step import join_parts
 
 Arrived = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 Merged = tuple[torch.Tensor, torch.Tensor]
+#: Writes blocks that the device chooses; a contiguous int32 tensor on it.
+BlockChoosing = Callable[[torch.Tensor], None]
 
 
 class WindowStep(Protocol):
-    """The round trip of one token in one layer."""
+    """The round trip of one token in one layer.
+
+    Attributes:
+        chosen: blocks that the device has chosen, [rows, kv_heads, n] int32, after `arrived`; None for none.
+    """
+
+    chosen: np.ndarray | None
 
     def arrived(self) -> Arrived:
         """Wait for query, key and value; returns them as float32 arrays, and the window's log-sum-exp.
@@ -43,19 +52,28 @@ class WindowStep(Protocol):
 class TritonWindowStep:
     """The window's attention in two Triton kernels, one before the CPU's work and one after it.
 
-    The copy to the CPU waits for the first kernel, which takes the GPU less time than its launch takes the host.
+    The copy to the CPU waits for the first kernel, which takes the GPU less time than its launch takes the host. Blocks
+    that the device chooses go with it (`choosing`), in a fifth of the staging's rooms.
     """
 
     def __init__(
-        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, needs_window_lse: bool
-    ) -> None:
+        self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, needs_window_lse: bool,
+        choosing: BlockChoosing | None = None,
+    ) -> None:  # fmt: skip
         self._staging, self._call, self._needs_window_lse = staging, call, needs_window_lse
         inputs = call.q, call.k, call.v, local_start, call.scale, call.softcap
-        self._parts = window.take(*inputs, staging.rooms)
+        self._parts = window.take(*inputs, staging.rooms[:4])
+        self._chooses = choosing is not None
+        self.chosen: np.ndarray | None = None
+        if choosing is not None:
+            # Whole numbers in the places of float32.
+            choosing(staging.rooms[4].view(torch.int32))
         staging.send_written()
 
     def arrived(self) -> Arrived:
-        q, k, v, window_lse = self._staging.arrived()
+        q, k, v, window_lse, *chosen = self._staging.arrived()
+        if self._chooses:
+            self.chosen = chosen[0].view(np.int32)
         return q, k, v, np.logaddexp.reduce(window_lse, axis=2) if self._needs_window_lse else None
 
     def merged(self) -> Merged:
@@ -79,6 +97,8 @@ class TorchWindowStep:
 
     It runs at the same time as the CPU's, or before it if the CPU needs the window's log-sum-exp.
     """
+
+    chosen: np.ndarray | None = None
 
     def __init__(
         self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, needs_window_lse: bool

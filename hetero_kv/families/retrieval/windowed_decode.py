@@ -10,7 +10,11 @@ from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.window_step import WindowStep
 from hetero_kv.gpu_ops.merge import apply_sink
+
+# Pads lists of positions.
+_NO_POSITION = -1
 
 
 class WindowedDecode(RetrievalDecode):
@@ -20,18 +24,30 @@ class WindowedDecode(RetrievalDecode):
     attention, which tells what keys have received, goes to the CPU with the next token.
     """
 
+    def _begun(
+        self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: AttentionCall
+    ) -> tuple[WindowStep, bool]:
+        """Start a token's round trip to the CPU, and tell whether the step's blocks are finalized already."""
+        # To choose by attention masses, the CPU needs the window's log-sum-exp.
+        local_start = blocks.finalized * layer.layout.block_size
+        return layer.window_step(call, local_start, needs_window_lse=self.choice is not None), False
+
+    def _given(self, chosen: np.ndarray | None) -> np.ndarray | None:
+        """Blocks that the device has chosen [rows, kv_heads, n], as `RetrievalStep` takes their positions."""
+        if chosen is None:
+            return None
+        lists = chosen[:, :1] if self.shared else chosen
+        return np.ascontiguousarray(np.maximum(lists, _NO_POSITION))
+
     def _decode_with_window(
         self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: AttentionCall
     ) -> torch.Tensor:
         """`decode_step` of a layer with a window."""
         native = self._native_of(layer, blocks, call, torch.float32)
-        # To choose by attention masses, the CPU needs the window's log-sum-exp.
-        window_step = layer.window_step(
-            call, blocks.finalized * layer.layout.block_size, needs_window_lse=self.choice is not None
-        )
+        window_step, is_finalized = self._begun(layer, step, blocks, call)
         q, k, v, window_lse = window_step.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
-        if blocks.newly_finalized[0] != blocks.newly_finalized[1]:
+        if not is_finalized and blocks.newly_finalized[0] != blocks.newly_finalized[1]:
             self._finalize_blocks(layer, step)
         weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
         staging = layer.staging
@@ -39,8 +55,9 @@ class WindowedDecode(RetrievalDecode):
         out, lse = staging.back
         group = GroupRows(layer, step, blocks, is_stored=True)
         counts = self._attend_natively(
-            native, [group], q, k, v, call.scale, call.softcap or 0.0, out, lse, window_lse if weighs else None
-        )
+            native, [group], q, k, v, call.scale, call.softcap or 0.0, out, lse, window_lse if weighs else None,
+            given=self._given(window_step.chosen),
+        )  # fmt: skip
         merged, merged_lse = window_step.merged()
         attended = merged_lse
         if counts.masses is not None:

@@ -60,6 +60,10 @@ class TokenRetrievalAttention(ExactPrefill):
             raise HeteroKVError(
                 f"{path}: attend_on is gpu, but chooser {settings.chooser} runs on the CPU; set attend_on to cpu"
             )
+        if engine.index_device == GPU:
+            raise HeteroKVError(
+                f"{path}: index_device is gpu, but chooser {settings.chooser} runs on the CPU; set index_device to auto"
+            )
         registered = choosers.get(settings.chooser)
         if type(settings) is not registered.settings:
             raise HeteroKVError(
