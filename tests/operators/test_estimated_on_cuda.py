@@ -8,11 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv import eject
 from hetero_kv.adapter.footprint import RESIDENT
-from hetero_kv.families.retrieval import estimated_context
-from hetero_kv.families.retrieval.layer import RetrievalLayer
-from hetero_kv.gpu_ops.token_slots import fetch_tokens
 from hetero_kv.planning.footprint import Footprint
 from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
 from tests.operators.test_resident_on_cuda import conversation
@@ -127,75 +124,6 @@ def test_a_context_that_is_covered_has_full_attention(llama, recipe):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-3, atol=1e-3)
 
 
-@torch.no_grad()
-def test_rows_of_several_lengths_equal_each_row_alone(llama):
-    lengths, tokens, count = (90, 67), random_tokens(96, rows=2), 4
-    alone = []
-    for row, length in enumerate(lengths):
-        cache = estimating(llama)
-        alone.append(told(llama, cache, tokens[row : row + 1, : length + count], prompt=length))
-        eject(llama)
-    cache = estimating(llama)
-    padded = torch.zeros(2, max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, length in enumerate(lengths):
-        padded[row, -length:], mask[row, -length:] = tokens[row, :length], 1
-    llama(padded.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache)
-    for place in range(count):
-        next_ones = torch.stack([tokens[row, length + place] for row, length in enumerate(lengths)])[:, None]
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-        logits = llama(next_ones.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache).logits.cpu()
-        expected = torch.stack([alone[row][1 + place][0] for row in range(2)])
-        torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_saved_context_continues_as_if_nothing_had_happened(llama, tmp_path):
-    cache, tokens = estimating(llama), random_tokens(94)
-    told(llama, cache, tokens[:, :88], prompt=80)
-    cache.save(tmp_path / "context")
-    expected = torch.cat(told(llama, cache, tokens[:, 88:]))
-    loaded = HeteroCache.load(tmp_path / "context", llama)
-    assert torch.equal(torch.cat(told(llama, loaded, tokens[:, 88:])), expected)
-
-
-def test_a_failed_token_is_undone(llama, monkeypatch):
-    cache, tokens = estimating(llama, cuda_graphs="on"), random_tokens(100)
-    told(llama, cache, tokens[:, :96], prompt=80)
-    fork = cache.fork()
-    expected = torch.cat(told(llama, fork, tokens[:, 96:]))
-    with monkeypatch.context() as patch:
-
-        def refuse(self, largest):
-            raise HeteroKVError("on purpose")
-
-        patch.setattr(RetrievalLayer, "require_storable", refuse)
-        with pytest.raises(HeteroKVError, match="on purpose"):
-            told(llama, cache, random_tokens(1, seed=9))
-    torch.testing.assert_close(torch.cat(told(llama, cache, tokens[:, 96:])), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_token_that_fails_between_its_slots_leaves_none_that_lies(llama, monkeypatch):
-    tokens = random_tokens(90)
-    expected = told(llama, estimating(llama), tokens, prompt=80)
-    eject(llama)
-    cache = estimating(llama)
-    found = told(llama, cache, tokens[:, :80], prompt=80)
-    calls = []
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return fetch_tokens(*arguments)
-
-    monkeypatch.setattr(estimated_context, "fetch_tokens", failing)
-    with pytest.raises(KeyboardInterrupt):
-        told(llama, cache, tokens[:, 80:])
-    found += told(llama, cache, tokens[:, 80:])
-    eject(llama)
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
-
-
 def test_what_lies_on_the_gpu_is_planned(llama):
     for settings in ({}, {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32}, {"value_type": "Q4_0"}):
         cache = estimating(llama, **settings)
@@ -204,16 +132,6 @@ def test_what_lies_on_the_gpu_is_planned(llama):
         assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
         del cache
         eject(llama)
-
-
-@pytest.mark.slow
-def test_a_token_that_is_not_read_is_seen(llama, monkeypatch):
-    tokens = random_tokens(105)
-    expected = torch.cat(told(llama, estimating(llama), tokens, prompt=90))
-    eject(llama)
-    monkeypatch.setattr(estimated_context, "fetch_tokens", lambda *args: None)
-    found = torch.cat(told(llama, estimating(llama), tokens, prompt=90))
-    assert not torch.allclose(found, expected, rtol=1e-2)
 
 
 @pytest.mark.slow

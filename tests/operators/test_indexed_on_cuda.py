@@ -12,7 +12,6 @@ from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.retrieval import indexed_decode
-from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.planning.footprint import Footprint
 from tests.operators.resident_models import ALL, BLOCK, injected, llama_on_gpu, random_tokens, rules, told
 from tests.operators.test_resident_on_cuda import WAYS, conversation
@@ -79,51 +78,6 @@ def test_a_covering_budget_is_full_attention(llama):
     found = told(llama, scored(llama, top_k_blocks=ALL), tokens, prompt=60)
     eject(llama)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-3, atol=1e-3)
-
-
-@torch.no_grad()
-def test_rows_of_several_lengths_equal_each_row_alone(llama):
-    lengths, tokens = (70, 52), random_tokens(71, rows=2)
-    alone = []
-    for row, length in enumerate(lengths):
-        cache = scored(llama)
-        alone.append(told(llama, cache, tokens[row : row + 1, : length + 1], prompt=length)[-1])
-        eject(llama)
-    cache = scored(llama)
-    padded, mask = torch.zeros(2, 70, dtype=torch.long), torch.zeros(2, 71, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        padded[row, -length:], mask[row, -length - 1 :] = tokens[row, :length], 1
-    llama(padded.to("cuda"), attention_mask=mask[:, :-1].to("cuda"), past_key_values=cache)
-    next_ones = torch.stack([tokens[row, length] for row, length in enumerate(lengths)])[:, None]
-    logits = llama(next_ones.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache).logits.cpu()
-    torch.testing.assert_close(logits[:, -1], torch.cat(alone), rtol=1e-4, atol=1e-4)
-
-
-def test_a_saved_context_continues_as_if_nothing_had_happened(llama, tmp_path):
-    cache, tokens = scored(llama), random_tokens(74)
-    told(llama, cache, tokens[:, :68], prompt=60)
-    cache.save(tmp_path / "context")
-    expected = torch.cat(told(llama, cache, tokens[:, 68:]))
-    loaded = HeteroCache.load(tmp_path / "context", llama)
-    assert torch.equal(torch.cat(told(llama, loaded, tokens[:, 68:])), expected)
-
-
-@pytest.mark.parametrize("recipe", ["quest", "ktransformers"])
-def test_a_failed_token_is_undone(llama, monkeypatch, recipe):
-    # The last token closes a block, which enters the Context with the next one.
-    cache, tokens = scored(llama, recipe=recipe), random_tokens(90)
-    told(llama, cache, tokens[:, :80], prompt=60)
-    fork = cache.fork()
-    expected = torch.cat(told(llama, fork, tokens[:, 80:]))
-    with monkeypatch.context() as patch:
-
-        def refuse(self, largest):
-            raise HeteroKVError("on purpose")
-
-        patch.setattr(RetrievalLayer, "require_storable", refuse)
-        with pytest.raises(HeteroKVError, match="on purpose"):
-            told(llama, cache, random_tokens(1, seed=9))
-    torch.testing.assert_close(torch.cat(told(llama, cache, tokens[:, 80:])), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_cpu_attends_to_what_the_gpu_has_chosen(llama, monkeypatch):

@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv import HeteroCache, eject
 from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.evals.generation import greedy
-from hetero_kv.families.retrieval import resident_context
-from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.gpu_ops.resident_slots import fetch
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
@@ -110,90 +108,11 @@ def test_a_covering_budget_is_full_attention(llama):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-3, atol=1e-3)
 
 
-def test_a_token_that_fails_between_its_slots_leaves_none_that_lies(llama, monkeypatch):
-    tokens = random_tokens(90)
-    expected = told(llama, injected(llama), tokens, prompt=80)
-    eject(llama)
-    cache = injected(llama)
-    found = told(llama, cache, tokens[:, :80], prompt=80)
-    calls = []
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return fetch(*arguments)
-
-    monkeypatch.setattr(resident_context, "fetch", failing)
-    with pytest.raises(KeyboardInterrupt):
-        told(llama, cache, tokens[:, 80:])
-    found += told(llama, cache, tokens[:, 80:])
-    eject(llama)
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_rows_of_several_lengths_equal_each_row_alone(llama):
-    lengths, tokens, count = (70, 52), random_tokens(76, rows=2), 6
-    alone = []
-    for row, length in enumerate(lengths):
-        cache = injected(llama)
-        alone.append(told(llama, cache, tokens[row : row + 1, : length + count], prompt=length))
-        eject(llama)
-    cache = injected(llama)
-    padded = torch.zeros(2, max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, length in enumerate(lengths):
-        padded[row, -length:], mask[row, -length:] = tokens[row, :length], 1
-    llama(padded.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache)
-    for place in range(count):
-        next_ones = torch.stack([tokens[row, length + place] for row, length in enumerate(lengths)])[:, None]
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-        logits = llama(next_ones.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=cache).logits.cpu()
-        expected = torch.stack([alone[row][1 + place][0] for row in range(2)])
-        torch.testing.assert_close(logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_saved_context_continues_as_if_nothing_had_happened(llama, tmp_path):
-    cache, tokens = injected(llama), random_tokens(74)
-    told(llama, cache, tokens[:, :68], prompt=60)
-    cache.save(tmp_path / "context")
-    expected = torch.cat(told(llama, cache, tokens[:, 68:]))
-    loaded = HeteroCache.load(tmp_path / "context", llama)
-    assert torch.equal(torch.cat(told(llama, loaded, tokens[:, 68:])), expected)
-
-
-def test_a_failed_token_is_undone(llama, monkeypatch):
-    cache, tokens = injected(llama, cuda_graphs="on"), random_tokens(80)
-    told(llama, cache, tokens[:, :76], prompt=60)
-    fork = cache.fork()
-    expected = torch.cat(told(llama, fork, tokens[:, 76:]))
-    with monkeypatch.context() as patch:
-
-        def refuse(self, largest):
-            raise HeteroKVError("on purpose")
-
-        patch.setattr(RetrievalLayer, "require_storable", refuse)
-        with pytest.raises(HeteroKVError, match="on purpose"):
-            told(llama, cache, random_tokens(1, seed=9))
-    torch.testing.assert_close(torch.cat(told(llama, cache, tokens[:, 76:])), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_an_answer_whose_logits_are_read_has_them(llama):
     cache, prompt, seen = injected(llama, cuda_graphs="on"), random_tokens(60)[0].tolist(), []
     logits = ModelForward(llama).prompt(cache, prompt)
     found = greedy(llama, cache, logits[None], 7, (), lambda each: seen.append(each.cpu()))
     assert [int(each.argmax()) for each in seen] == found.tokens
-
-
-@pytest.mark.slow
-def test_a_block_that_is_not_read_is_seen(llama, monkeypatch):
-    tokens = random_tokens(75)
-    expected = torch.cat(told(llama, injected(llama), tokens, prompt=60))
-    eject(llama)
-    monkeypatch.setattr(resident_context, "fetch", lambda *args: None)
-    found = torch.cat(told(llama, injected(llama), tokens, prompt=60))
-    assert not torch.allclose(found, expected, rtol=1e-2)
 
 
 def test_a_pool_that_is_written_while_it_is_read_is_seen(gpu, llama):
