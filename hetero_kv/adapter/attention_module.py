@@ -39,6 +39,13 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
         raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
 
 
+def has_no_cache(layer: Any) -> bool:
+    """Whether a decoder layer is a block of an MLP or of experts alone, by its model's config (Nemotron-H)."""
+    types = getattr(getattr(layer, "config", None), "layer_types", None)
+    index = getattr(layer, "layer_idx", None)
+    return types is not None and isinstance(index, int) and types[index] in ("mlp", "moe")
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module looks like a decoder's attention: it has a cache layer's index and is not recurrent."""
     has_index = isinstance(getattr(module, "layer_idx", None), int)
@@ -57,15 +64,15 @@ def layer_window(module: nn.Module) -> int | None:
     if types is None:
         return getattr(config, "sliding_window", None)
     layer_type = types[module.layer_idx]
-    if layer_type == "full_attention":
+    if layer_type in ("full_attention", "hybrid"):
         return None
-    if layer_type == "sliding_attention":
+    if layer_type in ("sliding_attention", "hybrid_sliding"):
         return config.sliding_window
     if layer_type == CHUNKED:
         return config.attention_chunk_size
     raise UnsupportedModelError(
         f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
-        "full_attention, sliding_attention and chunked_attention"
+        "full_attention, sliding_attention, chunked_attention, hybrid and hybrid_sliding"
     )
 
 

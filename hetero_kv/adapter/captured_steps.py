@@ -77,7 +77,7 @@ class CapturedSteps:
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         tokens = call.inputs
-        leaves_early = cache.depth is not None and cache.depth < len(cache.layers)
+        leaves_early = cache.depth is not None and cache.depth < cache.number_of_layers
         if tokens is None or not tokens.is_cuda or leaves_early:
             return call.run()
         inputs, fixed = self._arguments(call, cache)

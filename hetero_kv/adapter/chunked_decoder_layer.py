@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hetero_kv.adapter.queued_tensor import computed
 from hetero_kv.adapter.replacement import Operator
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.forward_batch import ForwardBatch, ForwardKind
+from hetero_kv.engine.recurrent_state import state_layer
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.malloc_tuning import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -39,11 +41,16 @@ _MIN_OUTPUT_TOKENS = 128
 class ChunkedDecoderLayer(Operator):
     """Runs a decoder layer over a prompt chunk by chunk, within one prefill of its attention's cache layer.
 
-    A recurrent layer carries its state from chunk to chunk.
+    A layer with a recurrent module carries its state from chunk to chunk. A layer may have both attention and such a
+    module (Falcon-H1), or neither (an MLP, or experts, alone).
 
     The model's own forward walks from layer to layer with the hidden states of the whole prompt, so that only one
     layer's keys and values are on the compute device at a time (KTransformers' layer-wise chunked prefill). From the
     second layer on the output overwrites the input: one buffer of hidden states serves all layers.
+
+    Attributes:
+        attention: the layer's attention, or its operator; without one, the recurrent module.
+        is_recurrent: whether it has a recurrent module.
     """
 
     meaning = CHUNKED_DECODER_LAYER.meaning
@@ -52,22 +59,27 @@ class ChunkedDecoderLayer(Operator):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self._mixer_path, self.layer_idx = _mixer_of(path, wrapped)
-        # Not registered as a submodule, because `wrapped` has it. Operators of deeper modules are already in place.
-        self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
+        found = _mixers_of(path, wrapped)
+        self.layer_idx = found.layer_idx
+        # Not registered as submodules, because `wrapped` has them. Operators of deeper modules are already in place.
+        attention, mixer = (name and wrapped.get_submodule(name) for name in (found.attention, found.recurrent))
+        self.__dict__.update(attention=attention or mixer, _attention=attention, _recurrent=mixer)
+        self._recurrent_path = f"{path}.{found.recurrent}"
         self._is_replaced = isinstance(attention, AttentionOperator)
         if self._is_replaced:
             attention.__dict__["input_norm"] = getattr(wrapped, "input_layernorm", None)
-        self.is_recurrent = recurrent.is_recurrent(attention)
-        # Both paths are tried before the first token and the first prompt: weights are loaded after rules are injected.
+        self.is_recurrent = mixer is not None
+        # All paths are tried before the first token and the first prompt: weights are loaded after rules are injected.
         self._native: Any = _UNTRIED
+        #: Beside attention, the recurrent module's.
+        self._kernels: Any = _UNTRIED
         self._short: FusedPrefillLayer | None = None
         #: The modules and settings with which the fused prefill layer was tried.
         self._tried_with: list[Any] | None = None
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        _mixer_of(path, module)
+        _mixers_of(path, module)
         if hasattr(module, "altup"):
             raise UnsupportedModelError(
                 f"{path} ({type(module).__name__}) passes several streams of hidden states (altup); "
@@ -79,7 +91,7 @@ class ChunkedDecoderLayer(Operator):
         if self._is_replaced:
             self._fused_decode()
             self._fused_prefill()
-        elif self.is_recurrent:
+        if self.is_recurrent:
             self._fused_recurrent()
 
     @property
@@ -95,22 +107,21 @@ class ChunkedDecoderLayer(Operator):
             cache = bridge.cache_in(args, kwargs, self.path)
         batch = cache.required_batch
         is_prefill = batch.kind is ForwardKind.PREFILL
-        attention = self.attention
+        attention = self._attention
         replaced = self._is_replaced
-        if self.is_recurrent and not is_prefill:
-            step = self._fused_recurrent()
-            if isinstance(step, FusedRecurrentLayer) and not args and step.fits(hidden_states, cache, kwargs):
-                return self._kept(cache, batch, step(hidden_states, cache, batch.queue))
-            own = None if step is None else step.mixer_forward
-            with own.in_place(is_prompt=False) if own is not None and own.takes_tokens else nullcontext():
-                return self.wrapped(computed(hidden_states), *args, **kwargs)
         if replaced and not is_prefill:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
             native = self._fused_decode()
             if native is not None and not args and native.fits(hidden_states, kwargs, batch.decoded_rows):
                 return self._kept(cache, batch, native(hidden_states, cache, kwargs, batch.decoded_rows))
-            return self._kept(cache, batch, self.wrapped(computed(hidden_states), *args, **kwargs))
+        if (replaced or attention is None) and not is_prefill:
+            step = self._fused_recurrent() if self.is_recurrent else None
+            if isinstance(step, FusedRecurrentLayer) and not args and step.fits(hidden_states, cache, kwargs):
+                return self._kept(cache, batch, step(hidden_states, cache, batch.queue))
+            own = None if step is None else step.mixer_forward
+            with own.in_place(is_prompt=False) if own is not None and own.takes_tokens else nullcontext():
+                return self._kept(cache, batch, self.wrapped(computed(hidden_states), *args, **kwargs))
 
         if hidden_states.dim() != 3:
             raise UnsupportedModelError(
@@ -120,6 +131,8 @@ class ChunkedDecoderLayer(Operator):
         total = hidden_states.shape[1]
         if self._native is _FOREIGN:
             self._native = _UNTRIED
+        if self._kernels is _FOREIGN:
+            self._kernels = _UNTRIED
         _refuse_unsliceable(self.path, args, kwargs)
         chunk_size = min(self.engine.chunk_size, cache.chunk_tokens or total)
         chunked_pass = chunking.chunked_pass(hidden_states, kwargs, chunk_size, chunking.is_reusable(hidden_states))
@@ -127,14 +140,14 @@ class ChunkedDecoderLayer(Operator):
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
         short = self._fused_prefill() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
-        is_last = self.layer_idx == len(cache.layers) - 1
+        is_last = self.layer_idx == cache.number_of_layers - 1
         kept = batch.request.logits_to_keep if is_last else 0
         first_needed = total - max(kept, _MIN_OUTPUT_TOKENS) if kept else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(batch.steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
             for chunk, part, chunk_kwargs in chunked_pass.chunks():
-                if not replaced and not self.is_recurrent:
+                if attention is not None and not replaced:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
                         attention, cache, part, chunk_kwargs.get("position_ids")
                     )
@@ -155,7 +168,7 @@ class ChunkedDecoderLayer(Operator):
 
     def _kept(self, cache: HeteroCache, batch: ForwardBatch, output: Any) -> Any:
         """A layer's output; the last layer's is computed, without the rows of a prompt's part that need no logits."""
-        if self.layer_idx != len(cache.layers) - 1:
+        if self.layer_idx != cache.number_of_layers - 1:
             return output
         output = (computed(output[0]), *output[1:]) if isinstance(output, tuple) else computed(output)
         if batch.kind is not ForwardKind.MIXED:
@@ -173,14 +186,14 @@ class ChunkedDecoderLayer(Operator):
 
     def _fused_recurrent(self) -> FusedRecurrentLayer | KernelMixer | None:
         """The fused decode step of a recurrent layer, or its mixer's kernels; None if it has, at present, neither."""
-        native = self._native
+        native = self._native if self._attention is None else self._kernels
         if native is _UNTRIED or (isinstance(native, FusedRecurrentLayer | KernelMixer) and not native.is_current):
-            owner = FastPathOwner(f"{self.path}.{self._mixer_path}", self.engine)
+            owner = FastPathOwner(self._recurrent_path, self.engine)
             if is_plain(self.wrapped):
-                native = FusedRecurrentLayer.of(self.wrapped, owner) or KernelMixer.of(self.attention, owner)
+                native = FusedRecurrentLayer.of(self.wrapped, owner) or KernelMixer.of(self._recurrent, owner)
             else:
                 native = _FOREIGN
-            self._native = native
+            self.__dict__["_native" if self._attention is None else "_kernels"] = native
         return None if native is _FOREIGN else native
 
     def _fused_prefill(self) -> FusedPrefillLayer | None:
@@ -202,36 +215,50 @@ class ChunkedDecoderLayer(Operator):
             return nullcontext()
         step = self._fused_recurrent()
         own = None if step is None else step.mixer_forward
-        takes = own is not None and own.fits(chunk, cache.layers[self.layer_idx])
+        state = state_layer(cache, self.layer_idx)
+        takes = own is not None and own.fits(chunk, state)
         if own is not None and takes and (chunk.shape[1] > 1 or own.takes_tokens):
             return own.in_place()
         if chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
             return nullcontext()
-        states = cache.layers[self.layer_idx].number_of_states
-        path = f"{self.path}.{self._mixer_path}"
-        if recurrent.continues_in_chunks(path, self.attention, chunk, states):
+        module = self._recurrent
+        if recurrent.continues_in_chunks(self._recurrent_path, module, chunk, state.number_of_states):
             return nullcontext()
-        return recurrent.token_by_token(self.attention)
+        return recurrent.token_by_token(module)
 
 
-def _mixer_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
-    """Path within a decoder layer of its token mixer, attention or a recurrent module, and its layer index."""
-    found = [
-        (name, module.layer_idx)
-        for name, module in decoder_layer.named_modules()
-        if name and (attention_module.is_attention(module) or recurrent.is_recurrent(module))
-    ]
-    outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
-    if len(outermost) != 1:
+@dataclass(frozen=True)
+class _Mixers:
+    """The modules of a decoder layer that read other tokens: their paths within it, and their layer index."""
+
+    attention: str | None
+    recurrent: str | None
+    layer_idx: int
+
+
+def _mixers_of(path: str, decoder_layer: nn.Module) -> _Mixers:
+    """The token mixers of a decoder layer. Raises UnsupportedModelError unless there are at most one of each kind."""
+    modules = [(name, module) for name, module in decoder_layer.named_modules() if name]
+    attentions = [(name, module) for name, module in modules if attention_module.is_attention(module)]
+    recurrents = [(name, module) for name, module in modules if recurrent.is_recurrent(module)]
+    names = [name for name, _ in (*attentions, *recurrents)]
+    inner = {name for name in names if any(name.startswith(f"{other}.") for other in names)}
+    kinds = [[each for each in found if each[0] not in inner] for found in (attentions, recurrents)]
+    numbers = {module.layer_idx for found in kinds for _, module in found}
+    if not names and attention_module.has_no_cache(decoder_layer):
+        numbers = {decoder_layer.layer_idx}
+    if any(len(found) > 1 for found in kinds) or len(numbers) != 1:
+        outermost = [name for found in kinds for name, _ in found]
         raise UnsupportedModelError(
             f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} modules with a layer_idx (attention or "
-            f"recurrent){_named(outermost)}; ChunkedDecoderLayer needs exactly one; match decoder layers only"
+            f"recurrent){_listed(outermost)}; ChunkedDecoderLayer needs exactly one, one of each kind with the same "
+            "index, or a block of an MLP alone; match decoder layers only"
         )
-    return outermost[0]
+    attention, mixer = (found[0][0] if found else None for found in kinds)
+    return _Mixers(attention, mixer, int(numbers.pop()))
 
 
-def _named(found: list[tuple[str, int]]) -> str:
-    names = [name for name, _ in found]
+def _listed(names: list[str]) -> str:
     return f" ({', '.join(names[:4])}{', …' if names[4:] else ''})" if names else ""
 
 

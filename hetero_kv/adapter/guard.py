@@ -197,11 +197,11 @@ def _require_unchanged(model: Any, cache: HeteroCache) -> None:
             f"num_hidden_layers of {type(model).__name__} is {depth}, but the tokens in the cache passed through "
             f"{cache.depth} layers; use a HeteroCache for each depth, or restore config.num_hidden_layers"
         )
-    if depth is not None and depth < len(cache.layers) and cache.strided_layers:
+    if depth is not None and depth < cache.number_of_layers and cache.strided_layers:
         raise UnsupportedModelError(
-            f"tokens leave {type(model).__name__} after {depth} of {len(cache.layers)} layers (assistant_early_exit), "
-            f"but layers of kind {type(cache.strided_layers[0]).__name__} need tokens that pass through all layers; "
-            "generate without it, or inject rules that keep every token"
+            f"tokens leave {type(model).__name__} after {depth} of {cache.number_of_layers} layers "
+            f"(assistant_early_exit), but layers of kind {type(cache.strided_layers[0]).__name__} need tokens that "
+            "pass through all layers; generate without it, or inject rules that keep every token"
         )
 
 

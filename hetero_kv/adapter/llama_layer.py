@@ -36,7 +36,7 @@ GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_
 READ_NUMBERS = (
     "variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized", "residual_multiplier", "top_k",
     "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "route_scale", "n_group", "topk_group",
-    "group_size", "activation",
+    "group_size", "n_groups", "norm_before_gate", "activation", "ssm_in_multiplier",
 )  # fmt: skip
 NONE = np.empty(0, np.float32)
 # Names of the norm of a layer's input.

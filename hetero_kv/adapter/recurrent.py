@@ -17,7 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.engine.recurrent_state import StateShape, is_state, named_states
+from hetero_kv.engine.recurrent_state import StateShape, is_state, named_states, parted
 from hetero_kv.errors import UnsupportedModelError
 
 # The cache methods that recurrent modules call. An attention module calls `update`.
@@ -146,7 +146,8 @@ def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:
     layers = DynamicCache(config=config).layers
     for path, module in model.named_modules():
         if is_recurrent(module):
-            shapes[module.layer_idx] = _state_shape(path, module, config, layers[module.layer_idx], model.dtype)
+            layer, state = parted(layers[module.layer_idx], module.layer_idx)
+            shapes[module.layer_idx] = _state_shape(path, module, config, state or layer, model.dtype)
     return shapes
 
 
@@ -154,11 +155,14 @@ def _state_shape(path: str, module: nn.Module, config: Any, layer: Any, dtype: A
     if not is_state(layer):
         raise UnsupportedModelError(
             f"{path} ({type(module).__name__}) keeps a state in layer {module.layer_idx} of the cache, a "
-            f"{type(layer).__name__} that also stores keys and values; hetero_kv supports layers with one of the two"
+            f"{type(layer).__name__}, which hetero_kv does not support"
         )
     try:
         with torch.device("meta"), torch.no_grad():
             empty = type(module)(config, module.layer_idx).to(dtype).eval()
+            for name, buffer in module.named_buffers(recurse=False):
+                # The model around it may have given it some.
+                empty.register_buffer(name, buffer.to("meta"))
             mixer_output(empty, torch.zeros(1, 1, config.hidden_size, dtype=dtype), layer)
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise UnsupportedModelError(

@@ -189,7 +189,9 @@ class Mamba2(RecurrentStep):
     def of(cls, norm: Any, mixer: Any) -> Mamba2 | None:
         """The step of a mixer; None for another form."""
         form = Mamba2Form.of(mixer)
-        if form is None or not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
+        if form is None or form.has_factors:
+            return None
+        if not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
             return None
         return cls(norm, form)
 

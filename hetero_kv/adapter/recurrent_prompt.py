@@ -21,7 +21,7 @@ from hetero_kv.adapter.recurrent import forward_replaced, mixer_output, one_by_o
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.recurrent_prompts import convolution_region, delta_prompt, prompt_rule_region
 from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
-from hetero_kv.engine.recurrent_state import is_state, named_states
+from hetero_kv.engine.recurrent_state import is_state, named_states, state_layer
 from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 
 
@@ -75,7 +75,7 @@ class MixerForward(ABC):
             hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
-            layer: Any = None if cache_params is None else cache_params.layers[mixer.layer_idx]
+            layer: Any = None if cache_params is None else state_layer(cache_params, mixer.layer_idx)
             if attention_mask is None and self.fits(hidden_states, layer):
                 return self(hidden_states, layer, is_prompt)
             # Some modules ignore their state in a call of several tokens.

@@ -1,7 +1,8 @@
-"""The declared form of Mamba-2's mixer (arXiv:2405.21060), as Bamba, Granite 4, Mamba 2 and Nemotron-H have it.
+"""The declared form of Mamba-2's mixer (arXiv:2405.21060), as in Bamba, Falcon-H1, Granite 4, Mamba 2 and Nemotron-H.
 
-Its input projection gives gates, the channels x, B and C of a convolution, and a time step for each head. A mixer with
-these parts may compute something else, so each path is tested before use.
+Its input projection gives gates, the channels x, B and C of a convolution, and a time step for each head. Falcon-H1
+multiplies its input by a number, and its outputs by one each. A mixer with these parts may compute something else, so
+each path is tested before use.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 _SIZES = "num_heads", "head_dim", "ssm_state_size", "n_groups"
 _NUMBERS = {"A_log", "D", "dt_bias"}
 _PARTS = {"in_proj", "conv1d", "out_proj"}
+# The factors of the input projection's outputs, and of its input.
+_FACTORS, _FACTOR = "mup_vector", "ssm_in_multiplier"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Mamba2Form(MixerForm):
         groups: of heads that share B and C.
         numbers: -exp(A_log), the time step's bias and D, [heads] float32 each.
         norm: factors [inner] float32, empty for none; epsilon; number of groups; whether it precedes the gates.
+        factors: of the input projection's outputs, [1, 1, outputs], in the mixer's dtype; None for none.
     """
 
     inner: int
@@ -46,6 +50,7 @@ class Mamba2Form(MixerForm):
     groups: int
     numbers: tuple[np.ndarray, np.ndarray, np.ndarray]
     norm: tuple[np.ndarray, np.float32, int, int]
+    factors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, mixer: Any) -> Mamba2Form | None:
@@ -53,11 +58,9 @@ class Mamba2Form(MixerForm):
         parts = {name: child for name, child in mixer.named_children() if name != "act"}
         own = {name for name, _ in mixer.named_parameters(recurse=False)}
         sizes: list[Any] = [getattr(mixer, name, None) for name in _SIZES]
-        if (
-            not _PARTS <= parts.keys() <= {*_PARTS, "norm"}
-            or own != _NUMBERS
-            or any(mixer.named_buffers(recurse=False))
-        ):
+        buffers = dict(mixer.named_buffers(recurse=False))
+        factors = buffers.pop(_FACTORS, None)
+        if not _PARTS <= parts.keys() <= {*_PARTS, "norm"} or own != _NUMBERS or buffers:
             return None
         if not all(isinstance(size, int) for size in sizes) or not has_silu(mixer):
             return None
@@ -67,21 +70,36 @@ class Mamba2Form(MixerForm):
         is_whole = heads % groups == 0 and mixer.in_proj.out_features == inner + channels + heads
         if not is_whole or not is_depthwise(mixer.conv1d, channels) or mixer.out_proj.in_features != inner:
             return None
+        if factors is not None and (
+            factors.shape != (1, 1, mixer.in_proj.out_features) or factors.dtype is not mixer.conv1d.weight.dtype
+        ):
+            return None
         norm = _gated_norm(parts.get("norm"), inner)
         if norm is None or any(each.dtype not in ARRAY_DTYPES for each in mixer.parameters()):
             return None
         numbers = -np.exp(float32_array(mixer.A_log)), float32_array(mixer.dt_bias), float32_array(mixer.D)
         if any(each.shape != (heads,) for each in numbers):
             return None
-        return cls(mixer, *convolution_weights(mixer.conv1d), inner, channels, groups, numbers, norm)
+        return cls(mixer, *convolution_weights(mixer.conv1d), inner, channels, groups, numbers, norm, factors)
 
     @property
     def other_tensors(self) -> list[torch.Tensor | None]:
         mixer = self.mixer
-        return [mixer.A_log, mixer.dt_bias, mixer.D, getattr(getattr(mixer, "norm", None), "weight", None)]
+        norm = getattr(getattr(mixer, "norm", None), "weight", None)
+        return [mixer.A_log, mixer.dt_bias, mixer.D, norm, self.factors]
 
     def forward(self) -> Mamba2Forward:
         return Mamba2Forward(self)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether the input projection's input or outputs are multiplied by other numbers than one."""
+        return self.factor != 1 or (self.factors is not None and not bool((self.factors == 1).all()))
+
+    @property
+    def factor(self) -> float:
+        """Of the input projection's input."""
+        return float(getattr(self.mixer, _FACTOR, 1.0))
 
     @property
     def limits(self) -> tuple[np.float32, np.float32]:
@@ -98,11 +116,16 @@ class Mamba2Forward(MixerForward):
     def __init__(self, form: Mamba2Form) -> None:
         super().__init__(form.mixer)
         self.form = form
+        # Multiplication by one changes nothing.
+        self._factors = form.factors if form.has_factors else None
 
     def __call__(self, hidden_states: torch.Tensor, layer: Any, is_prompt: bool) -> torch.Tensor:
         """See `MixerForward`."""
         form, mixer = self.form, self._mixer
-        inputs = mixer.in_proj(hidden_states).detach().contiguous()
+        if form.factor != 1:
+            hidden_states = hidden_states * form.factor
+        inputs = mixer.in_proj(hidden_states)
+        inputs = (inputs if self._factors is None else inputs * self._factors).detach().contiguous()
         batch, tokens, _ = inputs.shape
         taps, dtype = form.weight.shape[1], inputs.dtype
         shape = batch, mixer.num_heads, mixer.head_dim, mixer.ssm_state_size

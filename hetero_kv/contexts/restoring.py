@@ -19,7 +19,7 @@ from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.padding_mask import PaddingMask
-from hetero_kv.engine.recurrent_state import StateShape
+from hetero_kv.engine.recurrent_state import StateBeside, StateShape
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.sequence import Layout
 
@@ -165,7 +165,8 @@ def _restore_group(
         if type(layer).__name__ != saved.classes[index]:
             was = saved.classes[index][:80]
             raise DamagedContextError(f"{where}: layer {index} is {was}, not {type(layer).__name__}")
-        place = shapes.place(index, saved.rows, parts, made)
+        layer_idx = layer.layer_idx if isinstance(layer, StateBeside) else index
+        place = shapes.place(layer_idx, saved.rows, parts, made)
         if isinstance(layer, FamilyLayer):
             layer.restore(part, place)
             layer.is_initialized = True

@@ -102,6 +102,11 @@ class HeteroCache(PrefillProgress, HFInterface):
         if layers is not self.layers:
             raise HeteroKVError("the layers of a HeteroCache belong to its groups and cannot be replaced")
 
+    @property
+    def number_of_layers(self) -> int:
+        """Layers of the model; there are more cache layers if some of these have keys, values and a state."""
+        return (self.groups[0] if self.batch is None else self.batch.slices[0].group).number_of_layers
+
     # -- in a file
 
     @property

@@ -14,6 +14,7 @@ from hetero_kv.engine import hf_cache_layers
 from hetero_kv.engine.checkpoint import Checkpoint, LayerCheckpoint
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.recurrent_state import StateBeside
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
@@ -40,7 +41,10 @@ class EqualLengthGroup:
     """Rows of a batch with the same length. A batch with several lengths has several groups.
 
     Attributes:
-        layers: one cache layer per layer of the model: a family's layer, or transformers' own.
+        layers: one cache layer per layer of the model: a family's layer, or transformers' own. Behind them are the
+            states of layers that have both (`StateBeside`).
+        number_of_layers: of the model.
+        state_places: layer of the model -> the index in `layers` of its state, for those that have both.
         sequences: one per row; empty before the first tokens.
         store: owns their blocks.
         shared: arrays that layers pass to each other. An array is replaced and never changed.
@@ -62,6 +66,9 @@ class EqualLengthGroup:
     def _bind(self) -> None:
         self.family_layers = [layer for layer in self.layers if isinstance(layer, FamilyLayer)]
         self.layouts: dict[Layout, Layout] = {}
+        beside = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateBeside)}
+        self.state_places = {layer.layer_idx: index for index, layer in beside.items()}
+        self.number_of_layers = len(self.layers) - len(beside)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, FamilyLayer):
                 layer.bind(self, index)
@@ -91,7 +98,8 @@ class EqualLengthGroup:
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
         """The layers' statistics by name, one value per layer; None for a layer without that statistic."""
-        per_layer = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
+        layers = self.layers[: self.number_of_layers]
+        per_layer = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in layers]
         names = dict.fromkeys(name for each in per_layer for name in each)
         return {name: [each.get(name) for each in per_layer] for name in names}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_kv.engine import recurrent_state
 from hetero_kv.engine.checkpoint import LayerCheckpoint
@@ -49,7 +49,7 @@ def can_crop(layer: CacheLayerMixin, length: int | None = None) -> bool:
     if isinstance(layer, DynamicSlidingWindowLayer):
         # A full window has lost older tokens.
         return length is not None and layer.cumulative_length < layer.sliding_window
-    return isinstance(layer, DynamicLayer)
+    return isinstance(layer, DynamicLayer | DummyLayer)
 
 
 def checkpoint(layer: CacheLayerMixin) -> LayerCheckpoint | None:
@@ -73,7 +73,7 @@ def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
 
 def can_be_saved(layer: CacheLayerMixin) -> bool:
     """Whether `saved` supports layers of this kind."""
-    return recurrent_state.is_state(layer) or type(layer) in _GROWING
+    return recurrent_state.is_state(layer) or type(layer) in (*_GROWING, DummyLayer)
 
 
 def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
@@ -85,6 +85,8 @@ def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
             f"layer {layer_idx} is transformers' own {type(layer).__name__}, which cannot be saved; supported are "
             f"{', '.join(kind.__name__ for kind in _GROWING)}, recurrent states, and layers with an operator"
         )
+    if isinstance(layer, DummyLayer):
+        return SavedPart()
     part = SavedPart(numbers={"seen": getattr(layer, "cumulative_length", None)})
     if layer.is_initialized:
         part.put(keys=layer.keys, values=layer.values)
@@ -95,6 +97,8 @@ def restore(layer: CacheLayerMixin, part: SavedPart, target: RestoreTarget, leng
     """Restore an empty layer of `length` tokens from saved data. Raises DamagedContextError when that does not fit."""
     if recurrent_state.is_state(layer):
         return recurrent_state.restore(layer, part, target)
+    if isinstance(layer, DummyLayer):
+        return None
     stored = length
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = part.integer("seen", length, length)

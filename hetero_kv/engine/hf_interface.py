@@ -63,15 +63,34 @@ class HFInterface(CacheStatistics, Cache):
         self._require_forward()
         return super().update(*args, **kwargs)
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See `update`."""
         self._require_forward()
-        return super().update_conv_state(*args, **kwargs)
+        return super().update_conv_state(conv_states, self.state_place(layer_idx), *args, **kwargs)
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """See `update`."""
         self._require_forward()
-        return super().update_recurrent_state(*args, **kwargs)
+        return super().update_recurrent_state(recurrent_states, self.state_place(layer_idx), *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See transformers' Cache."""
+        return super().get_conv_state(self.state_place(layer_idx), state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See transformers' Cache."""
+        return super().get_recurrent_state(self.state_place(layer_idx), state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """See transformers' Cache."""
+        return super().has_previous_state(None if layer_idx is None else self.state_place(layer_idx), state_idx)
+
+    def state_place(self, layer_idx: int) -> int:
+        """The index in `layers` of the state of a layer of the model."""
+        group = self.groups[0] if self.batch is None else self.batch.slices[0].group
+        return group.state_places.get(layer_idx, layer_idx)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i continue row `beam_idx[i]` (beam search); blocks are shared, not copied."""

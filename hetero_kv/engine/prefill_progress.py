@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -23,8 +24,12 @@ class PrefillProgress:
         chunk_tokens: the most tokens of a chunk of the next layers; None for the rules' `chunk_size`.
     """
 
-    layers: list[Any]
     chunk_tokens: int | None = None
+
+    @property
+    @abstractmethod
+    def number_of_layers(self) -> int:
+        """Layers of the model."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         self.on_progress = on_progress
@@ -74,9 +79,9 @@ class PrefillProgress:
         if self.on_progress is None:
             return
         if self.request.stride is None:
-            self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
+            self.on_progress(layer_idx + (done == total), self.number_of_layers, done, total)
             return
         # A stride passes all layers, so progress is a share of the tokens, as with a single layer.
         start, stop, whole = self.request.stride
-        passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
+        passed = start + (stop - start) * (layer_idx * total + done) // (self.number_of_layers * total)
         self.on_progress(int(passed == whole), 1, passed, whole)

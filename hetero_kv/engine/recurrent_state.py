@@ -2,6 +2,9 @@
 
 The state has a fixed size, and the modules write to it in place. Rollback and fork therefore copy it. It does not
 contain earlier tokens.
+
+A layer of the model may have both attention and a recurrent module (Falcon-H1). Its state then lies in a cache layer of
+its own, behind those of all layers of the model (`StateBeside`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 
@@ -33,9 +43,37 @@ class StateShape:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+class StateBeside(LinearAttentionLayer):
+    """The state of a layer of the model that also has keys and values, whose own cache layer is another one.
+
+    Args:
+        layer_idx: the index of that layer of the model.
+        number_of_states: as transformers' layer takes it.
+    """
+
+    def __init__(self, layer_idx: int, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self.layer_idx = layer_idx
+
+
+def parted(layer: Any, layer_idx: int) -> tuple[CacheLayerMixin, StateBeside | None]:
+    """An empty cache layer of transformers, and the state apart from it if it has keys and values too, else None."""
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return DynamicLayer(), StateBeside(layer_idx, layer.number_of_states)
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return DynamicSlidingWindowLayer(layer.sliding_window), StateBeside(layer_idx, layer.number_of_states)
+    return layer, None
+
+
+def state_layer(cache: Any, layer_idx: int) -> Any:
+    """The cache layer of any transformers cache that has the state of a layer of the model."""
+    place = getattr(cache, "state_place", None)
+    return cache.layers[layer_idx if place is None else place(layer_idx)]
+
+
 def is_state(layer: Any) -> bool:
     """Whether a cache layer has only a state of fixed size."""
-    return type(layer) is LinearAttentionLayer
+    return type(layer) in (LinearAttentionLayer, StateBeside)
 
 
 def named_states(layer: LinearAttentionLayer) -> dict[str, torch.Tensor]:

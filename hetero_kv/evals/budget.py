@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import fmean
 
 from hetero_kv.adapter import attention_module
-from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.rules.injection import Injection
 
 
@@ -19,8 +18,8 @@ def attended_tokens(injection: Injection, length: int) -> float:
     config = attention_module.text_config(injection.model)
     windows = dict(enumerate(attention_module.own_windows(config)))
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
-    no_attention = {module.layer_idx for module in injection.model.modules() if is_recurrent(module)}
-    layers = set(range(config.num_hidden_layers)) - no_attention
+    modules = injection.model.modules()
+    layers = {module.layer_idx for module in modules if attention_module.is_attention(module)}
     return fmean(
         operators[index].attended_tokens(length) if index in operators else min(length, windows.get(index) or length)
         for index in layers

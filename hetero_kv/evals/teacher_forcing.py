@@ -112,7 +112,8 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
         agrees.append(int(logits.argmax()) == int(full.argmax()))
         divergence.append(_divergence(full, logits))
     known = cache.statistics if isinstance(cache, HeteroCache) else {}
-    recall = known.get(BLOCK_RECALL.name, [None] * len(cache.layers))
+    layers = cache.number_of_layers if isinstance(cache, HeteroCache) else len(cache.layers)
+    recall = known.get(BLOCK_RECALL.name, [None] * layers)
     return Fidelity(tuple(agrees), tuple(divergence), tuple(recall))
 
 

@@ -29,6 +29,7 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.recurrent_state import parted
 from hetero_kv.engine.reservations import NOTHING_RESERVED, PLANNING, reserved_by_others
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.store import Store
@@ -306,9 +307,13 @@ class Injection:
         return trials_kept(self.model, self.operators, self.engine)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
-        """An empty cache layer per layer of the model: the operator's, or transformers' for a layer without one."""
+        """An empty cache layer per layer of the model: the operator's, or transformers' for a layer without one.
+
+        Behind them are the states of layers that also have keys and values.
+        """
         self.preparation.compile_for_first_cache()
-        layers = list(DynamicCache(config=attention_module.text_config(self.model)).layers)
+        theirs = DynamicCache(config=attention_module.text_config(self.model)).layers
+        layers, states = map(list, zip(*(parted(layer, index) for index, layer in enumerate(theirs)), strict=True))
         for operator in self.attention_operators():
             if operator.layer_idx >= len(layers):
                 raise InjectionError(
@@ -317,4 +322,4 @@ class Injection:
                 )
             operator.shares_readings = self.sparse_drafts
             layers[operator.layer_idx] = operator.new_cache_layer()
-        return layers
+        return [*layers, *(state for state in states if state is not None)]

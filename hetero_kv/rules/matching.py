@@ -56,6 +56,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
     unused = [rule for rule in rule_set.rules if not rule.optional]
     plan: dict[str, tuple[Rule, type[Operator]]] = {}
     closed: list[str] = []
+    skipped: list[Rule] = []
     for path, module in modules.items():
         matching = [rule for rule in rule_set.rules if rule.matches(path, module)]
         unused = [rule for rule in unused if rule not in matching]
@@ -67,8 +68,9 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
         operator = first.operator
         if operator is None:
             continue
-        if issubclass(operator, AttentionOperator) and is_recurrent(module):
-            # Some models name a recurrent module like their attention; it has no keys and values.
+        if issubclass(operator, AttentionOperator) and (is_recurrent(module) or _is_other_mixer(path, module)):
+            # Some models name a recurrent module, or an MLP, like their attention; it has no keys and values.
+            skipped.append(first)
             continue
         with named(first):
             operator_class = operator.operator_for(module)
@@ -89,8 +91,18 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
             f"{rule.title}: match: {criteria} matches no module of {type(model).__name__}; it has, for example, "
             f"{', '.join(near[:4] or list(modules)[:4])}"
         )
+    if skipped and not any(attention_module.is_attention(module) for module in modules.values()):
+        raise InjectionError(
+            f"{skipped[0].title}: it matches no module of {type(model).__name__} that has keys and values: the model "
+            "keeps states alone; leave it without rules"
+        )
     _require_chunked(modules, plan)
     return plan
+
+
+def _is_other_mixer(path: str, module: nn.Module) -> bool:
+    """Whether it is what blocks with one module of any kind (Nemotron-H) have instead of attention."""
+    return path.rpartition(".")[2] == "mixer" and not attention_module.is_attention(module)
 
 
 def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:

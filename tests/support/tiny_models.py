@@ -105,7 +105,7 @@ _MAMBA2 = {
     "mamba_chunk_size": 4,
     "time_step_limit": (0.0, 100.0),
 }
-#: The same of models with layers that are no attention; the second of three is.
+#: The same of models with layers that are no attention; the second of three is. In Falcon-H1 all are both.
 HYBRIDS: dict[str, dict[str, object]] = {
     "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": _GATED_DELTA,
@@ -127,6 +127,29 @@ HYBRIDS: dict[str, dict[str, object]] = {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
         "use_mamba_kernels": True,
+    },
+    "falcon_h1": {
+        **_HEAD_DIM,
+        **_MAMBA2,
+        "mamba_d_ssm": 128,
+        "mamba_n_groups": 2,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "ssm_in_multiplier": 1.1,
+        "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+    },
+    # Blocks of one module each: a state, experts or an MLP, attention.
+    "nemotron_h": {
+        **_HEAD_DIM,
+        **{name: value for name, value in _MOE.items() if name != "num_local_experts"},
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     },
 }
 
