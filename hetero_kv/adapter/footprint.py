@@ -221,7 +221,7 @@ class WindowFootprint(LayerFootprint):
 
 @dataclass(frozen=True, kw_only=True)
 class StateFootprint(LayerFootprint):
-    """A recurrent layer, whose state has a fixed size.
+    """A recurrent module's state of fixed size, of a layer of its own or beside attention.
 
     Attributes:
         state_bytes: of one sequence.
@@ -231,7 +231,7 @@ class StateFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        return "without attention, with a state"
+        return "with a state"
 
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         # The state and its copy for the rollback of a failed forward.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hetero_kv.adapter import attention_module
 from hetero_kv.adapter.footprint import terms
 from hetero_kv.commands.injected import InjectedModel, injected_model
 from hetero_kv.errors import ConfigError
@@ -144,7 +145,8 @@ def _print(
     terminal: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]
 ) -> None:
     shown = plans[in_force]
-    model_class, layers = type(subject.injection.model).__name__, len(shown.footprint.layers)
+    model = subject.injection.model
+    model_class, layers = type(model).__name__, attention_module.text_config(model).num_hidden_layers
     terminal.print(
         f"[bold]{escape(subject.name)}[/bold] ({model_class}, {layers} layers) with {escape(subject.rules)}",
         soft_wrap=True,

@@ -82,6 +82,36 @@ def test_kernels_compute_what_the_untouched_model_does(architecture, changes):
         assert relative_error(state, their_state) < 1e-4
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("changes", [{}, {"mamba_rms_norm": True}])
+def test_kernels_beside_attention_compute_what_the_untouched_model_does(changes, monkeypatch):
+    model = tiny_model("falcon_h1", **changes)
+    expected = model(IDS).logits
+    inject(model, "dense", command_line=SETTINGS)
+    monkeypatch.setattr(recurrent, "continues_in_chunks", None)
+    assert relative_error(conversation(model, HeteroCache(model)), expected) < 1e-4
+    assert [type(layer._kernels) for layer in layers(model)] == [KernelMixer] * 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", ["mup_vector", "ssm_in_multiplier"])
+def test_factors_that_change_change_what_is_computed(factor, monkeypatch):
+    model = tiny_model("falcon_h1")
+    inject(model, "dense", command_line=SETTINGS)
+    before = conversation(model, HeteroCache(model))
+    for layer in layers(model):
+        mixer = layer.wrapped.mamba
+        if factor == "mup_vector":
+            mixer.mup_vector.data.mul_(1.5).add_(0.1)
+        else:
+            mixer.ssm_in_multiplier = 0.4
+    after = conversation(model, HeteroCache(model))
+    assert [type(layer._kernels) for layer in layers(model)] == [KernelMixer] * 3
+    monkeypatch.setattr(ChunkedDecoderLayer, "_fused_recurrent", lambda self: None)
+    assert relative_error(after, conversation(model, HeteroCache(model))) < 1e-4
+    assert relative_error(after, before) > 1e-3
+
+
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 def test_time_steps_are_limited_in_prompts_and_not_in_tokens_as_in_the_untouched_model(chunk_size):
     model = tiny_model("granitemoehybrid", time_step_limit=(0.3, 0.8))
@@ -314,11 +344,6 @@ _MIXERS = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
-    "nemotron_h": {
-        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
-        "layers_block_type": ["linear_attention", "full_attention"], "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16,
-    },
 }  # fmt: skip
 
 
