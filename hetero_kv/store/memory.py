@@ -15,20 +15,31 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 # Below this size huge pages do not pay.
 _LARGE = 1 << 22
+_HUGE = 1 << 21
+# So many bytes at the beginning have small pages: backing a huge page takes a millisecond, and a model has hundreds of
+# reservations, of which a short conversation writes no more.
+_SMALL = 1 << 17
 
 
 def reserve(size: int) -> np.ndarray:
-    """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory, in huge pages if possible, when written.
+    """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory when written.
+
+    The pages are huge if possible, but for those at the beginning.
 
     Raises MemoryError if the reservation fails.
     """
+    is_large = size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, max(1, size + _HUGE * is_large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"Unable to allocate {size:,} bytes") from error
-    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=np.uint8, count=size)
+    if not is_large:
+        return np.frombuffer(pages, dtype=np.uint8, count=size)
+    whole = np.frombuffer(pages, dtype=np.uint8)
+    first = (-_SMALL - whole.ctypes.data) % _HUGE
+    pages.madvise(mmap.MADV_NOHUGEPAGE, 0, first + _SMALL)
+    pages.madvise(mmap.MADV_HUGEPAGE, first + _SMALL)
+    return whole[first : first + size]
 
 
 def map_file(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:

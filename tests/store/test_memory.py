@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,3 +52,27 @@ def test_too_little_memory_is_an_error_and_zero_bytes_always_fit():
     with pytest.raises(MemoryError, match="Unable to allocate"):
         reserve(1 << 62)
     assert reserve(0).size == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what backs memory")
+def test_a_short_beginning_of_large_memory_is_backed_by_small_pages():
+    memory = reserve(16 << 20)
+    assert (memory.size, memory.ctypes.data % PAGE) == (16 << 20, 0)
+    before = _resident(memory)
+    memory[: 1 << 16] = 1
+    assert _resident(memory) - before == 1 << 16
+    memory[-1] = 1
+    assert not memory[1 << 16 : -1].any()
+
+
+def _resident(memory: np.ndarray) -> int:
+    """Bytes of the mappings around an array that are backed by memory."""
+    first, end, found, counts = memory.ctypes.data, memory.ctypes.data + memory.size, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, *rest = line.split()
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(each, 16) for each in head.split("-"))
+            counts = start < end and first < stop
+        elif head == "Rss:" and counts:
+            found += int(rest[0]) << 10
+    return found
