@@ -16,6 +16,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, OpenedModel, ProgressReport
 from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.planning.free_memory import free_dram
+from hetero_kv.rules.experts_device import experts_device_of
 from hetero_kv.rules.injecting import inject, inject_beside
 from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
@@ -98,7 +99,7 @@ def open_model(
     """Like `load_model`, but without weights: `load()` loads them, and compiles the kernels during and after that.
 
     Without `config`, rules can be injected before the weights are loaded (`inject`), so that weights which an
-    operator keeps packed are never unpacked. `weights_device` is the only setting then
+    operator keeps packed are never unpacked. `weights_device` and `experts_device` are the only settings then
     (`hetero_kv.models.open_model`).
 
     Raises the errors of `load_model`.
@@ -111,14 +112,17 @@ def open_model(
         "progress": progress,
     }
     if config is None:
-        _refuse_without_config("open_model", settings.keys() - {"weights_device"})
+        _refuse_without_config("open_model", settings.keys() - {"weights_device", "experts_device"})
         return models.open_model(name_or_path, **arguments, **settings)
     chosen = config_in(config, trust_rules)
     command_line = chosen.command_line(settings)
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
     set_threads(engine.resolved_threads())
     cache = PackedCache(limit=round(engine.packed_cache_gb * 1e9), room=round(_SHARE_FOR_WEIGHTS * free_dram()))
-    opened = models.open_model(name_or_path, **arguments, weights_device=engine.weights_device, packed_cache=cache)
+    opened = models.open_model(
+        name_or_path, **arguments, weights_device=engine.weights_device,
+        experts_device=experts_device_of(chosen.rules, engine), packed_cache=cache,
+    )  # fmt: skip
     injection = inject(opened.model, replace(chosen, settings=command_line), settings_file=settings_file)
 
     def load_weights() -> None:
@@ -149,8 +153,8 @@ def with_rules(
         config, trust_rules, settings_file, progress, settings: as `load_model`.
 
     Raises:
-        ConfigError: as `load_model`; or `threads_num` or `weights_device`, which are the process's and the weights',
-            differ from those of `loaded`.
+        ConfigError: as `load_model`; or `threads_num`, `weights_device` or `experts_device`, which are the process's
+            and the weights', differ from those of `loaded`.
         InjectionError: the rules keep weights in another form (`weights`) than those of `loaded`, or hooks or other
             code prevent that the weights are shared.
         HeteroKVError: the rules do not fit the model.
@@ -164,6 +168,7 @@ def with_rules(
     else:
         _require_equal("threads_num", engine.resolved_threads(), present.engine.resolved_threads())
         _require_equal("weights_device", engine.weights_device, present.engine.weights_device)
+        _require_equal("experts_device", engine.experts_device, present.engine.experts_device)
     injection = inject_beside(loaded.model, replace(chosen, settings=command_line), settings_file=settings_file)
     injection.compile_kernels(progress)
     return replace(loaded, model=injection.model)

@@ -199,6 +199,7 @@ rules:
         "cuda_graphs": "default",
         "hidden_device": "default",
         "weights_device": "default",
+        "experts_device": "default",
         "attend_on": "default",
         "index_device": "default",
         "measure_recall": "default",

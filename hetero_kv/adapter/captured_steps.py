@@ -4,6 +4,8 @@ From token to token, all kernels but those of attention have constant shapes and
 skips every attention; it yields one segment more than there are attentions. Each later token launches the segments in
 turn; between two of them, the cache layers attend with the token's queries, keys and values as without graphs.
 
+Experts in DRAM end a segment too, because the CPU computes them (`experts_in_dram`).
+
 Where layers attend without the host, from memory at fixed addresses (`FamilyLayer.captured_memory`), their attention is
 captured too. If all layers do, a token is one graph, from its id to the likeliest next one. Such a capture belongs to
 one group of sequences.
@@ -31,8 +33,10 @@ from hetero_kv.adapter.graph_recording import (
     NotCapturableError,
     Rehearsal,
     captured_memory,
+    recording,
 )
 from hetero_kv.adapter.model_call import ModelCall, Signature
+from hetero_kv.adapter.quantized_experts import parameters_beside_experts
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.forward_batch import ForwardKind
 from hetero_kv.engine.layer import FamilyLayer
@@ -125,10 +129,12 @@ class CapturedSteps:
             self._require_capturable(inputs, fixed, cache)
         except NotCapturableError:
             return call.run()
-        with traffic_observed() as traffic, cache.recorded_by(Rehearsal(cache, traffic)):
+        with traffic_observed() as traffic:
+            rehearsal = Rehearsal(cache, traffic)
             with traffic.unobserved():
                 inputs = _on_device(inputs)
-            output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
+            with cache.recorded_by(rehearsal), recording(rehearsal):
+                output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
         if traffic.first is not None:
             self._uncapturable[key] = f"the forward {traffic.first}"
         return output
@@ -210,7 +216,7 @@ class CapturedSteps:
         if odd:
             raise NotCapturableError(f"the model is called with {', '.join(odd)}")
         device = _device_of(inputs)
-        if any(parameter.device != device for parameter in self._model.parameters()):
+        if any(parameter.device != device for parameter in parameters_beside_experts(self._model)):
             raise NotCapturableError(f"not all weights are on {device}")
 
     def _recorded(
@@ -219,17 +225,16 @@ class CapturedSteps:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
         inputs_copied = {name: tensor.clone() for name, tensor in _on_device(inputs).items()}
         segments, likeliest = GraphSegments(_device_of(inputs)), None
-        recording = GraphRecording(segments, cache if with_attention else None)
-        with cache.recorded_by(recording), segments.captured():
+        graph = GraphRecording(segments, cache if with_attention else None)
+        with cache.recorded_by(graph), recording(graph), segments.captured():
             output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
             _require_plain(output, "logits" if self._has_head else "last_hidden_state")
             if self._has_head:
                 likeliest = Likeliest.of(output.logits[:, -1])
-        calls = len(recording.attentions) + len(recording.prepared)
-        if calls != len(cache.layers):
-            raise NotCapturableError(f"{len(cache.layers)} layers made {calls} attention calls")
+        if graph.attentions != len(cache.layers):
+            raise NotCapturableError(f"{len(cache.layers)} layers made {graph.attentions} attention calls")
         group = cache.required_batch.steps[0].group if with_attention else None
-        return CapturedToken(self._model, segments, recording, inputs_copied, output, group, likeliest)
+        return CapturedToken(self._model, segments, graph, inputs_copied, output, group, likeliest)
 
 
 def _decodes(cache: HeteroCache) -> bool:

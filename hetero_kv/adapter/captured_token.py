@@ -38,7 +38,7 @@ class CapturedToken:
         group: EqualLengthGroup | None,
         likeliest: torch.Tensor | None,
     ) -> None:
-        self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
+        self._segments, self._between, self._inputs = segments, recording.between, inputs
         self._prepared, self._group = recording.prepared, None if group is None else ref(group)
         self._likeliest, self._result = likeliest, "last_hidden_state" if likeliest is None else "logits"
         #: Number of the last token that used it.
@@ -69,19 +69,21 @@ class CapturedToken:
             operator.prepare_captured(cache)
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
-        for index, (attention, out) in enumerate(self._attentions):
+        for index, (work, out) in enumerate(self._between):
             self._segments.launch(index)
-            out.copy_(attention(cache))
-        self._segments.launch(len(self._attentions))
+            result = work(cache)
+            if out is not None and result is not None:
+                out.copy_(result)
+        self._segments.launch(len(self._between))
         batch = cache.required_batch
         if self._likeliest is not None and batch.request.likeliest is not None:
             batch.steps[0].host_copies.append(HostCopy(self._likeliest, batch.request.likeliest.receive))
-            result = None
+            output = None
         else:
             # A copy, because the next token overwrites the captured output.
-            result = self._output[self._result].clone()
+            output = self._output[self._result].clone()
         self._segments.launched()
-        return replace(self._output, **{self._result: result, _cache_field(self._output): cache})
+        return replace(self._output, **{self._result: output, _cache_field(self._output): cache})
 
 
 def _cache_field(output: Any) -> str:

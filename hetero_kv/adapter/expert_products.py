@@ -85,15 +85,18 @@ class ExpertProducts:
 
         x: [rows, width]. chosen, shares: [rows, k]; ids beyond the number of experts are ignored.
         """
-        numbers = x.detach().float().contiguous().numpy()
         out = torch.empty(x.shape, dtype=torch.float32)
+        numbers, weights = (each.detach().float().contiguous().numpy() for each in (x, shares))
+        self.write(out.numpy(), numbers, chosen.detach().long().contiguous().numpy(), weights)
+        return out
+
+    def write(self, out: np.ndarray, x: np.ndarray, chosen: np.ndarray, shares: np.ndarray) -> None:
+        """As `output`, into `out`, with arrays of float32 and ids of int64."""
         with one_kernel_at_a_time:
             experts_output(self.dtype)(
-                all_threads(), self.regions, numbers, chosen.detach().long().contiguous().numpy(),
-                shares.detach().float().contiguous().numpy(), self.experts, self.matrices, *self.biases,
-                self.sharpness, self.limit, out.numpy(), rows_per_pass(), kernel_threads_of_torch(),
+                all_threads(), self.regions, x, chosen, shares, self.experts, self.matrices, *self.biases,
+                self.sharpness, self.limit, out, rows_per_pass(), kernel_threads_of_torch(),
             )  # fmt: skip
-        return out
 
 
 def _halves(gate_up: _Parts, is_concatenated: bool) -> list[tuple[ExpertWeights, int]] | None:

@@ -1,8 +1,13 @@
-"""Attention during a capture: recorded as work between segments, or captured too if it needs no host."""
+"""Attention and other work of the host during a capture: recorded as work between segments.
+
+Attention that needs no host is captured too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -37,6 +42,23 @@ class CapturableAttention(Protocol):
         """The attention of a token, [batch, heads, 1, v_dim]; launches kernels only."""
 
 
+class HostWork(Protocol):
+    """Work of the host within a forward, on numbers from the GPU."""
+
+    @property
+    def has_work_beside(self) -> bool:
+        """Whether the GPU has work meanwhile."""
+
+    def send(self) -> None:
+        """Start to copy the numbers to the host."""
+
+    def beside(self) -> None:
+        """Launch the GPU's work, if there is any."""
+
+    def result(self) -> torch.Tensor:
+        """Wait for the numbers, and compute the result. Returns a tensor on the GPU, which the next call overwrites."""
+
+
 class GraphRecording:
     """A decoded token's forward, in which attention that needs the host is recorded as functions.
 
@@ -45,15 +67,17 @@ class GraphRecording:
             `captured_memory` says so; None records every attention.
 
     Attributes:
-        attentions: in order, the function that computes each attention, and the buffer for its result that the next
-            captured segment reads.
+        between: in order, the function that computes what follows each segment, and the buffer for its result that the
+            next segment reads; None without a result.
         prepared: the operators whose attention is captured.
+        attentions: the number of attention calls.
     """
 
     def __init__(self, segments: GraphSegments, cache: HeteroCache | None = None) -> None:
         self._segments, self._cache = segments, cache
-        self.attentions: list[tuple[Work, torch.Tensor]] = []
+        self.between: list[tuple[Work | Callable[[HeteroCache], None], torch.Tensor | None]] = []
         self.prepared: list[CapturableAttention] = []
+        self.attentions = 0
         self._before: Callable[[HeteroCache], Any] | None = None
 
     def read_length(self) -> None:
@@ -77,6 +101,7 @@ class GraphRecording:
     def attended(self, operator: AttentionHandler, call: AttentionCall) -> torch.Tensor:
         """The attention of a call, [batch, heads, tokens, v_dim], or its buffer; every token computes it again."""
         before, self._before = self._before, None
+        self.attentions += 1
         cache = self._cache
         if (
             cache is not None
@@ -93,8 +118,36 @@ class GraphRecording:
 
         with self._segments.interrupted():
             out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
-        self.attentions.append((work, out))
+        self.between.append((work, out))
         return out
+
+    def computed_by_host(self, work: HostWork, like: torch.Tensor) -> torch.Tensor:
+        """The buffer for the work's result, of the shape and dtype of `like`; every token computes it again."""
+        if work.has_work_beside:
+            with self._segments.interrupted():
+                pass
+            self.between.append((lambda _: work.send(), None))
+            work.beside()
+            with self._segments.interrupted():
+                out = torch.empty_like(like)
+            self.between.append((lambda _: work.result(), out))
+            return out
+
+        def both(cache: HeteroCache) -> torch.Tensor:
+            work.send()
+            return work.result()
+
+        with self._segments.interrupted():
+            out = torch.empty_like(like)
+        self.between.append((both, out))
+        return out
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """A context of work that is not captured, such as the allocation of buffers that the host writes."""
+        with self._segments.interrupted():
+            yield
+        self.between.append((lambda _: None, None))
 
 
 def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
@@ -132,3 +185,44 @@ class Rehearsal:
         """The attention of a call, [batch, heads, tokens, v_dim]."""
         with self._traffic.unobserved():
             return operator.attend(self._cache, call)
+
+    def computed_by_host(self, work: HostWork, like: torch.Tensor) -> torch.Tensor:
+        """The work's result, in the dtype of `like`."""
+        with self._traffic.unobserved():
+            work.send()
+        work.beside()
+        with self._traffic.unobserved():
+            return work.result().to(like.dtype, copy=True)
+
+    def uncaptured(self) -> AbstractContextManager[None]:
+        """See GraphRecording."""
+        return self._traffic.unobserved()
+
+
+_PRESENT: ContextVar[GraphRecording | Rehearsal | None] = ContextVar("present recording", default=None)
+
+
+@contextmanager
+def recording(present: GraphRecording | Rehearsal) -> Iterator[None]:
+    """A context whose forward is recorded by `present`, for modules that do not get the cache."""
+    token = _PRESENT.set(present)
+    try:
+        yield
+    finally:
+        _PRESENT.reset(token)
+
+
+def computed_by_host(work: HostWork, like: torch.Tensor) -> torch.Tensor:
+    """The result of the host's work, in the dtype of `like`; in a recorded forward, the buffer for it."""
+    present = _PRESENT.get()
+    if present is not None:
+        return present.computed_by_host(work, like)
+    work.send()
+    work.beside()
+    return work.result().to(like.dtype, copy=True)
+
+
+def allocating() -> AbstractContextManager[None]:
+    """A context that allocates buffers for the host's work, in a forward that may be recorded."""
+    present = _PRESENT.get()
+    return nullcontext() if present is None else present.uncaptured()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.declarations import QUANTIZED_EXPERTS
+from hetero_kv.adapter.experts_in_dram import ExpertsInDram, ExpertTraffic
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.routed_experts import RoutedExperts
 from hetero_kv.cpu_ops.weight_formats import FORMATS
-from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.weights.expert_weights import ExpertWeights
-from hetero_kv.weights.experts_form import ExpertsForm
+from hetero_kv.settings.engine_settings import DRAM, EngineSettings
+from hetero_kv.weights.expert_weights import ExpertNumbers, ExpertWeights
+from hetero_kv.weights.experts_form import ExpertsForm, has_known_experts
 from hetero_kv.weights.quantized_weight import bytes_tensor
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ _ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 class QuantizedExperts(QuantizedModule):
     """The experts of a mixture: modules of a known `ExpertsForm`, such as Mixtral's, Qwen's, gpt-oss's and Llama 4's.
 
-    `RoutedExperts` computes with packed weights, the wrapped module's own forward with unpacked ones.
+    `RoutedExperts` computes with packed weights, the wrapped module's own forward with unpacked ones. `ExpertsInDram`
+    computes with both if they are in DRAM and the model computes on a GPU.
 
     Attributes:
         form: how the wrapped module lays out its weights.
@@ -49,26 +51,34 @@ class QuantizedExperts(QuantizedModule):
         first = getattr(wrapped, self.projections[0])
         self.dtype: torch.dtype = first.dtype
         #: Projection -> [experts, outputs, inputs], also if the module stores the transpose.
-        self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
+        self.shapes = {leaf: tuple(self.by_output(getattr(wrapped, leaf).detach()).shape) for leaf in self.projections}
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
         #: Computes with the packed weights.
         self.routed = RoutedExperts(self)
+        #: Computes with weights in DRAM; set once the operators are in the model.
+        self._in_dram: ExpertsInDram | None = None
+        #: The GPU from which the weights were moved to DRAM.
+        self._moved_from: torch.device | None = None
 
     @classmethod
     def applies(cls, module: Any, settings: Any) -> bool:
         """See `QuantizedModule`; does not apply to a list of separate expert modules."""
-        return (
-            ExpertsForm.of(module) is not None
-            and hasattr(module, "num_experts")
-            and not getattr(module, "_is_expert_parallel", False)
-            and super().applies(module, settings)
-        )
+        return has_known_experts(module) and super().applies(module, settings)
 
     @classmethod
     def parameter_of(cls, module: Any) -> nn.Parameter:
         return module.down_proj
 
     def install(self) -> None:
+        self._pack()
+        if self.engine.experts_device == DRAM and self.down.device.type == "cuda":
+            self._moved_from = self.down.device
+            super()._apply(torch.Tensor.cpu)
+            # Nothing references the former bytes.
+            for _ in self.packed_weights():
+                pass
+
+    def _pack(self) -> None:
         super().install()
         for leaf in self.projections:
             if self.parts[leaf]:
@@ -85,7 +95,7 @@ class QuantizedExperts(QuantizedModule):
             self.require_kernels(tensor.device)
             alternates = leaf == self.projections[0] and self.form.has_gate and not self.form.is_concatenated
             for outputs in _ALTERNATING if alternates else [slice(None)]:
-                self._keep(leaf, outputs, ExpertWeights.of_numbers(self._by_output(tensor)[:, outputs], name))
+                self._keep(leaf, outputs, ExpertWeights.of_numbers(self.by_output(tensor)[:, outputs], name))
 
     def uninstall(self) -> nn.Module:
         for leaf in self.projections:
@@ -93,7 +103,36 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self._unpacked(leaf))
             elif not (parameter := getattr(self.wrapped, leaf)).is_meta and parameter.dtype is not self.dtype:
                 self._give(leaf, parameter.detach().to(self.dtype))
+        if self._in_dram is not None:
+            self._in_dram.end()
+        if self._moved_from is not None:
+            self.wrapped.to(self._moved_from)
         return super().uninstall()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedExperts:
+        """See torch.nn.Module. Weights that belong in DRAM stay there when the model moves to a GPU."""
+        super()._apply(_staying(fn) if self.engine.experts_device == DRAM else fn, recurse)
+        return self
+
+    @property
+    def down(self) -> torch.Tensor:
+        """The weights of the last projection, or the packed bytes of its first part."""
+        leaf = self.projections[1]
+        tensor: torch.Tensor = getattr(self, f"{leaf}_packed_0") if self.parts[leaf] else getattr(self.wrapped, leaf)
+        return tensor
+
+    @classmethod
+    def configure_together(cls, model: nn.Module, operators: Sequence[QuantizedExperts]) -> None:
+        """Configure the experts of a model together, whose forwards run one after the other."""
+        traffic = ExpertTraffic()
+        for operator in operators:
+            block = model.get_submodule(operator.path.rpartition(".")[0])
+            operator._in_dram = ExpertsInDram(operator, traffic, block)
+
+    @property
+    def keeps_numbers(self) -> bool:
+        is_packed = any(self.parts.values())
+        return not is_packed and all(getattr(self.wrapped, leaf).dtype is self.dtype for leaf in self.projections)
 
     def compile_own_kernels(self) -> None:
         for weights in self.packed_weights():
@@ -117,7 +156,20 @@ class QuantizedExperts(QuantizedModule):
         kept = [self.kept_as(name, columns) for name in names or [stored.get(place)]]
         return [None] if None in kept else kept
 
+    def matrices_of(self, leaf: str) -> Sequence[tuple[slice, ExpertWeights | ExpertNumbers]]:
+        """A projection's parts, or its unpacked weights as one part."""
+        if self.parts[leaf]:
+            return self.parts_of(leaf)
+        return [(slice(None), ExpertNumbers(self.by_output(getattr(self.wrapped, leaf))))]
+
+    def biases_of(self, leaf: str) -> torch.Tensor:
+        """A projection's biases [experts, outputs], if the form has any."""
+        biases: torch.Tensor = getattr(self.wrapped, f"{leaf}_bias")
+        return biases
+
     def expect_weights_in(self, module: Any) -> None:
+        if self.keeps_numbers:
+            return
         for leaf, (experts, rows, columns) in self.shapes.items():
             shape = (experts, columns, rows) if self.form.is_transposed else (experts, rows, columns)
             empty = torch.empty(shape, dtype=self.dtype, device="meta")
@@ -175,7 +227,7 @@ class QuantizedExperts(QuantizedModule):
             self._forget(leaf)
         elif getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
-        self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
+        self.by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
         return self.substituted(kind.name, parameter_dtype, shape[2])
 
     def load_packed(self, leaf: str, outputs: slice, data: np.ndarray, name: str, shape: tuple[int, ...]) -> None:
@@ -190,13 +242,17 @@ class QuantizedExperts(QuantizedModule):
             x: hidden states [tokens, hidden]; [experts × tokens, hidden] if the form takes all rows.
             routing: each token's experts and their weights, [tokens, k] both; nothing if the form takes all rows.
         """
-        if not all(self.parts.values()):
-            return self._in_numbers(x, *routing)
-        for leaf in self.projections:
+        is_packed = all(self.parts.values())
+        for leaf in self.projections if is_packed else ():
             self.require_empty(leaf)
-        return self._of_all_rows(x) if self.form.takes_all_rows else self.routed(x, *routing)
+        if x.device.type == "cuda" and self.down.device.type == "cpu":
+            assert self._in_dram is not None
+            return self._in_dram(x, *routing)
+        if not is_packed:
+            return self._in_numbers(x, *routing)
+        return self.of_all_rows(x) if self.form.takes_all_rows else self.routed(x, *routing)
 
-    def _of_all_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def of_all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """As `computed`, for every token scaled for each expert: the output of a row of zeros is zeros."""
         experts = torch.arange(self.wrapped.num_experts, device=x.device)
         chosen = experts.repeat_interleave(len(x) // len(experts))[:, None]
@@ -251,13 +307,36 @@ class QuantizedExperts(QuantizedModule):
         parts = self.parts_of(leaf)
         numbers = torch.empty(shape, dtype=self.dtype, device=parts[0][1].data.device)
         for outputs, weights in parts:
-            for room, expert in zip(self._by_output(numbers), weights.experts, strict=True):
+            for room, expert in zip(self.by_output(numbers), weights.experts, strict=True):
                 room[outputs] = expert.unpacked(self.dtype)
         return numbers
 
-    def _by_output(self, tensor: torch.Tensor) -> torch.Tensor:
+    def by_output(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in a projection's layout, as [experts, outputs, inputs]."""
         return tensor.transpose(1, 2) if self.form.is_transposed else tensor
 
     def _give(self, leaf: str, numbers: torch.Tensor) -> None:
         setattr(self.wrapped, leaf, nn.Parameter(numbers, requires_grad=False))
+
+
+def _staying(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn` for tensors that stay on their device; where it moves them, it changes their dtype alone."""
+
+    def applied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return fn(tensor)
+        like = fn(tensor.new_empty(0))
+        return fn(tensor) if like.device.type == tensor.device.type else tensor.to(like.dtype)
+
+    return applied
+
+
+def parameters_beside_experts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module without those of experts in DRAM whose operator computes them for a GPU."""
+    experts = {
+        id(parameter)
+        for each in module.modules()
+        if isinstance(each, QuantizedExperts) and each.down.device.type == "cpu"
+        for parameter in each.parameters()
+    }
+    return (parameter for parameter in module.parameters() if id(parameter) not in experts)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hetero_kv.adapter.expert_products import ExpertProducts
 from hetero_kv.adapter.foreign import foreign_part
-from hetero_kv.weights.expert_weights import chooses_on_device, multiply_experts, multiply_experts_of_rows
+from hetero_kv.weights.expert_weights import (
+    ExpertNumbers,
+    ExpertWeights,
+    chooses_on_device,
+    multiply_experts,
+    multiply_experts_of_rows,
+)
 from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantized_weight import most_rows_of_codes
 
@@ -22,10 +28,22 @@ _logger = logging.getLogger(__name__)
 _TRIED_ROWS, _TRIED_EXPERTS, _TOLERANCE = 3, 4, 5e-3
 # Pairs of a row and an expert whose numbers are in memory at a time.
 _PAIRS_AT_ONCE = 4096
+#: (first, end, expert) of rows of one expert.
+Run = tuple[int, int, int]
+
+
+class ExpertMatrices(Protocol):
+    """Weights of experts where their products are computed: those of all experts, or of some that follow each other."""
+
+    def matrices_of(self, leaf: str) -> Sequence[tuple[slice, ExpertWeights | ExpertNumbers]]:
+        """The slices of a projection's outputs, and their weights."""
+
+    def biases_of(self, leaf: str) -> torch.Tensor:
+        """A projection's biases [experts, outputs], if the form has any."""
 
 
 class RoutedExperts:
-    """Computes the output of experts whose weights are packed.
+    """Computes the output of experts whose weights are packed, or that are in DRAM.
 
     Few rows of an expert are multiplied with its codes, all experts in one call (`ExpertProducts`), if that gives what
     the wrapped module gives. If an expert gets more rows of a prompt, its weights are unpacked, one expert at a time,
@@ -47,9 +65,10 @@ class RoutedExperts:
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """The experts' output for x, [tokens, hidden]; see `QuantizedExperts.computed`."""
-        if chooses_on_device(x, chosen.numel(), self._experts.packed_weights()):
+        is_on_cpu = x.device.type == "cpu"
+        if not is_on_cpu and chooses_on_device(x, chosen.numel(), self._experts.packed_weights()):
             return self._decoded(x, chosen, shares)
-        products = self.products() if x.device.type == "cpu" else None
+        products = self.products() if is_on_cpu else None
         if products is None:
             return self._run_by_run(x, chosen, shares)
         most = self.most_rows_of_codes(x.dtype)
@@ -144,30 +163,43 @@ class RoutedExperts:
         """As `__call__`, by the wrapped module's own steps between the projections."""
         ids, order = chosen.reshape(-1).sort(stable=True)
         tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()
-        runs = _runs(ids.tolist(), self._wrapped.num_experts)
-        few = all(end - first <= FEW_ROWS for first, end, _ in runs)
+        runs = runs_of(ids.tolist(), self._wrapped.num_experts)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        self.add_runs(out, x, tokens, shares, runs, self._experts)
+        return out.to(x.dtype)
+
+    def add_runs(
+        self, out: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, shares: torch.Tensor, runs: Sequence[Run],
+        weights: ExpertMatrices,
+    ) -> None:  # fmt: skip
+        """Add the experts' outputs times their shares to `out`, [tokens, hidden] float32.
+
+        Args:
+            x: [tokens, hidden].
+            tokens, shares: of each pair of a token and its expert, in the order of the experts; shares are float32.
+            runs: (first pair, end pair, expert's place in `weights`), in order.
+        """
+        few = all(end - first <= FEW_ROWS for first, end, _ in runs)
         for batch in [runs] if few and runs else [[run] for run in runs]:
             first, end = batch[0][0], batch[-1][1]
             rows = tokens[first:end]
             # Few rows are computed in float32, and stay in it between the two products.
             numbers = x[rows].float() if few else x[rows]
-            result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch])
+            result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch], weights)
             out.index_add_(0, rows, result.float() * shares[first:end, None])
-        return out.to(x.dtype)
 
     def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """As `__call__`, for few tokens on a GPU: the host does not read which experts are chosen."""
         counted = shares.float().where(chosen < self._wrapped.num_experts, 0.0)
         rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
-        result = self._through(rows, chosen.reshape(-1).long())
+        result = self._through(rows, chosen.reshape(-1).long(), self._experts)
         return (result.unflatten(0, chosen.shape) * counted[..., None]).sum(dim=1).to(x.dtype)
 
-    def _through(self, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
+    def _through(self, x: torch.Tensor, where: Sequence[Run] | torch.Tensor, weights: ExpertMatrices) -> torch.Tensor:
         """x [rows, hidden] through the experts of its runs, or of its rows: [rows, hidden]."""
-        inner = self._project(self._experts.projections[0], x, where)
+        inner = self._project(self._experts.projections[0], x, where, weights)
         inner = self._gated(inner) if self._experts.form.has_gate else self._wrapped.act_fn(inner)
-        result = self._project(self._experts.projections[1], inner, where)
+        result = self._project(self._experts.projections[1], inner, where, weights)
         return self._wrapped.post_expert_norm(result) if self._has_output_norm else result
 
     def _gated(self, inner: torch.Tensor) -> torch.Tensor:
@@ -181,25 +213,26 @@ class RoutedExperts:
         return up * self._wrapped.act_fn(gate)
 
     def _project(
-        self, leaf: str, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor
+        self, leaf: str, x: torch.Tensor, where: Sequence[Run] | torch.Tensor, weights: ExpertMatrices
     ) -> torch.Tensor:
-        parts = self._experts.parts_of(leaf)
-        weights = [weights for _, weights in parts]
+        parts = weights.matrices_of(leaf)
+        matrices = [each for _, each in parts]
         if isinstance(where, torch.Tensor):
-            results = multiply_experts_of_rows(x, weights, where)
+            packed = [each for each in matrices if isinstance(each, ExpertWeights)]
+            results = multiply_experts_of_rows(x, packed, where)
         else:
-            results = multiply_experts(x, weights, where)
+            results = multiply_experts(x, matrices, where)
         y = results[0]
         if len(results) > 1:
             y = torch.empty((len(x), self._experts.shapes[leaf][1]), dtype=x.dtype, device=x.device)
             for (outputs, _), result in zip(parts, results, strict=True):
                 y[:, outputs] = result
         if self._experts.form.has_bias:
-            y = y + _of_rows(getattr(self._wrapped, f"{leaf}_bias"), where).to(y.dtype)
+            y = y + _of_rows(weights.biases_of(leaf), where).to(y.dtype)
         return y
 
 
-def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
+def runs_of(ids: list[int], experts: int) -> list[Run]:
     """(first, end, expert) of each run of equal ids; ids are sorted, and those beyond the experts are omitted."""
     runs, first = [], 0
     for place in range(1, len(ids) + 1):
@@ -210,7 +243,7 @@ def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _of_rows(biases: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
+def _of_rows(biases: torch.Tensor, where: Sequence[Run] | torch.Tensor) -> torch.Tensor:
     """The bias of each row's expert, [rows, outputs], from biases [experts, outputs]."""
     if isinstance(where, torch.Tensor):
         return biases[where.clamp(max=len(biases) - 1)]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.quantized_experts import parameters_beside_experts
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.gpu_ops.layer_stream import LayerStream
@@ -21,8 +22,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_in_dram(layer: nn.Module, device: torch.device) -> bool:
-    """Whether a layer's weights are in DRAM while `device` computes."""
-    return device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in layer.parameters())
+    """Whether a layer's weights are in DRAM while `device` computes; experts that the CPU computes do not count."""
+    return device.type == "cuda" and any(each.device.type == "cpu" for each in parameters_beside_experts(layer))
 
 
 def stream_weights(model: Any, device: torch.device) -> None:

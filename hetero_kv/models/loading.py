@@ -29,7 +29,7 @@ from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.parameters import require_finite
-from hetero_kv.models.placing import GPU, placed
+from hetero_kv.models.placing import DRAM, GPU, placed
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
@@ -118,6 +118,7 @@ def open_model(
     trust_remote_code: bool = False,
     progress: ProgressReport | None = None,
     weights_device: str = GPU,
+    experts_device: str = GPU,
     packed_cache: PackedCache | None = None,
 ) -> OpenedModel:
     """Build a model without its weights, so that rules can be injected before the weights are loaded.
@@ -129,13 +130,18 @@ def open_model(
         name_or_path, gguf_path, dtype, device, trust_remote_code, progress: as in `load_model`.
         weights_device: `gpu`, `dram` or `auto`; see `offloads_to_dram`. With the layers' weights in DRAM, the model
             computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
+        experts_device: `gpu`, `dram` or `auto`; see `experts_offload_to_dram`. With a mixture's experts in DRAM, the
+            model computes only under rules that replace them (`QuantizedExperts`).
         packed_cache: where packed weights of a GGUF file are kept for later starts; None for nowhere.
 
     Raises:
         ModelError: the model cannot be found, fetched or built with these arguments.
     """
     arguments = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*arguments, defers_weights=True, weights_device=weights_device, packed_cache=packed_cache)
+    return _opened(
+        *arguments, defers_weights=True, weights_device=weights_device, experts_device=experts_device,
+        packed_cache=packed_cache,
+    )  # fmt: skip
 
 
 def _opened(
@@ -147,9 +153,15 @@ def _opened(
     progress: ProgressReport | None,
     defers_weights: bool,
     weights_device: str = GPU,
+    experts_device: str = GPU,
     packed_cache: PackedCache | None = None,
 ) -> OpenedModel:
     on_device = resolve_device(device)
+    if experts_device == DRAM and on_device.type == "cpu":
+        raise ModelError(
+            "experts_device is dram, but the model computes on the CPU, where all its weights are in DRAM; set "
+            "experts_device to auto, or device to cuda"
+        )
     torch_dtype = resolve_dtype(dtype, on_device)
     location = locate(name_or_path, gguf_path, progress)
     # The tokens that end a turn are read from the chat template.
@@ -174,7 +186,9 @@ def _opened(
             model = _weightless(config, torch_dtype, trust_remote_code)
             tensor_files = TensorFiles.of(model, str(location.pretrained), location.offline)
         if weights is None and tensor_files is None:
-            model = placed(_model(location, config, torch_dtype, trust_remote_code), on_device, weights_device)
+            model = placed(
+                _model(location, config, torch_dtype, trust_remote_code), on_device, weights_device, experts_device
+            )
         _complete_generation_config(model, tokenizer, location, gguf, own=weights is None and tensor_files is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings
@@ -196,7 +210,7 @@ def _opened(
             elif weights is not None and gguf is not None:
                 load_weights(model, gguf, weights, torch_dtype, report, packed_cache)
             require_finite(model, location.name)
-            placed(model, on_device, weights_device)
+            placed(model, on_device, weights_device, experts_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
 

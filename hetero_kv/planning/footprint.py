@@ -34,11 +34,19 @@ from hetero_kv.gpu_ops.chunk_stream import ChunkStream
 from hetero_kv.gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
-from hetero_kv.planning.weights import parted, room_to_unpack, weight_sizes
+from hetero_kv.planning.weights import (
+    experts_sizes,
+    has_experts_in_dram,
+    parted,
+    room_for_experts,
+    room_to_unpack,
+    weight_sizes,
+)
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(FootprintTerm("weights", "weights"))
-WEIGHTS_IN_DRAM = register(FootprintTerm("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
+WEIGHTS_IN_DRAM = register(FootprintTerm("weights_in_dram", "weights of the layers or experts in DRAM", in_dram=True))
+EXPERTS = register(FootprintTerm("experts", "experts on their way from DRAM (prefill)"))
 UNPACKED = register(FootprintTerm("unpacked", "buffer for unpacking weights (prefill)"))
 LAYER_KV = register(FootprintTerm("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(FootprintTerm("hidden", "hidden states and rotary tables (prefill)"))
@@ -48,7 +56,7 @@ HIDDEN_IN_DRAM = register(
 ACTIVATIONS = register(FootprintTerm("activations", "one chunk's activations (prefill; an estimate)"))
 
 #: Terms that a context does not keep: the model's own, and those of prefill.
-TRANSIENT = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
+TRANSIENT = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, EXPERTS, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
 
 # Token ids and positions, int64 each.
 _ID_BYTES = 16
@@ -109,6 +117,7 @@ class Footprint:
         layers: the layers' caches.
         weights: bytes of weights that are still to be loaded on the computing device; 0 for a loaded model.
         weights_in_dram: bytes of weights that are still to be loaded into DRAM, because a GPU is too small for them.
+        experts: bytes on a GPU for experts on their way from DRAM, where they are.
         element: bytes of a number on the computing device.
         chunk_size: tokens per prefill chunk.
         hidden_size, rotary_dim: the model's.
@@ -135,6 +144,7 @@ class Footprint:
     keeps_tables: bool
     tiles: bool
     weights_in_dram: int = 0
+    experts: int = 0
     unpacked: int = 0
     sparse_drafts: bool = False
 
@@ -165,14 +175,16 @@ class Footprint:
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
         weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
+        keeps_experts = has_experts_in_dram(model, torch.device(device))
         if device == "meta":
             weights = sum(weight_sizes(model, dtype, stored or {}).values())
-            if on_gpu and placing.offloads_to_dram(injection.engine.weights_device, weights, gpu):
-                weights, in_dram = parted(model, weights, dtype, stored or {})
+            if on_gpu:
+                weights, in_dram, keeps_experts = _placed(injection, weights, dtype, stored or {}, gpu)
         return cls(
             layers=layers,
             weights=weights,
             weights_in_dram=in_dram,
+            experts=room_for_experts(model, dtype, stored or {}) if keeps_experts else 0,
             unpacked=room_to_unpack(model, element, stored or {}),
             element=element,
             chunk_size=injection.engine.chunk_size,
@@ -211,6 +223,7 @@ class Footprint:
         own = (
             MemoryShare(WEIGHTS, self.weights),
             MemoryShare(WEIGHTS_IN_DRAM, self.weights_in_dram),
+            MemoryShare(EXPERTS, self.experts),
             MemoryShare(UNPACKED, self.unpacked if self.on_gpu else 0),
             *self._hidden(tokens, forward_tokens, batch),
             MemoryShare(
@@ -247,6 +260,23 @@ class Footprint:
         k_dim, v_dim = (max(getattr(layer.shape, dim) for layer in self.layers) for dim in ("k_dim", "v_dim"))
         numbers = 3 * queries * keys + queries * (k_dim + 3 * v_dim) + keys * max(k_dim, v_dim)
         return 4 * self.heads * numbers
+
+
+def _placed(
+    injection: Planned, weights: int, dtype: torch.dtype | None, stored: Mapping[str, str], gpu: int | None
+) -> tuple[int, int, bool]:
+    """Bytes of weights on a GPU with `gpu` free bytes and in DRAM, and whether the latter are experts.
+
+    Args:
+        weights: bytes of all weights.
+    """
+    engine, experts = injection.engine, sum(experts_sizes(injection.model, dtype, stored))
+    devices = engine.experts_device, engine.weights_device
+    if placing.experts_offload_to_dram(*devices, weights, experts, gpu):
+        return weights - experts, experts, experts > 0
+    if placing.offloads_to_dram(engine.weights_device, weights, gpu):
+        return *parted(injection.model, weights, dtype, stored), False
+    return weights, 0, False
 
 
 def _lacks_kernels(engine: EngineSettings) -> bool:

@@ -16,6 +16,7 @@ from hetero_kv.adapter.foreign import is_offloaded, require_own_weights
 from hetero_kv.adapter.generation import guard_generation, unguard_generation
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.replacement import Operator
@@ -23,6 +24,7 @@ from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.errors import ConfigError
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.rules.effect import require_precedence
+from hetero_kv.rules.experts_device import experts_in_dram
 from hetero_kv.rules.injection import Injection, PutForward
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
 from hetero_kv.rules.named_config import NamedConfig, config_in
@@ -114,7 +116,8 @@ def _injected(
     if shared is not None:
         shared.require_equal(weights)
     offloaded = is_offloaded(model)
-    applicable = {
+    experts = {path: modules[path] for path, (_, cls) in plan.items() if issubclass(cls, QuantizedExperts)}
+    applicable = experts_in_dram(model, experts, engine.settings, rule_set.file.name) | {
         path
         for path, (_, cls) in plan.items()
         if cls.applies(modules[path], settings[path].settings)
@@ -153,9 +156,7 @@ def _injected(
         # Behind the operators' own refusals, which say more.
         _require_reader_of_attend_on(engine.settings, [cls for _, cls in plan.values()], rule_set.file.name)
         _require_index(engine.settings, list(injection.operators.values()), rule_set.file.name)
-        _configure_together(
-            [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
-        )
+        _configure_together(model, [injection.operators[path] for path in plan])
     except BaseException:
         _take_out(model, injection)
         raise
@@ -246,10 +247,12 @@ def suspended(model: PreTrainedModel) -> Iterator[None]:
         model.hetero_kv_injection = injection
 
 
-def _configure_together(operators: Sequence[AttentionOperator]) -> None:
-    """Call `configure_together` of every class of `operators` once all are in the model."""
-    for operator_class in dict.fromkeys(type(operator) for operator in operators):
-        operator_class.configure_together(operators)
+def _configure_together(model: nn.Module, operators: Sequence[Operator]) -> None:
+    """Call `configure_together` of every class of attention and experts once all operators are in the model."""
+    attentions = [each for each in operators if isinstance(each, AttentionOperator)]
+    for attention_class in dict.fromkeys(type(operator) for operator in attentions):
+        attention_class.configure_together(attentions)
+    QuantizedExperts.configure_together(model, [each for each in operators if isinstance(each, QuantizedExperts)])
 
 
 def _guard(injection: Injection) -> None:

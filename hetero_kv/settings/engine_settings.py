@@ -56,6 +56,13 @@ class EngineSettings(Settings):
         "in DRAM if they do not fit into the GPU's memory",
         choices=(AUTO, GPU, DRAM),
     )
+    experts_device: str = setting(
+        AUTO,
+        "where the experts of a mixture on a GPU are; dram: in DRAM, where the CPU computes decoded tokens and short "
+        "prompts through them, while long prompts read them to the GPU; auto: in DRAM if all weights do not fit into "
+        "the GPU's memory and those beside the experts do",
+        choices=(AUTO, GPU, DRAM),
+    )
     packed_cache_gb: float = setting(
         50.0,
         "GB on the disk for packed weights of GGUF files, which later starts read instead of packing them again; the "

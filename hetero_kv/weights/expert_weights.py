@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix, multiply_runs
 from hetero_kv.gpu_ops.packed_weights import has_kernels, multiply_chosen
@@ -33,6 +35,10 @@ class ExpertWeights:
     def matrices(self) -> list[PackedMatrix]:
         """The matrices for the CPU's kernels, if the weights are in DRAM."""
         return [each.matrix for each in self.experts if isinstance(each, QuantizedWeight)]
+
+    def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """x [n, columns] @ weight.T of one expert, in x's dtype."""
+        return self.experts[expert].multiply(x)
 
     def at(self, data: torch.Tensor) -> ExpertWeights:
         """The same matrices with their bytes in `data`."""
@@ -62,6 +68,25 @@ class ExpertWeights:
         return packed.at(packed.data.to(weights.device))
 
 
+class ExpertNumbers:
+    """Unpacked matrices [rows, columns], one for each expert, which torch multiplies in their own dtype.
+
+    Args:
+        numbers: [experts, rows, columns], with any strides.
+    """
+
+    #: As of `ExpertWeights`: unpacked matrices have no kernels.
+    matrices: ClassVar[list[PackedMatrix]] = []
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers, self.shape = numbers, numbers.shape[1:]
+
+    def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """x [n, columns] @ weight.T of one expert, in x's dtype."""
+        weight = self.numbers[expert]
+        return functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+
 def chooses_on_device(x: torch.Tensor, rows: int, parts: Iterable[ExpertWeights]) -> bool:
     """Whether `rows` rows are multiplied on x's device, where the kernel reads each row's expert without the host."""
     return rows <= FEW_ROWS and all(has_kernels(x, part.name) for part in parts)
@@ -78,7 +103,7 @@ def multiply_experts_of_rows(
 
 
 def multiply_experts(
-    x: torch.Tensor, parts: Sequence[ExpertWeights], runs: Sequence[tuple[int, int, int]]
+    x: torch.Tensor, parts: Sequence[ExpertWeights | ExpertNumbers], runs: Sequence[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
     """x @ weight.T, each row with the weights of its expert.
 
@@ -90,10 +115,10 @@ def multiply_experts(
     Returns [rows, part's rows] for each part, in x's dtype. On a CPU, if every run is short, one call multiplies packed
     weights with quantized activations. Otherwise each run is a separate product.
     """
-    if x.device.type == "cpu" and max(end - first for first, end, _ in runs) <= FEW_ROWS:
-        known = [part.matrices for part in parts]
+    known = [part.matrices for part in parts]
+    if x.device.type == "cpu" and all(known) and max(end - first for first, end, _ in runs) <= FEW_ROWS:
         matrices = [(first, end, [each[expert] for each in known]) for first, end, expert in runs]
         numbers = x.detach().float().contiguous().numpy()
         results = multiply_runs(numbers, matrices, kernel_threads_of_torch())
         return [torch.from_numpy(result).to(x.dtype) for result in results]
-    return [torch.cat([part.experts[expert].multiply(x[first:end]) for first, end, expert in runs]) for part in parts]
+    return [torch.cat([part.multiply(x[first:end], expert) for first, end, expert in runs]) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,3 +43,22 @@ _OTHERS = {
         has_gate=True, has_bias=False, is_transposed=True, is_concatenated=True, takes_all_rows=True
     )
 }
+
+
+def has_known_experts(module: Any) -> bool:
+    """Whether a module has all experts of a mixture, in a known form."""
+    return (
+        ExpertsForm.of(module) is not None
+        and hasattr(module, "num_experts")
+        and not getattr(module, "_is_expert_parallel", False)
+    )
+
+
+def experts_in(model: Any) -> Iterator[Any]:
+    """The modules of a model with a mixture's experts in a known form; operators in place of those that they wrap."""
+    wrapped: set[int] = set()
+    for module in model.modules():
+        inner = getattr(module, "wrapped", module)
+        if id(module) not in wrapped and has_known_experts(inner):
+            wrapped.add(id(inner))
+            yield module

@@ -17,6 +17,7 @@ from hetero_kv.models.packed_cache import PackedCache
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
 from hetero_kv.weights import quantized_weight
+from tests.support.devices import simulated_cuda
 from tests.support.slow_variants import with_few
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_qwen2 import END_OF_TEXT, TOKENS, tiny_tokenizer
@@ -219,6 +220,18 @@ def test_a_files_experts_stay_as_they_are_stored(mixture, model_type, kind, prom
     bare = open_model(folder, gguf_path=file, dtype="float32").load().model
     for name, expected in numbers.items():
         assert torch.equal(bare.state_dict()[name], expected), name
+
+
+@pytest.mark.cuda
+def test_a_files_experts_are_computed_in_dram_beside_a_gpu(mixture):
+    folder, file, plain, _ = mixture("gpt_oss", GGMLQuantizationType.MXFP4)
+    with simulated_cuda():
+        opened = open_model(folder, gguf_path=file, dtype="float32", device="cuda", experts_device="dram")
+        inject(opened.model, "dense", command_line=SMALL)
+        model = opened.load().model
+        packed = [weights for module in experts_of(model) for weights in module.packed_weights()]
+        assert {(weights.name, weights.data.device.type) for weights in packed} == {("MXFP4", "cpu")}
+        require_like({ids: logits_of(model, ids.to("cuda")).cpu() for ids in plain}, plain)
 
 
 def test_a_files_experts_have_the_requested_type(mixture):
