@@ -8,6 +8,7 @@
 - sparse: the keys that a sparse prefill chooses, and its attention, against a CPU's
 - resident: `attend_on: gpu` with the recipes quest, ktransformers, adaptive and adaptive_lean, and `index_device: gpu`
   with the first two, against the CPU's route; `attend_on: gpu` with covering budgets against full attention
+- experts: a mixture's experts in DRAM, computed by the CPU or streamed to the GPU, against those on the GPU
 - kernels: each Triton kernel (merging, rebuilding, gathering, prompts' attention, dense and sparse, column sums, the
   choice of single tokens, packed weights in every format) against the torch function that defines it, and the time of
   both
@@ -33,7 +34,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.gpu_checks import chosen_sets, exactness, kernels, long_prompt, resident, sparse_sets
+from benchmarks.gpu_checks import chosen_sets, exactness, experts, kernels, long_prompt, resident, sparse_sets
 from benchmarks.gpu_checks.setting import Check, CheckResult, Setting
 
 CHECKS: dict[str, Check] = {
@@ -41,6 +42,7 @@ CHECKS: dict[str, Check] = {
     "sets": chosen_sets.check,
     "sparse": sparse_sets.check,
     "resident": resident.check,
+    "experts": experts.check,
     "kernels": kernels.check,
     "long_prompt": long_prompt.check,
 }

@@ -54,12 +54,14 @@ class CheckResult:
 Check = Callable[[Setting], Iterator[CheckResult]]
 
 
-def random_model(setting: Setting, dtype: torch.dtype, model_type: str = "llama", **shape: Any) -> Any:
+def random_model(
+    setting: Setting, dtype: torch.dtype, model_type: str = "llama", attention: str = "sdpa", **shape: Any
+) -> Any:
     """A model of random weights, made on the device in `dtype`: nothing is read, and nothing copied."""
     config = AutoConfig.for_model(model_type, **shape)
     torch.manual_seed(0)
     with torch.device(setting.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.eval().requires_grad_(False)
 
 

@@ -76,12 +76,13 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
 @pytest.mark.cuda
 def test_it_runs_on_a_gpu(capsys):
     with device_called("cuda"):
-        assert gpu_check.main(["--tiny", "--only", "kernels,sets,sparse,resident"]) == 0
+        assert gpu_check.main(["--tiny", "--only", "kernels,sets,sparse,resident,experts"]) == 0
         # What is page-locked is released while there is a device.
         gc.collect()
     told = capsys.readouterr().out
     assert "pass  resident: adaptive_lean as by the CPU, bfloat16" in told
     assert "pass  resident: quest, index_device: gpu, as by the CPU, float16" in told
+    assert "pass  experts: gpt_oss in DRAM, weights q8_0, 1,000 rows, bfloat16" in told
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
     for kernel in (
         "attention of a prompt, windowed, with sinks, float32",
