@@ -11,7 +11,7 @@ from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.errors import ConfigError, UnsupportedModelError
 from hetero_kv.rules.rule_set import RuleSet
-from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
+from hetero_kv.settings.engine_settings import AUTO, DRAM, GPU, EngineSettings
 from hetero_kv.weights.experts_form import experts_in, has_known_experts
 
 
@@ -25,20 +25,26 @@ def experts_in_dram(model: Any, experts: Mapping[str, nn.Module], engine: Engine
 
     Raises:
         ConfigError: `experts_device` is dram, and the model is on the CPU, or has no experts, or `weights_device` is
-            dram too, or the rules leave the experts alone.
+            dram too, or the rules leave the experts alone; or packed experts are elsewhere than it says.
         UnsupportedModelError: `experts_device` is dram, and the operator cannot compute the experts.
     """
     kind = next(model.parameters()).device.type
     if engine.experts_device == DRAM:
         _require_effect(model, experts, engine, rules, kind)
-    if kind == "cpu" or engine.experts_device == GPU:
+    if kind == "cpu":
         return set()
     found = set()
     for path, module in experts.items():
+        present = model.get_submodule(path)
+        is_there = kind == "cuda" and any(each.device.type == "cpu" for each in module.parameters())
+        if isinstance(present, QuantizedExperts):
+            _require_place(path, present.down.device.type, engine.experts_device)
+            continue
+        if is_there:
+            _require_place(path, "cpu", engine.experts_device)
         is_known, part = has_known_experts(module), foreign_part(module)
         if is_known and part is None:
-            is_there = any(each.device.type == "cpu" for each in module.parameters())
-            if engine.experts_device == DRAM or is_there or kind == "meta":
+            if engine.experts_device == DRAM or is_there or (kind == "meta" and engine.experts_device == AUTO):
                 found.add(path)
         elif engine.experts_device == DRAM:
             why = f"has {part}" if is_known else "keeps its experts in a form that is not known"
@@ -47,6 +53,15 @@ def experts_in_dram(model: Any, experts: Mapping[str, nn.Module], engine: Engine
                 "DRAM; set experts_device to gpu"
             )
     return found
+
+
+def _require_place(path: str, kind: str, setting: str) -> None:
+    """Raise ConfigError if experts are on a device of `kind`, and the setting says another one."""
+    if setting != AUTO and kind in ("cpu", "cuda") and setting != (DRAM if kind == "cpu" else GPU):
+        raise ConfigError(
+            f"experts_device is {setting}, but {path} has its weights {'in DRAM' if kind == 'cpu' else 'on the GPU'} "
+            "since the model was loaded or packed; set experts_device to auto, or load the model again"
+        )
 
 
 def experts_device_of(rules: RuleSet, engine: EngineSettings) -> str:

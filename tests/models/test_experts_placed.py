@@ -18,6 +18,7 @@ from hetero_kv.models.placing import experts_offload_to_dram, placed, weight_byt
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.planning.plan import Plan
+from hetero_kv.rules.injecting import eject_around_packed_weights
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.weights.experts_form import experts_in
 from tests.support.devices import simulated_cuda
@@ -246,3 +247,21 @@ def test_a_context_is_saved_and_loaded_with_experts_in_dram(tmp_path):
             again = HeteroCache.load(tmp_path / "context", model)
             found = model(PROMPT[:, :1].to("cuda"), past_key_values=again).logits
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_packed_experts_stay_where_they_are_under_later_rules():
+    with simulated_cuda():
+        model = tiny_model("mixtral").to("cuda")
+        inject(model, "dense", command_line={**SMALL, "experts_device": "dram", "weights": "q8_0"})
+        expected = answers(model)
+        eject_around_packed_weights(model)
+        with pytest.raises(ConfigError, match=r"experts_device is gpu, but .*experts has its weights in DRAM since"):
+            inject(model, "dense", command_line={**SMALL, "experts_device": "gpu"})
+        placed_there = placed(tiny_model("mixtral"), torch.device("cuda"), "auto", "dram")
+        with pytest.raises(ConfigError, match=r"experts_device is gpu, but .*experts has its weights in DRAM since"):
+            inject(placed_there, "dense", command_line={**SMALL, "experts_device": "gpu"})
+        for where in ("auto", "dram"):
+            inject(model, "dense", command_line={**SMALL, "experts_device": where})
+            assert torch.equal(answers(model), expected)
+            eject(model)

@@ -10,9 +10,35 @@ _CAPTURES = "tests/operators/test_captured_steps.py::test_"
 _RESIDENT = "tests/operators/test_resident_on_cuda.py::test_"
 _ESTIMATED = "tests/operators/test_estimated_on_cuda.py::test_"
 _CHOICE = "tests/families/test_estimated_context.py::test_the_choice_is_the_cpus_and_the_attention_exact"
+_EXPERTS = "tests/operators/test_experts_in_dram.py::test_"
+_PLACED = "tests/models/test_experts_placed.py::test_"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
+    Mutation(
+        "a captured token takes the experts' result of the token before",
+        "hetero_kv/adapter/graph_recording.py",
+        "            self.between.append((lambda _: work.result(), out))\n",
+        "            self.between.append((lambda _: None, out))\n",
+        (_EXPERTS + "unpacked_experts_in_dram_answer_as_on_the_gpu[deepseek_v3]",),
+    ),
+    Mutation(
+        "experts in DRAM go to the GPU with the model",
+        "hetero_kv/adapter/quantized_experts.py",
+        "_staying(fn) if self.engine.experts_device == DRAM else fn",
+        "fn",
+        (_EXPERTS + "experts_stay_in_dram_when_the_model_moves",),
+    ),
+    Mutation(
+        "a plan has the experts in DRAM on the GPU too",
+        "hetero_kv/planning/footprint.py",
+        "return weights - experts, experts, experts > 0",
+        "return weights, experts, experts > 0",
+        (
+            _PLACED + "a_gpu_holds_no_more_than_was_planned",
+            _PLACED + "a_30b_mixture_fits_8_gb_of_gpu_memory_without_its_experts",
+        ),
+    ),
     Mutation(
         "a last block of few queries sees what a whole one would see",
         "gpu_ops/key_sets.py",
