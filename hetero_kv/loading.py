@@ -15,14 +15,20 @@ from hetero_kv import models
 from hetero_kv.errors import ConfigError
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, OpenedModel, ProgressReport
 from hetero_kv.models.packed_cache import PackedCache
-from hetero_kv.planning.free_memory import free_dram
+from hetero_kv.models.precision import resolve_device, resolve_dtype
+from hetero_kv.models.weightless import weightless_model
+from hetero_kv.planning.experts_place import experts_place
+from hetero_kv.planning.free_memory import free_dram, free_gpu
 from hetero_kv.rules.experts_device import experts_device_of
 from hetero_kv.rules.injecting import inject, inject_beside
 from hetero_kv.rules.named_config import NamedConfig, config_in
 from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.rule_set import RuleSet
+from hetero_kv.settings.engine_settings import AUTO
 from hetero_kv.threads import set_threads
 
+# Names of the number of experts in models' configurations.
+_NUMBERS_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
 # The share of the free DRAM up to which packed weights are copied into it; larger ones are mapped from the disk.
 _SHARE_FOR_WEIGHTS = 0.8
 
@@ -119,11 +125,15 @@ def open_model(
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
     set_threads(engine.resolved_threads())
     cache = PackedCache(limit=round(engine.packed_cache_gb * 1e9), room=round(_SHARE_FOR_WEIGHTS * free_dram()))
+    chosen = replace(chosen, settings=command_line)
+    experts_device = experts_device_of(chosen.rules, engine)
+    if experts_device == AUTO and torch.cuda.is_available():
+        experts_device = _planned_experts(name_or_path, arguments, chosen, settings_file)
     opened = models.open_model(
-        name_or_path, **arguments, weights_device=engine.weights_device,
-        experts_device=experts_device_of(chosen.rules, engine), packed_cache=cache,
+        name_or_path, **arguments, weights_device=engine.weights_device, experts_device=experts_device,
+        packed_cache=cache,
     )  # fmt: skip
-    injection = inject(opened.model, replace(chosen, settings=command_line), settings_file=settings_file)
+    injection = inject(opened.model, chosen, settings_file=settings_file)
 
     def load_weights() -> None:
         with injection.preparation.beginning():
@@ -132,6 +142,30 @@ def open_model(
             injection.compile_kernels(progress)
 
     return replace(opened, load_weights=load_weights)
+
+
+def _planned_experts(
+    name_or_path: str | os.PathLike[str],
+    arguments: Mapping[str, Any],
+    rules: NamedConfig,
+    settings_file: Mapping[str, Any] | None,
+) -> str:
+    """The setting `experts_device` in force, as `hetero-kv plan` has it; `auto` on a CPU, or without experts.
+
+    Args:
+        arguments: of `hetero_kv.models.open_model`.
+    """
+    device = resolve_device(arguments["device"])
+    source = {name: arguments[name] for name in ("gguf_path", "trust_remote_code")}
+    if device.type != "cuda":
+        return AUTO
+    config = models.model_config(name_or_path, **source, progress=arguments["progress"]).get_text_config()
+    if not any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS):
+        return AUTO
+    weightless = weightless_model(name_or_path, **source)
+    injection = inject(weightless.model, rules, settings_file=settings_file)
+    dtype = resolve_dtype(arguments["dtype"], device)
+    return experts_place(injection, dtype, weightless.stored, free_dram(), free_gpu(str(device)))
 
 
 def with_rules(

@@ -17,6 +17,7 @@ from hetero_kv.adapter.footprint import terms
 from hetero_kv.commands.injected import InjectedModel, injected_model
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
+from hetero_kv.planning.experts_place import experts_place
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, beyond_training, resolve_max_seq_len
 from hetero_kv.printing import console, json_text
@@ -64,7 +65,8 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
     if flags.dtype == "auto" and device.type == "cuda" and given_gpu is None:
         gpu_type = resolve_dtype("auto", device)
     on_cpu = Footprint.of(injection, dtype=cpu_type, on_gpu=False, stored=subject.stored)
-    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu)
+    place = experts_place(injection, gpu_type, subject.stored, limits[0].free, gpu)
+    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu, experts_device=place)
     plans = {
         CPU: Plan(on_cpu, limits[0].free, None, injection.context_length, budget=injection.engine.dram_budget),
         GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length, budget=injection.engine.dram_budget),

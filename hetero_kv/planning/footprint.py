@@ -35,8 +35,8 @@ from hetero_kv.gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
 from hetero_kv.planning.weights import (
+    experts_in_dram,
     experts_sizes,
-    has_experts_in_dram,
     parted,
     room_for_experts,
     room_to_unpack,
@@ -157,6 +157,7 @@ class Footprint:
         on_gpu: bool | None = None,
         stored: Mapping[str, str] | None = None,
         gpu: int | None = None,
+        experts_device: str | None = None,
     ) -> Footprint:
         """The footprint of an injected model, loaded or on the meta device.
 
@@ -165,6 +166,7 @@ class Footprint:
             on_gpu: whether it will compute on a GPU; None for its present device.
             stored: parameter -> the quantized type in its file; None if the file is not quantized.
             gpu: free memory of the GPU before the model is loaded, bytes; None if unknown.
+            experts_device: where a mixture's experts will be; None for the setting's place.
         """
         model: Any = injection.model
         config = attention_module.text_config(model)
@@ -175,11 +177,12 @@ class Footprint:
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
         weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
-        keeps_experts = has_experts_in_dram(model, torch.device(device))
+        keeps_experts = experts_in_dram(model, torch.device(device)) > 0
         if device == "meta":
             weights = sum(weight_sizes(model, dtype, stored or {}).values())
             if on_gpu:
-                weights, in_dram, keeps_experts = _placed(injection, weights, dtype, stored or {}, gpu)
+                where = experts_device or injection.engine.experts_device
+                weights, in_dram, keeps_experts = _placed(injection, weights, dtype, stored or {}, gpu, where)
         return cls(
             layers=layers,
             weights=weights,
@@ -263,18 +266,18 @@ class Footprint:
 
 
 def _placed(
-    injection: Planned, weights: int, dtype: torch.dtype | None, stored: Mapping[str, str], gpu: int | None
+    injection: Planned, weights: int, dtype: torch.dtype | None, stored: Mapping[str, str], gpu: int | None, where: str
 ) -> tuple[int, int, bool]:
     """Bytes of weights on a GPU with `gpu` free bytes and in DRAM, and whether the latter are experts.
 
     Args:
         weights: bytes of all weights.
+        where: the setting `experts_device` in force.
     """
-    engine, experts = injection.engine, sum(experts_sizes(injection.model, dtype, stored))
-    devices = engine.experts_device, engine.weights_device
-    if placing.experts_offload_to_dram(*devices, weights, experts, gpu):
+    layers, experts = injection.engine.weights_device, sum(experts_sizes(injection.model, dtype, stored))
+    if placing.experts_offload_to_dram(where, layers, weights, experts, gpu):
         return weights - experts, experts, experts > 0
-    if placing.offloads_to_dram(engine.weights_device, weights, gpu):
+    if placing.offloads_to_dram(layers, weights, gpu):
         return *parted(injection.model, weights, dtype, stored), False
     return weights, 0, False
 

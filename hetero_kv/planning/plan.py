@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+
 from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved
 from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.footprint import TRANSIENT, Footprint, MemoryUse
 from hetero_kv.planning.free_memory import free_dram, free_gpu, limits_addresses
 from hetero_kv.planning.planned import Planned
+from hetero_kv.planning.weights import experts_in_dram
 
 __all__ = [
     "RESERVE",
@@ -85,10 +88,11 @@ class Plan:
         budgets = (injection.engine.dram_budget, reserved.budget)
         budget = min((each for each in budgets if each is not None), default=None)
         free = free_dram()
-        if gpu is None:
-            # The system counts their pages as free.
-            mapped = getattr(injection.model, "hetero_kv_mapped_weights", 0)
-            free -= min(mapped, round(_SHARE_OF_MAPPED_WEIGHTS * free))
+        mapped = getattr(injection.model, "hetero_kv_mapped_weights", 0)
+        if gpu is not None:
+            mapped = min(mapped, experts_in_dram(injection.model, torch.device(device)))
+        # The system counts their pages as free.
+        free -= min(mapped, round(_SHARE_OF_MAPPED_WEIGHTS * free))
         return cls(footprint, free, gpu, injection.context_length, batch, forks, resident, reserved, budget)
 
     def share(self, part: float) -> Self:

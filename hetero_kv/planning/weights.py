@@ -64,7 +64,7 @@ def room_for_experts(model: nn.Module, dtype: torch.dtype | None, stored: Mappin
     return max((room_for_pieces(module.num_experts, size) for module, size in pairs), default=0)
 
 
-def has_experts_in_dram(model: nn.Module, device: torch.device) -> bool:
-    """Whether experts of a loaded model are in DRAM, while `device` computes the rest."""
+def experts_in_dram(model: nn.Module, device: torch.device) -> int:
+    """Bytes of experts of a loaded model that are in DRAM, while `device` computes the rest."""
     experts = (tensor for module in experts_in(model) for tensor in (*module.parameters(), *module.buffers()))
-    return device.type == "cuda" and any(tensor.device.type == "cpu" for tensor in experts)
+    return weight_bytes(each for each in experts if each.device.type == "cpu") if device.type == "cuda" else 0

@@ -59,8 +59,8 @@ class EngineSettings(Settings):
     experts_device: str = setting(
         AUTO,
         "where the experts of a mixture on a GPU are; dram: in DRAM, where the CPU computes decoded tokens and short "
-        "prompts through them, while long prompts read them to the GPU; auto: in DRAM if all weights do not fit into "
-        "the GPU's memory and those beside the experts do",
+        "prompts through them, while long prompts read them to the GPU; auto: on the GPU if all weights and a context "
+        "of max_seq_len tokens fit there, else in DRAM if everything fits then",
         choices=(AUTO, GPU, DRAM),
     )
     packed_cache_gb: float = setting(

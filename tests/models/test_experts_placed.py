@@ -16,6 +16,7 @@ from hetero_kv.loading import with_rules
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.placing import experts_offload_to_dram, placed, weight_bytes
 from hetero_kv.models.weightless import weightless_model
+from hetero_kv.planning.experts_place import experts_place
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.planning.plan import Plan
 from hetero_kv.rules.injecting import eject_around_packed_weights
@@ -176,6 +177,26 @@ def test_a_30b_mixture_fits_8_gb_of_gpu_memory_without_its_experts():
         assert (footprint.weights < gigabyte) == fits
         # DRAM is planned too.
         assert not Plan(footprint, 16 * gigabyte, 8 * gigabyte, injection.context_length).fits(4096)
+
+
+def test_auto_puts_experts_where_a_context_fits():
+    gigabyte = 10**9
+
+    def place(gigabytes, tokens, dram=1000, **settings):
+        model = without_weights(AutoConfig.for_model("qwen3_moe", **QWEN3_30B))
+        line = {"weights": "q4_0", "max_seq_len": tokens, **settings}
+        injection = inject(model, "ktransformers", command_line=line)
+        return experts_place(injection, torch.bfloat16, None, dram * gigabyte, int(gigabytes * gigabyte))
+
+    # The weights take 17.2 GB.
+    assert place(24, 32768) == place(19.3, 32768) == "gpu"
+    # One layer's keys and values take 2.1 GB.
+    assert place(19.3, 1 << 20) == place(18, 32768) == place(8, "auto") == "dram"
+    assert place(24, "auto") == "gpu"
+    # Nothing fits: the weights decide, as they do without a plan.
+    assert place(8, 32768, dram=10) == "auto"
+    assert place(8, 32768, experts_device="gpu") == "gpu"
+    assert place(8, 32768, weights_device="gpu") == "auto"
 
 
 def test_a_setting_without_effect_is_refused_by_name():
