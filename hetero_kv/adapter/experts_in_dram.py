@@ -146,20 +146,21 @@ class _ByCPU:
 
     def __init__(self, owner: ExpertsInDram, staging: Staging, x: torch.Tensor) -> None:
         self._owner, self._staging = owner, staging
-        self._x: torch.Tensor | None = x if owner.shared is not None else None
-        self._dtype = x.dtype
+        shared = owner.shared
+        self._shared = shared if shared is not None and shared.comes_after else None
+        self._x, self._dtype = x if self._shared is not None else None, x.dtype
 
     @property
     def has_work_beside(self) -> bool:
-        shared = self._owner.shared
-        return shared is not None and shared.comes_after
+        return self._shared is not None
 
     def send(self) -> None:
         self._staging.send_written()
 
     def beside(self) -> None:
-        if self._owner.shared is not None and self._x is not None:
-            self._owner.shared.launch(self._x)
+        if self._shared is not None and self._x is not None:
+            self._shared.launch(self._x)
+            # A captured token does not need it any more.
             self._x = None
 
     def result(self) -> torch.Tensor:

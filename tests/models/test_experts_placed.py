@@ -16,6 +16,7 @@ from hetero_kv.loading import with_rules
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.placing import experts_offload_to_dram, placed, weight_bytes
 from hetero_kv.models.weightless import weightless_model
+from hetero_kv.planning import plan
 from hetero_kv.planning.experts_place import experts_place
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.planning.plan import Plan
@@ -171,12 +172,12 @@ def test_a_30b_mixture_fits_8_gb_of_gpu_memory_without_its_experts():
         model = without_weights(AutoConfig.for_model("qwen3_moe", **QWEN3_30B))
         injection = inject(model, "dense", command_line={**devices, "weights": "q4_0"})
         footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True, gpu=8 * gigabyte)
-        plan = Plan(footprint, 32 * gigabyte, 8 * gigabyte, injection.context_length)
-        assert plan.fits(4096) == fits
+        length = injection.context_length
+        assert Plan(footprint, 32 * gigabyte, 8 * gigabyte, length).fits(4096) == fits
         assert (footprint.weights_in_dram > 16 * gigabyte) == fits
         assert (footprint.weights < gigabyte) == fits
         # DRAM is planned too.
-        assert not Plan(footprint, 16 * gigabyte, 8 * gigabyte, injection.context_length).fits(4096)
+        assert not Plan(footprint, 16 * gigabyte, 8 * gigabyte, length).fits(4096)
 
 
 def test_auto_puts_experts_where_a_context_fits():
@@ -268,6 +269,17 @@ def test_a_context_is_saved_and_loaded_with_experts_in_dram(tmp_path):
             again = HeteroCache.load(tmp_path / "context", model)
             found = model(PROMPT[:, :1].to("cuda"), past_key_values=again).logits
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_experts_that_are_mapped_from_the_disk_are_memory_in_use(monkeypatch):
+    monkeypatch.setattr(plan, "free_dram", lambda: 10**9)
+    with simulated_cuda():
+        for where, used in (("dram", True), ("gpu", False)):
+            model = placed(tiny_model("mixtral"), torch.device("cuda"), "gpu", where)
+            model.hetero_kv_mapped_weights = 10**8
+            injection = inject(model, "dense", command_line=SMALL)
+            assert 10**9 - Plan.of(injection).dram == (bytes_of(experts_in(model)) if used else 0)
 
 
 @pytest.mark.cuda
