@@ -257,18 +257,23 @@ def test_two_models_share_experts_in_dram(folder):
 
 
 @pytest.mark.cuda
-def test_a_context_is_saved_and_loaded_with_experts_in_dram(tmp_path):
+def test_a_context_is_loaded_wherever_the_experts_are(tmp_path):
+    found = []
     with simulated_cuda():
-        model = placed(tiny_model("qwen3_moe"), torch.device("cuda"), "auto", "dram")
-        inject(model, "dense", command_line=SMALL)
-        cache = HeteroCache(model)
-        with torch.no_grad():
-            model(PROMPT.to("cuda"), past_key_values=cache)
-            cache.save(tmp_path / "context")
-            expected = model(PROMPT[:, :1].to("cuda"), past_key_values=cache).logits
+        for where in ("dram", "gpu"):
+            model = placed(tiny_model("deepseek_v3"), torch.device("cuda"), "gpu", where)
+            inject(model, "dense", command_line=SMALL)
+            if where == "dram":
+                cache = HeteroCache(model)
+                with torch.no_grad():
+                    # With a token, behind which the shared expert's forward is replaced.
+                    for part in PROMPT[:, :4].split(1, dim=1):
+                        model(part.to("cuda"), past_key_values=cache)
+                cache.save(tmp_path / "context")
             again = HeteroCache.load(tmp_path / "context", model)
-            found = model(PROMPT[:, :1].to("cuda"), past_key_values=again).logits
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            with torch.no_grad():
+                found.append(model(PROMPT[:, :1].to("cuda"), past_key_values=again).logits)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda
