@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from hetero_kv import HeteroCache, HeteroKVError, eject, inject, models, open_model
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, models, open_model
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.models import packed_cache
@@ -232,6 +232,11 @@ def test_a_files_experts_are_computed_in_dram_beside_a_gpu(mixture):
         packed = [weights for module in experts_of(model) for weights in module.packed_weights()]
         assert {(weights.name, weights.data.device.type) for weights in packed} == {("MXFP4", "cpu")}
         require_like({ids: logits_of(model, ids.to("cuda")).cpu() for ids in plain}, plain)
+        for settings, place in (({}, "cuda"), ({"experts_device": "dram"}, "cpu")):
+            settings = {**SMALL, "threads_num": 1, **settings}
+            model = load_model(folder, gguf_path=file, dtype="float32", device="cuda", config="dense", **settings).model
+            packed = [weights for module in experts_of(model) for weights in module.packed_weights()]
+            assert {weights.data.device.type for weights in packed} == {place}
 
 
 def test_a_files_experts_have_the_requested_type(mixture):
