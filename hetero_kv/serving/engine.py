@@ -184,7 +184,7 @@ class Engine:
             checkpoints, max_batch,
         )  # fmt: skip
         self._max_batch = max_batch
-        size, turn = PartSize(longest_gap_s, part), EngineTurn()
+        size, turn = PartSize(longest_gap_s, part), EngineTurn(rules=injection)
         outputs = OutputProcessor(self._queues, self._prefixes)
         decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation)
         self._scheduler = Scheduler(

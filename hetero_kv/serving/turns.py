@@ -46,6 +46,8 @@ class EngineTurn:
 
     Args:
         queue: the engines that share the cores; None for those of the process.
+        rules: the rules in its model (`Injection`). Only one forward at a time computes under them: an engine of the
+            same ones has its turn when that is over.
 
     Attributes:
         rows: requests that the engine is answering, as others see them.
@@ -53,8 +55,8 @@ class EngineTurn:
         passes_prompt: whether the engine is computing a prompt.
     """
 
-    def __init__(self, queue: _Queue | None = None) -> None:
-        self._queue = _PROCESS if queue is None else queue
+    def __init__(self, queue: _Queue | None = None, rules: object = None) -> None:
+        self._queue, self._rules = _PROCESS if queue is None else queue, rules
         self._began = 0.0
         self.rows, self.decode_s, self.passes_prompt = 0, 0.0, False
         with self._queue.changed:
@@ -79,6 +81,8 @@ class EngineTurn:
         turns = self._queue.turns
         if len(turns) > 1 and time.perf_counter() - self._began >= after_s:
             with self._queue.changed:
+                if self._rules is not None and sum(each._rules is self._rules for each in turns) > 1:
+                    return
                 turns.rotate(-1)
                 self._queue.changed.notify_all()
                 # `__exit__` leaves the queue, however the wait ends.

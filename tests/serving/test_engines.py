@@ -141,6 +141,16 @@ def test_a_turn_that_ends_in_an_error_is_over():
         pass
 
 
+def test_engines_of_one_model_do_not_wait_for_each_other_in_a_forward():
+    settings = {"longest_gap_s": 1e-6, "speculation": "off", "starts_thread": True}
+    with engine_of("dense", longest_gap_s=1e-6, starts_thread=True) as first:
+        model = first._scheduler.forward.model
+        expected = [alone(first, tokens) for tokens in PROMPTS[2:4]]
+        with Engine(LoadedModel(model, first.tokenizer, "tiny", 512), max_seq_len=400, **settings) as second:
+            streams = [[engine.generate(tokens, GREEDY) for tokens in PROMPTS[2:4]] for engine in (first, second)]
+            assert [[stream.result(60).tokens for stream in each] for each in streams] == [expected, expected]
+
+
 def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():
     """Under sparse prefill a prompt passes whole, and the other engine's requests get tokens meanwhile."""
     during: list[int] = []
