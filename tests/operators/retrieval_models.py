@@ -45,9 +45,9 @@ def recorded(monkeypatch):
 
         return noted
 
-    def kept(self, native, groups, q, *rest):
+    def kept(self, native, groups, q, *rest, **named):
         positions_seen.clear()
-        masses = attend(self, native, groups, q, *rest)
+        masses = attend(self, native, groups, q, *rest, **named)
         if positions_seen:
             layer, step = groups[0][:2]
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])

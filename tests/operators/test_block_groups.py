@@ -43,9 +43,9 @@ def checked(monkeypatch):
     """Holds what stands for each group of every decoded token's Context to its keys and values; counts the tokens."""
     seen, layers, call, attend = [], [], RetrievalStep.__call__, RetrievalAttention._attend_natively
 
-    def noted(self, native, groups, *rest):
+    def noted(self, native, groups, *rest, **named):
         layers[:] = [groups[0].layer, self]
-        return attend(self, native, groups, *rest)
+        return attend(self, native, groups, *rest, **named)
 
     def recorded(native, q, k, v, ranges, table, which, *rest):
         largest = call(native, q, k, v, ranges, table, which, *rest)

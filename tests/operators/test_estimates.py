@@ -58,9 +58,9 @@ def checked(monkeypatch):
     """Holds every decoded token's attention in every layer to a reference; counts those that estimated something."""
     seen, layers, call, attend = [], [], RetrievalStep.__call__, RetrievalAttention._attend_natively
 
-    def noted(self, native, groups, *rest):
+    def noted(self, native, groups, *rest, **named):
         layers[:] = [groups[0].layer]
-        return attend(self, native, groups, *rest)
+        return attend(self, native, groups, *rest, **named)
 
     def recorded(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest):
         largest = call(native, q, k, v, ranges, table, which, positions, allowed, shared, *rest)
