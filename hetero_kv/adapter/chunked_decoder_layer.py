@@ -134,7 +134,8 @@ class ChunkedDecoderLayer(Operator):
         if self._kernels is _FOREIGN:
             self._kernels = _UNTRIED
         _refuse_unsliceable(self.path, args, kwargs)
-        chunk_size = min(self.engine.chunk_size, cache.chunk_tokens or total)
+        chunk_size = min(self.engine.chunk_size, cache.chunk_tokens or total, total)
+        cache.passing_tokens = chunk_size
         chunked_pass = chunking.chunked_pass(hidden_states, kwargs, chunk_size, chunking.is_reusable(hidden_states))
         is_on_cpu = hidden_states.device.type == "cpu"
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")

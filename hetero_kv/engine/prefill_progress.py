@@ -22,9 +22,11 @@ class PrefillProgress:
         on_progress: called after every prefilled chunk; may be None.
         request: of the next forwards.
         chunk_tokens: the most tokens of a chunk of the next layers; None for the rules' `chunk_size`.
+        passing_tokens: the most tokens of a chunk of the present layer.
     """
 
     chunk_tokens: int | None = None
+    passing_tokens: int = 1
 
     @property
     @abstractmethod

@@ -71,12 +71,17 @@ class ChunkPace:
     def __init__(self, answers: AnswerPace, tokens: int) -> None:
         self._answers, self._tokens = answers, tokens
         self.chunk_tokens, self.paused_s = tokens, 0.0
+        self._passing = tokens
         self._resumed_at = time.perf_counter()
 
-    def pause(self) -> None:
-        """Record that the forward can pause here."""
+    def pause(self, passing: int) -> None:
+        """Record that the forward can pause here.
+
+        passing: tokens of a chunk of the present layer, which began before the last plan.
+        """
         now, answers = time.perf_counter(), self._answers
-        found = (now - self._resumed_at) / self.chunk_tokens
+        self._passing = passing
+        found = (now - self._resumed_at) / passing
         before = found if answers.token_s is None else answers.token_s
         answers.token_s = max(found, before + _FORGOTTEN * (found - before))
         self._resumed_at = now
@@ -99,7 +104,8 @@ class ChunkPace:
         if rows or others.rows:
             decode_s = decode_s if rows else 0.0
             free_s = self._answers.limit_s(decode_s, others) - decode_s
-            while self.chunk_tokens > _LEAST and self._next_s * _PAUSES > free_s:
+            token_s = self._answers.token_s or 0.0
+            while self.chunk_tokens > _LEAST and token_s * self.chunk_tokens * _PAUSES > free_s:
                 self.chunk_tokens = max(_LEAST, self.chunk_tokens // 2)
 
     def are_due(self, decode_s: float, others: Others = NO_OTHERS) -> bool:
@@ -118,4 +124,4 @@ class ChunkPace:
     @property
     def _next_s(self) -> float:
         """How long it takes to the next pause, seconds; 0 before the first one."""
-        return (self._answers.token_s or 0.0) * self.chunk_tokens
+        return (self._answers.token_s or 0.0) * self._passing

@@ -248,7 +248,7 @@ class Scheduler:
         def pause() -> None:
             if request.is_cancelled:
                 raise CancelledInPrefillError
-            pace.pause()
+            pace.pause(cache.passing_tokens)
             self.active_at = time.monotonic()
             self._turn.pass_on(pace.turn_s(self._turn.others))
             if pauses:

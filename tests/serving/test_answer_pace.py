@@ -24,7 +24,7 @@ def passed(clock, token_s, tokens=2048):
     answers = AnswerPace(GAP_S)
     pace = ChunkPace(answers, tokens)
     clock.now += token_s * tokens
-    pace.pause()
+    pace.pause(pace.chunk_tokens)
     pace.resume()
     return answers, pace
 
@@ -76,25 +76,38 @@ def test_the_longest_time_between_two_pauses_counts_and_is_forgotten(clock):
     long = answers.token_s
     for _ in range(3):
         clock.now += 0.001
-        pace.pause()
+        pace.pause(pace.chunk_tokens)
         pace.resume()
     assert 0.8 * long < answers.token_s < long
     for _ in range(200):
         clock.now += 0.001
-        pace.pause()
+        pace.pause(pace.chunk_tokens)
         pace.resume()
     assert answers.token_s == pytest.approx(0.001 / 2048, rel=0.1)
+
+
+def test_a_layer_that_began_with_long_chunks_does_not_make_the_next_ones_shorter(clock):
+    _, pace = passed(clock, 1e-4)
+    pace.plan(4, 0.03)
+    planned = pace.chunk_tokens
+    assert planned < 2048
+    for _ in range(5):
+        clock.now += 1e-4 * 2048
+        pace.pause(2048)
+        pace.plan(4, 0.03)
+        pace.resume()
+    assert pace.chunk_tokens == planned
 
 
 def test_pauses_are_no_time_of_the_prompt(clock):
     answers, pace = passed(clock, 1e-4)
     before = answers.token_s
-    pace.pause()
+    pace.pause(pace.chunk_tokens)
     clock.now += 5.0
     pace.resume()
     assert pace.paused_s == 5.0
     clock.now += 1e-4 * 2048
-    pace.pause()
+    pace.pause(pace.chunk_tokens)
     assert answers.token_s == pytest.approx(before)
 
 
