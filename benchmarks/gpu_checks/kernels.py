@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import formats_without_grids, packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
-from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, relative_error, synchronise
+from benchmarks.gpu_checks.setting import HALF, CheckResult, Setting, in_own_pages, relative_error, synchronise
 from benchmarks.gpu_checks.token_kernels import token_cases
 from hetero_kv.gpu_ops.gather import gathered_rows, gathered_rows_by_copy
 from hetero_kv.gpu_ops.kernel_choice import runs_triton
@@ -61,7 +61,7 @@ def _rebuild_case(setting: Setting, dtype: torch.dtype, layout: RotaryLayout) ->
 
 def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
     rows, count = (100, 7) if setting.tiny else (100_000, 2048)
-    stored = torch.randn(rows, 8, 128).to(dtype)
+    stored = in_own_pages(torch.randn(rows, 8, 128).to(dtype))
     mapped = MappedMemory(stored, setting.device)
     is_mapped = setting.on_gpu and mapped.reach(stored.nbytes)
     where, like = torch.randint(0, rows, (count,)), torch.empty(0, device=setting.device)

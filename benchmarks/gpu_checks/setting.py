@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hetero_kv.store.memory import reserve
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -69,6 +71,11 @@ def random_tokens(setting: Setting, count: int, seed: int, vocabulary: int) -> t
     """[1, count] token ids on the device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, vocabulary, (1, count), generator=generator).to(setting.device)
+
+
+def in_own_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU whose pages hold nothing else, as a pool's: CUDA refuses to lock a page twice."""
+    return torch.from_numpy(reserve(tensor.nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

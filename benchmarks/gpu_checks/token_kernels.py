@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_checks.setting import HALF, Setting
+from benchmarks.gpu_checks.setting import HALF, Setting, in_own_pages
 from hetero_kv.gpu_ops import estimated_masses, token_attention, token_choice, token_slots
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.gpu_ops.window_step import SPLITS, join_parts_in_torch
@@ -97,9 +97,10 @@ def _choice(setting: Setting) -> Case:
 
 def _slots(setting: Setting, dtype: torch.dtype) -> Case:
     (kv_heads, _, blocks, dim), device = _numbers(setting), setting.device
-    pool = torch.randn(blocks // 4, kv_heads, _SIZE, dim).half()
+    pool = in_own_pages(torch.randn(blocks // 4, kv_heads, _SIZE, dim).half())
     mapped = MappedMemory(pool, device)
-    is_mapped = not setting.on_gpu or mapped.reach(pool.nbytes)
+    if setting.on_gpu and not mapped.reach(pool.nbytes):
+        raise RuntimeError(f"the {pool.nbytes:,} bytes that single tokens are read from are not page-locked")
     tokens = len(pool) * _SIZE
     table = torch.randperm(len(pool)).int()[None]
     size = tokens // 4
@@ -123,7 +124,7 @@ def _slots(setting: Setting, dtype: torch.dtype) -> Case:
 
     by_kernels = partial(_kernel, setting)
     return (
-        "single tokens from page-locked DRAM" if is_mapped else "single tokens: NOT page-locked",
+        "single tokens from page-locked DRAM",
         lambda: brought(by_kernels, device),
         lambda: brought(_in_torch, torch.device("cpu")),
         0.0,
