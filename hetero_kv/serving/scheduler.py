@@ -87,12 +87,15 @@ class Scheduler:
         rows = self._begin()
         passing = self._passing()
         if not (passing and self._splits() and self._mixed(passing, rows)):
+            if passing and not self._prefill(passing[0]):
+                self._report()
+                return
             if passing:
-                self._prefill(passing[0])
                 # Others have come and gone since.
                 rows = [each for each in self.admission.rows() if each is not passing[0]]
             self._decoder.decode(rows)
-        self._end()
+        self._pace.answered()
+        self._report()
 
     def _begin(self) -> list[Request]:
         """Begin a step: end and admit requests. Returns those to decode a token of."""
@@ -111,11 +114,12 @@ class Scheduler:
         passing, paused = self._order.passing(), self.queues.computing
         if paused is None:
             return passing
-        before = passing[: passing.index(paused)] if self._splits() else []
-        return [each for each in before if len(each.tokens) - each.stored <= self._small]
+        before = passing[: passing.index(paused)]
+        small = [each for each in before if len(each.tokens) - each.stored <= self._small]
+        # A look at the hooks of all modules takes a millisecond, and a forward may pause a thousand times.
+        return small if small and self._splits() else []
 
-    def _end(self) -> None:
-        self._pace.answered()
+    def _report(self) -> None:
         self.active_at = time.monotonic()
         self.report_load()
 
@@ -229,8 +233,11 @@ class Scheduler:
                 break
         return parts
 
-    def _prefill(self, request: Request) -> None:
-        """Pass a part of a prompt, or all of its rest; after the last part comes the first token."""
+    def _prefill(self, request: Request) -> bool:
+        """Pass a part of a prompt, or all of its rest; after the last part comes the first token.
+
+        Returns whether the other requests' next tokens are due now: always, unless they were answered meanwhile.
+        """
         cache, start, splits = request.cache, request.stored, self._splits()
         assert cache is not None
         if isinstance(request, Replay):
@@ -271,19 +278,20 @@ class Scheduler:
                 computed = compute()
         except CancelledInPrefillError:
             self._outputs.retire(request, "stopped")
-            return
+            return True
         except StepWithinError as failed:
             raise failed.error from None
         except Exception as error:
             self.queues.fail(request, error)
-            return
+            return True
         finally:
             cache.on_progress = cache.chunk_tokens = None
         request.advance(stop)
+        are_due = not pauses or pace.are_due(self._part_size.decode_s, self._turn.others)
         if isinstance(request, Replay):
             if computed is not None:
                 self._end_replay(request, computed)
-            return
+            return are_due
         seconds = time.perf_counter() - began - pace.paused_s
         self._prompt_speed.passed(request, stop - start, seconds, part.is_last)
         if stop - start >= LEAST or not self._checkpoints.are_taken:
@@ -293,6 +301,7 @@ class Scheduler:
         if part.is_last:
             self.queues.answer(request)
             self._outputs.accept([request], bursts(computed[None]))
+        return are_due
 
     def _answer_others(self, request: Request, pace: ChunkPace) -> None:
         """Compute steps of the other requests between two chunks of a prompt, if they are due or come first.

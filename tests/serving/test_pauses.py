@@ -9,6 +9,7 @@ import torch
 
 from hetero_kv import HeteroCache, SamplingParams, inject
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
+from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.serving.forward import ModelForward, Part
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of, forwards_within, pause_everywhere
 from tests.support.ragged_rows import prompt
@@ -87,6 +88,48 @@ def test_chunks_are_short_while_others_wait_and_whole_again_after(monkeypatch):
         assert {64, 128, 192} <= set(chunks)
         (cache,) = [each.cache for each in engine._queues.running] or [engine._prefixes.caches[-1]]
         assert cache.chunk_tokens is None
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_between_parts_others_get_tokens_only_if_they_are_due(is_due, monkeypatch):
+    with engine_of("dense", longest_gap_s=1e-9 if is_due else 1e6) as engine:
+        (stream,) = running(engine, PROMPTS[:1])
+        scheduler = engine._scheduler
+        # The prompt passes in parts of 64 tokens.
+        monkeypatch.setattr(scheduler._part_size, "of", lambda remaining, *_: min(remaining, 64))
+        monkeypatch.setattr(scheduler._part_size, "alone", 64)
+        monkeypatch.setattr(ModelForward, "mixes", False)
+        within, answered = forwards_within(engine, monkeypatch), []
+        decode = scheduler._decoder.decode
+        monkeypatch.setattr(scheduler._decoder, "decode", lambda rows: (answered.append(len(rows)), decode(rows)))
+        long = engine.generate(LONG, GREEDY)
+        before, parts = len(stream._pieces), 0
+        while not long._pieces:
+            engine.step()
+            parts += 1
+        assert parts >= 3
+        if is_due:
+            assert len(stream._pieces) >= before + parts
+            assert len(answered) > parts
+        else:
+            assert not within
+            assert len(stream._pieces) == before
+            assert not answered
+        assert long.result().tokens == alone(engine, LONG)
+        assert stream.result().tokens == alone(engine, PROMPTS[0], 40)
+
+
+def test_a_pause_without_a_step_looks_at_no_hooks(monkeypatch):
+    with engine_of("dense") as engine:
+        (stream,) = running(engine, PROMPTS[:1])
+        scheduler, looks, pauses = engine._scheduler, [], []
+        receive, is_hooked = scheduler.receive, ModelForward.is_hooked.fget
+        monkeypatch.setattr(ModelForward, "is_hooked", property(lambda self: (looks.append(1), is_hooked(self))[1]))
+        monkeypatch.setattr(scheduler, "receive", lambda: (pauses.append(engine._queues.computing), receive()))
+        engine.generate(LONG, GREEDY).result()
+        assert len([each for each in pauses if each is not None]) > 10
+        assert len(looks) < 10
+        stream.cancel()
 
 
 def test_a_short_prompt_comes_first_while_a_long_one_pauses(monkeypatch):
@@ -232,3 +275,27 @@ def test_fused_layers_in_bfloat16_pause_within_a_chunk(recipe, monkeypatch):
     alone_cache = HeteroCache(model)
     forward.prefill(alone_cache, Part(tokens, 0, 40, 40, None))
     assert torch.equal(pauses[0], forward.decode([alone_cache], [7]))
+
+
+def test_a_prompt_pauses_while_its_blocks_get_their_representatives(monkeypatch):
+    monkeypatch.setattr("hetero_kv.families.retrieval.prefill._FINALIZED_AT_ONCE", 3)
+    model = tiny_model("qwen2")
+    inject(model, "adaptive", command_line={"block_size": 16, "max_seq_len": 700})
+    forward, tokens = ModelForward(model), prompt(400, 3).tolist()
+    other, whole, cut = (HeteroCache(model) for _ in range(3))
+    forward.prefill(other, Part(tokens, 0, 40, 40, None))
+    expected, pauses = forward.prefill(whole, Part(tokens, 0, 400, 0, None)), []
+    represented, places = RetrievalAttention._represent, []
+
+    def representing(*arguments):
+        before = len(pauses)
+        represented(*arguments)
+        places.append(len(pauses) - before)
+
+    monkeypatch.setattr(RetrievalAttention, "_represent", representing)
+    with cut.requesting(pause=lambda: pauses.append(forward.decode([other], [7]))):
+        assert torch.equal(forward.prefill(cut, Part(tokens, 0, 400, 0, None)), expected)
+    assert len(places) == len(cut.layers)
+    assert min(places) >= 2
+    for token in (5, 9):
+        assert torch.equal(forward.decode([cut], [token]), forward.decode([whole], [token]))

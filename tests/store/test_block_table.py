@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -200,3 +201,22 @@ def test_a_table_that_is_collected_during_a_recount_is_counted_or_abandoned_once
     gc.collect()
     assert [allocator.references(block) for block in blocks] == [1, 1, 1]
     assert not set(allocator.allocate(allocator.free_blocks).tolist()) & set(blocks)
+
+
+@pytest.mark.parametrize("freed", [0, 5, 40])
+def test_prompts_leave_blocks_to_tokens_and_all_can_be_allocated(freed):
+    allocator = BlockAllocator(BLOCK)
+    allocator.provide(200)
+    first = allocator.allocate(60)
+    assert first.tolist() == list(range(60))
+    allocator.release(first[:freed])
+    second = allocator.allocate(70)
+    touched = allocator.touched_blocks
+    # Tokens write beside what was written before, and no earlier prompt's memory is left unused for long.
+    tokens = np.concatenate([allocator.allocate(1) for _ in range(16)])
+    assert allocator.touched_blocks == touched <= 60 + 70 + 16
+    rest = allocator.allocate(allocator.free_blocks)
+    ids = np.concatenate([first[freed:], second, tokens, rest])
+    assert sorted(ids.tolist()) == list(range(200))
+    with pytest.raises(MemoryError, match="0 free blocks of 200"):
+        allocator.allocate(1)

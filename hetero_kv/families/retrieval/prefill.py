@@ -147,6 +147,8 @@ class RetrievalPrefill(ExactPrefill):
             # Later blocks get their representatives from the buffer, most of them when they were written.
             stop = max(start, min(end, written.first_block))
         for first in range(start, stop, _FINALIZED_AT_ONCE):
+            if step.pause is not None and first > start:
+                step.pause()
             part = slice(first, min(first + _FINALIZED_AT_ONCE, stop))
             for row, blocks in enumerate(table):
                 ids = torch.from_numpy(blocks[part].astype(np.int64))
