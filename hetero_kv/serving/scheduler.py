@@ -175,8 +175,8 @@ class Scheduler:
 
         Returns whether that was done; after an error, and for a large part, each is computed separately.
         """
-        parts = self._parts_beside(passing) if self.forward.mixes and (rows or self._is_brief()) else []
-        if not parts:
+        parts = self._parts_beside(passing) if self.forward.mixes else []
+        if not parts or not (rows or self._are_brief(parts)):
             return False
         caches = [cache for _, cache in with_caches(request for request, _ in parts)]
         began = time.perf_counter()
@@ -204,10 +204,10 @@ class Scheduler:
         self._outputs.accept([request for request, _ in given], bursts(row for _, row in given))
         return True
 
-    def _is_brief(self) -> bool:
-        """Whether a small part is computed in so little time that a cancelled request can wait for its end."""
+    def _are_brief(self, parts: Sequence[tuple[Request, Part]]) -> bool:
+        """Whether small parts are computed in so little time that a cancelled request can wait for their end."""
         speed = self._part_size.tokens_per_s
-        return speed is None or SMALL / speed < _NOTICED_S
+        return speed is None or sum(len(part.tokens) for _, part in parts) / speed < _NOTICED_S
 
     @property
     def _small(self) -> int:
