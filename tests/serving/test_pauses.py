@@ -278,7 +278,7 @@ def test_fused_layers_in_bfloat16_pause_within_a_chunk(recipe, monkeypatch):
 
 
 def test_a_prompt_pauses_while_its_blocks_get_their_representatives(monkeypatch):
-    monkeypatch.setattr("hetero_kv.families.retrieval.prefill._FINALIZED_AT_ONCE", 3)
+    monkeypatch.setattr("hetero_kv.families.retrieval.prefill._KEYS_AT_ONCE", 3 * 2 * 16 * 16)
     model = tiny_model("qwen2")
     inject(model, "adaptive", command_line={"block_size": 16, "max_seq_len": 700})
     forward, tokens = ModelForward(model), prompt(400, 3).tolist()

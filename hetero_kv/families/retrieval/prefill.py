@@ -30,8 +30,9 @@ from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
 from hetero_kv.store.pool_arrays import represent_blocks
 
-# Blocks per computation of representatives: bounds the float32 copy of their keys.
-_FINALIZED_AT_ONCE = 64
+# Stored elements of keys per computation of representatives, whose copies in float32 then stay in a core's cache; and
+# groups of blocks.
+_KEYS_AT_ONCE, _GROUPS_AT_ONCE = 1 << 19, 64
 
 
 class RetrievalPrefill(ExactPrefill):
@@ -146,10 +147,11 @@ class RetrievalPrefill(ExactPrefill):
         if written is not None and (self.accumulates or layer.vectors_of is not None):
             # Later blocks get their representatives from the buffer, most of them when they were written.
             stop = max(start, min(end, written.first_block))
-        for first in range(start, stop, _FINALIZED_AT_ONCE):
+        at_once = max(1, _KEYS_AT_ONCE // pool.keys[0].numel())
+        for first in range(start, stop, at_once):
             if step.pause is not None and first > start:
                 step.pause()
-            part = slice(first, min(first + _FINALIZED_AT_ONCE, stop))
+            part = slice(first, min(first + at_once, stop))
             for row, blocks in enumerate(table):
                 ids = torch.from_numpy(blocks[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
@@ -164,8 +166,8 @@ class RetrievalPrefill(ExactPrefill):
         assert combined is not None
         size, sink = self.settings.group_blocks, layer.layout.sink_blocks
         stop = (end - sink) // size
-        for first in range((start - sink) // size, stop, _FINALIZED_AT_ONCE):
-            groups = min(stop - first, _FINALIZED_AT_ONCE)
+        for first in range((start - sink) // size, stop, _GROUPS_AT_ONCE):
+            groups = min(stop - first, _GROUPS_AT_ONCE)
             part = slice(sink + first * size, sink + (first + groups) * size)
             for table in tables:
                 pool.represent_groups(torch.from_numpy(table[part].astype(np.int64)).view(groups, size), combined)
