@@ -173,3 +173,29 @@ def test_sparse_speculation_adds_mean_keys_and_where_it_is_off_nothing(plan, cap
     assert bounded["lengths"][str(64 * K)]["cpu"]["mean_keys"] == 0
     assert ["BoundedAttention" in line for line in caplog.messages] == [True]
     assert "speculation is 'draft.gguf'; plan takes" in plan(*machine, "--speculation", "draft.gguf", status=2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "memory", "place"),
+    [
+        ("quest", 64, "gpu or cpu: read rates that the first context measures decide; planned as if the GPU attended"),
+        ("retroinfer", 64, "chooser retroinfer runs on the CPU"),
+        # What is chosen by fits beside the weights, and all keys and values of two layers do not.
+        ("quest", 6, "GB of its memory, and 6.00 GB are free"),
+    ],
+)
+def test_what_auto_gives_a_gpu_is_told(plan, recipe, memory, place):
+    words = ("--config", recipe, "--dram", 500, "--gpu_memory", memory)
+    shown = {attend_on: plan(*words, "--json", "--attend_on", attend_on) for attend_on in ("auto", "cpu")}
+    chosen = shown["auto"].pop("attend_on")
+    assert place in chosen
+    assert shown["cpu"].pop("attend_on") is None
+    if not chosen.startswith("cpu: "):
+        shown["cpu"] = plan(*words, "--json", "--attend_on", "gpu")
+        assert shown["cpu"].pop("attend_on") is None
+    for report in shown.values():
+        # DRAM of a machine that computes.
+        del report["free_dram_limits"]
+    assert shown["auto"] == shown["cpu"]
+    assert f"attend_on: auto, with a GPU: {chosen}" in plan(*words, "--attend_on", "auto")
+    assert "attend_on" not in plan(*words)

@@ -134,6 +134,25 @@ class MemoryShare(NamedTuple):
     common: bool = False
 
 
+class TokenReads(NamedTuple):
+    """What attending to a decoded token of one sequence reads of DRAM, in bytes.
+
+    Attributes:
+        by_cpu: by the CPU, where it attends: keys and values, and what they are chosen by.
+        chosen: keys and values that a GPU reads over the bus, where it attends, as far as it has them not.
+        row: of `chosen` that lie together; 0 for nothing.
+    """
+
+    by_cpu: int = 0
+    chosen: int = 0
+    row: int = 0
+
+    def plus(self, other: TokenReads) -> TokenReads:
+        """Those of both, with the smaller rows."""
+        rows = [each for each in (self.row, other.row) if each]
+        return TokenReads(self.by_cpu + other.by_cpu, self.chosen + other.chosen, min(rows, default=0))
+
+
 @dataclass(frozen=True)
 class LayerFootprint:
     """One layer's keys and values; by default all of them, on the compute device. Families override what differs.
@@ -171,6 +190,10 @@ class LayerFootprint:
     def shares(self, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """The layer's memory after the prefill of a prompt."""
         yield MemoryShare(UNTOUCHED, demand.sequences * self.kv_bytes(demand.tokens, demand))
+
+    def token_reads(self, tokens: int) -> TokenReads:
+        """What a token after `tokens` others reads, in a layer that a GPU may attend to (`attend_on`)."""
+        return TokenReads()
 
     def kv_bytes(self, tokens: int, demand: MemoryDemand) -> int:
         """Bytes of the keys and values of `tokens` on the compute device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +71,15 @@ class AttentionOperator(Operator):
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         attention_module.require_attention_interface(path, module)
+
+    @property
+    def gpu_obstacle(self) -> str | None:
+        """What of a decoded token's attention only the CPU computes, because of which `attend_on: gpu` is refused."""
+        return None
+
+    def attend_on(self, place: str) -> None:
+        """Take the place of `attend_on: auto`, `gpu` or `cpu`, for the cache layers that follow."""
+        self.engine = replace(self.engine, attend_on=place)
 
     @property
     def indexes_on_gpu(self) -> bool:

@@ -29,6 +29,7 @@ def json_report(session: ChatSession, answer: ChatAnswer) -> dict[str, Any]:
         "weight_bytes": session.weights.size,
         "weight_types": session.weights.in_short,
         "attention_backend": _attention_backend(session),
+        "attend_on": _attention_place(session),
         "cuda_graphs": session.injection.captures.state if session.injection else None,
         **{name: value for name, value in asdict(statistics).items() if name != "of_layers"},
         **dict.fromkeys(layer_statistics()),
@@ -37,6 +38,12 @@ def json_report(session: ChatSession, answer: ChatAnswer) -> dict[str, Any]:
         "decode_tokens_per_s": statistics.decode_tokens_per_s,
         "settings": session.settings_in_force(),
     }
+
+
+def _attention_place(session: ChatSession) -> str | None:
+    """Where tokens attend to the Context under `attend_on: auto`, and why; None for other settings."""
+    decision = session.injection.place.decision if session.injection else None
+    return None if decision is None else str(decision)
 
 
 def _attention_backend(session: ChatSession) -> str | None:

@@ -94,7 +94,8 @@ class ChatSession:
 
     def settings_in_force(self) -> dict[str, Any]:
         """Engine, operators and sampling settings in use, with `auto` resolved."""
-        engine = asdict(self.engine) | {"threads_num": self.engine.resolved_threads()}
+        present = self.injection.engine if self.injection else self.engine
+        engine = asdict(present) | {"threads_num": present.resolved_threads()}
         if self.injection:
             engine["max_seq_len"] = self.capacity
         else:

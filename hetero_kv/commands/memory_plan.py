@@ -17,6 +17,7 @@ from hetero_kv.adapter.footprint import terms
 from hetero_kv.commands.injected import InjectedModel, injected_model
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
+from hetero_kv.planning.attention_place import Decision, planned
 from hetero_kv.planning.experts_place import experts_place
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, beyond_training, resolve_max_seq_len
@@ -38,20 +39,25 @@ def print_plan(flags: argparse.Namespace) -> int:
         OutOfMemoryError: the `max_seq_len` in force does not fit; the plan is printed nevertheless.
         HeteroKVError: a mistake in the flags or files, or a model that cannot be found.
     """
-    plans, limits, in_force = _plans(flags, subject := injected_model(flags))
+    plans, limits, in_force, place = _plans(flags, subject := injected_model(flags))
     max_seq_len = subject.injection.engine.max_seq_len
     if flags.json:
-        print(json_text(_report(subject, plans, in_force, limits)))
+        print(json_text(_report(subject, plans, in_force, limits, place)))
     else:
-        _print(console(), subject, plans, in_force, limits)
+        _print(console(), subject, plans, in_force, limits, place)
     # With --json only the object belongs on standard output; the error goes to standard error in either case.
     sys.stdout.flush()
     resolve_max_seq_len(max_seq_len, plans[in_force])
     return 0
 
 
-def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str, Plan], list[Limit], str]:
-    """A plan for the CPU alone and one with a GPU, the limits of the DRAM, and the name of this machine's plan."""
+def _plans(
+    flags: argparse.Namespace, subject: InjectedModel
+) -> tuple[dict[str, Plan], list[Limit], str, Decision | None]:
+    """A plan for the CPU alone and one with a GPU, the limits of the DRAM, and the name of this machine's plan.
+
+    The last is what `attend_on: auto` gives with a GPU; None for other settings.
+    """
     injection = subject.injection
     injection.sparse_drafts = _drafts_sparsely(flags.speculation, injection)
     given_dram, given_gpu = (_gigabytes(name, getattr(flags, name)) for name in ("dram", "gpu_memory"))
@@ -66,12 +72,17 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
         gpu_type = resolve_dtype("auto", device)
     on_cpu = Footprint.of(injection, dtype=cpu_type, on_gpu=False, stored=subject.stored)
     place = experts_place(injection, gpu_type, subject.stored, limits[0].free, gpu)
-    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu, experts_device=place)
-    plans = {
-        CPU: Plan(on_cpu, limits[0].free, None, injection.context_length, budget=injection.engine.dram_budget),
-        GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length, budget=injection.engine.dram_budget),
-    }
-    return plans, limits, GPU if device.type == "cuda" else CPU
+    length, budget = injection.context_length, injection.engine.dram_budget
+
+    def with_gpu() -> Plan:
+        footprint = Footprint.of(
+            injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu, experts_device=place
+        )
+        return Plan(footprint, limits[0].free, gpu, length, budget=budget)
+
+    attends = planned(injection, list(injection.attention_operators()), with_gpu)
+    plans = {CPU: Plan(on_cpu, limits[0].free, None, length, budget=budget), GPU: with_gpu()}
+    return plans, limits, GPU if device.type == "cuda" else CPU, attends
 
 
 def _drafts_sparsely(way: str, injection: Injection) -> bool:
@@ -104,7 +115,9 @@ def _gigabytes(name: str, text: str | None) -> int | None:
     return int(number * 1e9)
 
 
-def _report(subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]) -> dict[str, Any]:
+def _report(
+    subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit], place: Decision | None
+) -> dict[str, Any]:
     """The plan as plain data, sizes in bytes."""
     shown = plans[in_force]
     largest = shown.largest()
@@ -119,6 +132,7 @@ def _report(subject: InjectedModel, plans: dict[str, Plan], in_force: str, limit
         "free_gpu": plans[GPU].gpu,
         "reserve": RESERVE,
         "computes_on": "gpu" if in_force == GPU else "cpu",
+        "attend_on": None if place is None else str(place),
         "largest_max_seq_len": largest,
         "auto_max_seq_len": min(largest, shown.context_length),
         "lengths": {
@@ -144,8 +158,9 @@ def _verdict(plan: Plan, tokens: int) -> bool | None:
 
 
 def _print(
-    terminal: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]
-) -> None:
+    terminal: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit],
+    place: Decision | None,
+) -> None:  # fmt: skip
     shown = plans[in_force]
     model = subject.injection.model
     model_class, layers = type(model).__name__, attention_module.text_config(model).num_hidden_layers
@@ -163,6 +178,9 @@ def _print(
         soft_wrap=True,
     )
     terminal.print(_free(plans, limits), highlight=False, soft_wrap=True)
+    if place is not None:
+        text = f"attend_on: auto, {GPU}: {place}"
+        terminal.print(text, markup=False, highlight=False, soft_wrap=True)
     largest = shown.largest()
     most = "any" if largest >= LONGEST else f"{largest:,}"
     terminal.print(

@@ -95,6 +95,7 @@ def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
             same["modules"].append(path)
     engine = _recorded(injection.engine)
     del engine["threads_num"]
+    engine["attend_on"] = injection.place.setting
     rules = display(spec.rules.path) if spec.rules.path else "rules"
     return {"rules": rules, "engine": engine, "operators": operators}
 

@@ -23,6 +23,7 @@ from hetero_kv.adapter.replacement import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.errors import ConfigError
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend, missing
+from hetero_kv.planning.attention_place import AttentionPlace
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.experts_device import experts_in_dram
 from hetero_kv.rules.injection import Injection, PutForward
@@ -136,8 +137,9 @@ def _injected(
     if lacking := missing(backend):
         raise SettingError("attention_backend", backend, lacking)
     injection = Injection(
-        model, engine.settings, attention=AttentionBackend(backend), captures=CaptureState(engine.settings.cuda_graphs)
-    )
+        model, engine.settings, attention=AttentionBackend(backend), place=AttentionPlace(engine.settings.attend_on),
+        captures=CaptureState(engine.settings.cuda_graphs),
+    )  # fmt: skip
     injection.weights = weights
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:

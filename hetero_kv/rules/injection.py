@@ -36,6 +36,7 @@ from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend
 from hetero_kv.models import ProgressReport
+from hetero_kv.planning.attention_place import AttentionPlace
 from hetero_kv.planning.common_plan import CommonPlan
 from hetero_kv.planning.oom_error import ran_out_of_memory
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
@@ -95,6 +96,7 @@ class Injection:
         configs: the modules whose config a copy replaces, each with the original.
         guards: the forwards that wrap those of models.
         attention: the backend setting for attention on a GPU, and which backends have run.
+        place: where tokens attend to the Context under `attend_on: auto`.
         captures: whether decoding uses CUDA graphs, and which steps were captured.
         digests: digests of the model's weights, computed on first use; models that share weights share these too.
         sparse_drafts: whether an engine or conversation guesses this model's tokens by attention to few blocks, so that
@@ -111,6 +113,7 @@ class Injection:
     configs: list[tuple[Any, Any]] = field(default_factory=list)
     guards: list[PutForward] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
+    place: AttentionPlace = field(default_factory=AttentionPlace)
     captures: CaptureState = field(default_factory=CaptureState)
     digests: TensorDigests = field(default_factory=TensorDigests)
     sparse_drafts: bool = False
@@ -132,8 +135,17 @@ class Injection:
         return {path: (type(operator).__name__, operator.settings) for path, operator in self.operators.items()}
 
     def attention_operators(self) -> Iterator[AttentionOperator]:
-        """The operators that compute attention, in the model's order."""
-        return (operator for operator in self.operators.values() if isinstance(operator, AttentionOperator))
+        """The operators that compute attention, in the model's order; `attend_on: auto` is decided, if it can be."""
+        return iter(self.placed())
+
+    def placed(self, sequences: int = 1, max_seq_len: int | None = None) -> list[AttentionOperator]:
+        """The same, by what `sequences` of `max_seq_len` tokens take together; None for the setting `max_seq_len`."""
+        length = self.engine.max_seq_len if max_seq_len is None else max_seq_len
+        operators = [each for each in self.operators.values() if isinstance(each, AttentionOperator)]
+        decision = self.place.decide(self, operators, sequences, length)
+        if decision is not None and decision.place != self.engine.attend_on:
+            self.engine = replace(self.engine, attend_on=decision.place)
+        return operators
 
     @property
     def is_in_place(self) -> bool:
@@ -152,6 +164,7 @@ class Injection:
 
     def adopt(self, cache: HeteroCache) -> None:
         """Accept a cache of an earlier, equal injection. Raises HeteroKVError if they differ."""
+        self.attention_operators()
         require_own(cache.injection, self)
         cache.injection = self
 
@@ -221,6 +234,7 @@ class Injection:
         free memory.
         """
         length = self.engine.max_seq_len if max_seq_len is None else max_seq_len
+        self.placed(sequences, max_seq_len)
         with PLANNING:
             gc.collect()
             plan = CommonPlan.of(self, sequences, reserved=reserved_by_others(None)).share(share)

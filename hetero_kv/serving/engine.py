@@ -144,6 +144,7 @@ class Engine:
         # Compile the kernels that draw tokens now, so that no request waits for them.
         drawn(filtered_weights(np.zeros(2, np.float32), 1.0, 1, 0.5, 0.0), 0.0)
         self.tokenizer = model.tokenizer
+        injection.placed(max_batch, max_seq_len)
         forward = ModelForward(model.model, model.tokenizer)
         self._speculation = open_speculation(
             forward, model.tokenizer, speculation, max_seq_len=max_seq_len, sequences=max_batch,

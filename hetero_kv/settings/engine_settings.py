@@ -80,8 +80,9 @@ class EngineSettings(Settings):
         "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: what blocks are "
         "chosen by, and chosen blocks or tokens, lie on the GPU, which reads missing ones from DRAM without waiting "
         "for the host; layers that attend to everything have all keys and values there (top_k_blocks: all, "
-        "dense_layer_num)",
-        choices=(CPU, GPU),
+        "dense_layer_num); auto: on the GPU if it can, if a context of max_seq_len tokens fits there then, and if, by "
+        "the read rates that the first context measures, a token waits no longer for the bus than for the CPU",
+        choices=(AUTO, GPU, CPU),
     )
     index_device: str = setting(
         AUTO,

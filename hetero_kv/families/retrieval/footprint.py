@@ -14,6 +14,7 @@ from hetero_kv.adapter.footprint import (
     LayerFootprint,
     MemoryDemand,
     MemoryShare,
+    TokenReads,
     register,
     sums_share,
 )
@@ -175,6 +176,18 @@ class PagedFootprint(LayerFootprint):
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)
+
+    def token_reads(self, tokens: int) -> TokenReads:
+        """See LayerFootprint. Of estimated choices the largest counts."""
+        of_token = self.stored.keys + self.stored.values
+        if self.has_whole_window:
+            return TokenReads(round(tokens * of_token))
+        blocks = math.ceil(tokens / self.block_size)
+        most = self.chosen if self.estimated is None else self.estimated.blocks
+        chosen = round(min(most, blocks) * self.block_size * of_token)
+        together = self.block_size if self.estimated is None else 1
+        row = together * min(self.stored.keys, self.stored.values) / self.shape.kv_heads
+        return TokenReads(chosen + blocks * self.index_bytes, chosen, math.ceil(row) if chosen else 0)
 
     def _slot_bytes(self, demand: MemoryDemand) -> int:
         """Bytes of a block in a GPU's slot."""

@@ -18,7 +18,7 @@ from hetero_kv.families.retrieval.window_step import WindowStep
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.gpu_ops.attention_backend import takes_token
 from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
-from hetero_kv.settings.engine_settings import CPU, GPU, EngineSettings
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 
 class IndexedDecode(WindowedDecode):
@@ -37,7 +37,8 @@ class IndexedDecode(WindowedDecode):
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.scored_choice: ResidentChoice | None = None
-        if engine.index_device == GPU and engine.attend_on == CPU:
+        # Under `auto` the CPU may come to attend.
+        if engine.index_device == GPU and engine.attend_on != GPU:
             part = self._choice_of_the_cpu()
             if part is None and self.choice is not None:
                 part = (

@@ -40,11 +40,14 @@ class ResidentDecode(IndexedDecode):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
+        if engine.attend_on == GPU and (part := self.gpu_obstacle) is not None:
+            raise HeteroKVError(f"{path}: attend_on is gpu, but {part}; set attend_on to cpu")
         self.resident_choice: ResidentChoice | EstimatedChoice | None = None
-        if engine.attend_on == GPU:
-            if (part := self._part_of_the_cpu()) is not None:
-                raise HeteroKVError(f"{path}: attend_on is gpu, but {part}; set attend_on to cpu")
-            self.resident_choice = self._choice_of_the_gpu()
+        self.attend_on(engine.attend_on)
+
+    def attend_on(self, place: str) -> None:
+        super().attend_on(place)
+        self.resident_choice = self._choice_of_the_gpu() if place == GPU else None
 
     def _choice_of_the_gpu(self) -> ResidentChoice | EstimatedChoice:
         blocks, choice = self.budget or 0, self.choice
@@ -55,8 +58,8 @@ class ResidentDecode(IndexedDecode):
         sizes = self.covering, self.settings.block_size
         return EstimatedChoice(blocks, choice.candidates, by_keys, choice.target, choice.least, *sizes)
 
-    def _part_of_the_cpu(self) -> str | None:
-        """What only the CPU does of these settings; None for nothing."""
+    @property
+    def gpu_obstacle(self) -> str | None:
         if (part := self._choice_of_the_cpu()) is not None:
             return part
         if self.engine.measure_recall:

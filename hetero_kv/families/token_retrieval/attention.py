@@ -57,13 +57,9 @@ class TokenRetrievalAttention(ExactPrefill):
     def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         if engine.attend_on == GPU:
-            raise HeteroKVError(
-                f"{path}: attend_on is gpu, but chooser {settings.chooser} runs on the CPU; set attend_on to cpu"
-            )
+            raise HeteroKVError(f"{path}: attend_on is gpu, but {self.gpu_obstacle}; set attend_on to cpu")
         if engine.index_device == GPU:
-            raise HeteroKVError(
-                f"{path}: index_device is gpu, but chooser {settings.chooser} runs on the CPU; set index_device to auto"
-            )
+            raise HeteroKVError(f"{path}: index_device is gpu, but {self.gpu_obstacle}; set index_device to auto")
         registered = choosers.get(settings.chooser)
         if type(settings) is not registered.settings:
             raise HeteroKVError(
@@ -82,6 +78,10 @@ class TokenRetrievalAttention(ExactPrefill):
         self.ahead: LookAhead | None = None
         self.following: LookAhead | None = None
         self._decode = TokenDecode(self)
+
+    @property
+    def gpu_obstacle(self) -> str:
+        return f"chooser {self.settings.chooser} runs on the CPU"
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
