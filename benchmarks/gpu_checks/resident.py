@@ -1,4 +1,4 @@
-"""Compares a GPU that chooses (`attend_on: gpu`, `index_device: gpu`) with the CPU, and with full attention."""
+"""Compares a GPU that chooses (`attend_on: gpu`, `auto`, `index_device: gpu`) with the CPU, and with full attention."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ COVERING: dict[str, dict[str, Any]] = {
 }
 #: Of them those whose blocks a GPU may choose for the CPU.
 SCORED = ("quest", "ktransformers")
+_PLACE = "place"
 #: Statistics of both routes may differ by a token at near ties.
 _TIES = 0.02
 
@@ -43,7 +44,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
         kind, rounding = str(dtype).removeprefix("torch."), subject.rounding[dtype]
         for name, (recipe, settings) in PARTIAL.items():
             by_cpu, told = _logits(subject, dtype, recipe, {**settings, "attend_on": "cpu"})
-            ways = {name: {"attend_on": "gpu"}}
+            ways = {name: {"attend_on": "gpu"}, f"{name}, attend_on: auto,": {"attend_on": "auto"}}
             if name in SCORED:
                 ways[f"{name}, index_device: gpu,"] = {"index_device": "gpu"}
             for title, way in ways.items():
@@ -52,7 +53,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
                 yield CheckResult(
                     f"{title} as by the CPU, {kind}",
                     error <= 2 * rounding and apart <= _TIES,
-                    f"error {error:.2e}, at most {2 * rounding:.2e}; statistics differ by {apart:.1%}",
+                    f"error {error:.2e}, at most {2 * rounding:.2e}; statistics differ by {apart:.1%}{found[_PLACE]}",
                     {"error": error, "limit": 2 * rounding, "apart": apart},
                 )
             whole, _ = _logits(subject, dtype, recipe, {**settings, **COVERING[name], "attend_on": "gpu"})
@@ -68,12 +69,14 @@ def check(setting: Setting) -> Iterator[CheckResult]:
 def _logits(
     subject: ExactnessSubject, dtype: torch.dtype, recipe: str, settings: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The logits of the subject's conversation under a recipe, and the cache's statistics."""
+    """The logits of the subject's conversation under a recipe, the cache's statistics, and what `auto` has chosen."""
     model = subject.halves[dtype]
     inject(model, recipe, command_line={**_SIZES, "chunk_size": 64, "max_seq_len": 1024, **settings})
     try:
         cache = HeteroCache(model)
-        return subject.logits(model, cache), dict(cache.statistics)
+        decision = model.hetero_kv_injection.place.decision
+        place = {_PLACE: "" if decision is None else f"; {decision}"}
+        return subject.logits(model, cache), dict(cache.statistics) | place
     finally:
         eject(model)
 
