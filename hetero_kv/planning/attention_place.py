@@ -143,6 +143,8 @@ def _decided(
     if reason is not None:
         return Decision(CPU, reason)
     reads = _reads(injection, tokens)
+    if not reads.chosen:
+        return Decision(GPU, "it has all keys and values that a token attends to")
     row = -(-max(reads.row, 1) // _WORD) * _WORD
     try:
         rates = read_rates(device, row, torch.get_num_threads())

@@ -103,6 +103,12 @@ def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
     assert report["settings"]["dtype"] == "float32"
 
 
+def test_the_place_that_auto_chooses_is_told(chat: Chat):
+    report = chat.json("--prompt", QUESTION, "--attend_on", "auto")
+    assert report["attend_on"] == "cpu: the model computes on the CPU"
+    assert report["settings"]["engine"]["attend_on"] == "cpu"
+
+
 def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
     report = chat.json("--prompt", QUESTION)
     model = load_model(str(chat.folder), dtype="float32").model
@@ -111,6 +117,7 @@ def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
     # Of a CPU there is nothing to choose.
     assert report["attention_backend"] is None
     assert report["cuda_graphs"] is None
+    assert report["attend_on"] is None
     quantized = chat.json("--prompt", QUESTION, "--weights", "q8_0")
     # The layers' rows of 48 numbers are no whole blocks.
     assert quantized["weight_types"] == "Q8_0, float32"

@@ -35,8 +35,23 @@ _STEP = "tests/cpu_ops/test_estimating_step.py::test_"
 _OPERATIONS = "tests/engine/test_faults.py::test_an_operation_that_fails_anywhere_is_done_or_not_done"
 _FORWARDS = "tests/engine/test_faults.py::test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer"
 _GGML = "tests/store/test_storage.py::test_the_bytes_are_those_that_ggml_writes"
+_AUTO = "tests/operators/test_attend_auto_on_cuda.py::test_"
 
 MUTATIONS = (
+    Mutation(
+        "attend_on: auto counts one sequence of an engine's batch",
+        "hetero_kv/rules/injection.py",
+        "        decision = self.place.decide(self, operators, sequences, length)\n",
+        "        decision = self.place.decide(self, operators, 1, length)\n",
+        (_AUTO + "an_engine_counts_all_rows_of_its_batch",),
+    ),
+    Mutation(
+        "attend_on: auto prefers the longer wait",
+        "hetero_kv/planning/attention_place.py",
+        "GPU if over_bus <= by_cpu else CPU",
+        "CPU if over_bus <= by_cpu else GPU",
+        (_AUTO + "the_shorter_wait_decides",),
+    ),
     Mutation(
         "policies see attention without the model's softcap",
         "hetero_kv/families/bounded/attention.py",

@@ -8,19 +8,22 @@ import re
 import pytest
 import torch
 
-from hetero_kv import HeteroCache, HeteroKVError, eject, inject
+from hetero_kv import Engine, HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.footprint import TokenReads
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.evals.config_spec import settings_in_force
 from hetero_kv.families.retrieval.indexed_layer import ScoredLayer
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.gpu_ops import mapped_memory
+from hetero_kv.models.loading import LoadedModel
 from hetero_kv.planning import attention_place, read_rates
 from hetero_kv.planning.attention_place import MISSED, faster
 from hetero_kv.planning.plan import RESERVE, Plan
 from hetero_kv.planning.read_rates import ReadRates, measured
 from tests.operators.resident_models import injected, llama_on_gpu, random_tokens, rules, told
 from tests.operators.test_resident_on_cuda import conversation
+from tests.serving.number_tokenizer import Numbers
+from tests.serving.tiny_engine import GREEDY
 from tests.support.devices import simulated_cuda
 from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
@@ -118,6 +121,42 @@ def test_what_a_gpu_refuses_the_cpu_does_and_the_reason_is_told(llama, rates, re
     torch.testing.assert_close(found["auto"], found["cpu"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("top_k_blocks", ["all", 0])
+def test_where_no_block_crosses_the_bus_nothing_is_measured(llama, monkeypatch, top_k_blocks):
+    monkeypatch.setattr(attention_place, "read_rates", None)
+    cache = injected(llama, "auto", recipe="ktransformers", top_k_blocks=top_k_blocks)
+    told(llama, cache, random_tokens(61), prompt=60)
+    assert str(decision(llama)) == "gpu: it has all keys and values that a token attends to"
+
+
+def test_an_engines_answers_are_those_of_the_place(llama, rates):
+    answers, loaded = {}, LoadedModel(llama, Numbers(), "tiny", 512)
+    for attend_on in ("gpu", "auto"):
+        inject(llama, rules(attend_on))
+        with Engine(loaded, max_batch=2, starts_thread=False, kept_prefixes=0, speculation="off") as engine:
+            streams = [engine.generate(random_tokens(60, seed=seed)[0].tolist(), GREEDY) for seed in range(2)]
+            # In this thread, to which a simulated device belongs.
+            while not all(stream.is_done for stream in streams):
+                engine._loop._step()
+            answers[attend_on] = [stream.result().tokens for stream in streams]
+        assert llama.hetero_kv_injection.engine.attend_on == "gpu"
+        eject(llama)
+    assert answers["auto"] == answers["gpu"]
+
+
+def test_an_engine_counts_all_rows_of_its_batch(rates):
+    tokens = 4096
+    by_gpu, weights = needed("gpu", tokens)
+    with simulated_cuda(total=weights + int(2 * by_gpu / (1 - RESERVE))):
+        for rows, place in ((1, "gpu"), (8, "cpu")):
+            model = llama_on_gpu()
+            inject(model, rules("auto", recipe="dense", max_seq_len=tokens))
+            with Engine(LoadedModel(model, Numbers(), "tiny", tokens), max_batch=rows, starts_thread=False):
+                assert decision(model).place == place
+            del model
+            gc.collect()
+
+
 def test_a_model_on_a_cpu_attends_there():
     model = tiny_model("llama")
     cache = injected(model, "auto")
@@ -177,19 +216,6 @@ def test_the_cpu_attends_where_a_context_does_not_fit(rates):
                 assert re.search(
                     rf"{tokens} tokens take .* GB of its memory, and .* GB are free", decision(model).reason
                 )
-            del model, injection
-            gc.collect()
-
-
-def test_the_sequences_of_a_common_store_must_fit_together(rates):
-    tokens = 4096
-    by_gpu, weights = needed("gpu", tokens)
-    with simulated_cuda(total=weights + int(2 * by_gpu / (1 - RESERVE))):
-        for sequences, place in ((1, "gpu"), (8, "cpu")):
-            model = llama_on_gpu()
-            injection = inject(model, rules("auto", recipe="dense"))
-            injection.common_store(tokens, sequences)
-            assert decision(model).place == place
             del model, injection
             gc.collect()
 
