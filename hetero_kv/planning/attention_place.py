@@ -51,8 +51,8 @@ class Decision(NamedTuple):
 class AttentionPlace:
     """Where a model's tokens attend to the Context, if the setting `attend_on` leaves that open.
 
-    It is decided for the device on which the model computes when its first cache is made, and anew only if the model
-    has moved to another one since. Caches keep the place that they were made for.
+    It is decided for the device on which the model computes when its first cache is made, and again only if the model
+    has moved to another one since.
 
     Args:
         setting: the setting `attend_on`.
@@ -116,7 +116,7 @@ def planned(injection: Planned, operators: Sequence[AttentionOperator], plan: Ca
 def faster(reads: TokenReads, rates: ReadRates) -> Decision:
     """Where a token's attention waits less: for the CPU's reading, or for the bus.
 
-    Both at the same rate of time count for the GPU, whose layers do not wait for the host besides.
+    Equal waits count for the GPU, whose layers do not wait for the host besides.
 
     Args:
         reads: of all layers.
