@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.store.memory import reserve
 
 # Bytes of DRAM, more than caches hold, and bytes per call: long compared with a launch.
 _MEMORY, _CALL = 512 << 20, 32 << 20
@@ -48,7 +48,7 @@ def read_rates(device: torch.device, row: int, threads: int) -> ReadRates | None
 def measured(device: torch.device, row: int, memory: int, call: int) -> ReadRates | None:
     """As `read_rates`, with `memory` bytes of DRAM, of which each measured call reads other `call` bytes."""
     # Zeros that were never written would be one page of DRAM.
-    words = torch.from_numpy(np.empty(memory // 8, np.int64)).fill_(1)
+    words = torch.from_numpy(reserve(memory // 8 * 8)).view(torch.int64).fill_(1)
     parts = words.split(call // 8)
     cpu = _median_seconds([part.sum for part in parts[:_CALLS]])
     mapped = MappedMemory(words, device)
