@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from hetero_kv.gpu_ops.row_memory import Memory, by_row
+
 #: Chosen blocks are padded with -3, -4, ...: negative, distinct within a list, and neither of the markers of
 #: `gpu_ops.resident_slots`.
 FIRST_PADDING = -3
@@ -14,7 +16,7 @@ FIRST_PADDING = -3
 
 def block_scores(
     q: torch.Tensor,
-    vectors: torch.Tensor,
+    vectors: Memory,
     count: int | torch.Tensor,
     bounds: bool,
     scale: float,
@@ -44,7 +46,7 @@ def block_scores_in_torch(
     Args:
         q: [batch, kv_heads * group, 1, dim].
         vectors: [batch, kv_heads, capacity, number, dim], of the blocks; the last two dimensions are contiguous.
-        count: blocks that there are; a tensor [1] int64 on the device, or a number.
+        count: blocks that there are; a tensor [1] or [batch] int64 on the device, or a number.
         bounds: whether the two vectors are a block's maximum and minimum, which give an upper bound of its keys' scores
             (Quest, arXiv:2406.10774, algorithm 1); otherwise the largest product counts.
         scale, softcap: as in `gpu_ops.tiled_attention`.
@@ -65,7 +67,7 @@ def block_scores_in_torch(
         scores = softcap * torch.tanh(scores / softcap)
     if left_out is not None:
         scores = scores.scatter(3, left_out[:, :, None].expand(-1, -1, scores.shape[2], -1), float("-inf"))
-    return scores.masked_fill(torch.arange(capacity, device=q.device) >= count, float("-inf"))
+    return scores.masked_fill(torch.arange(capacity, device=q.device) >= by_row(count, 4), float("-inf"))
 
 
 def best_blocks(
@@ -94,19 +96,19 @@ def best_blocks_in_torch(
 
     Returns [batch, kv_heads, n] int64, padded with negative numbers (`FIRST_PADDING`).
     """
-    behind = torch.arange(scores.shape[3], device=scores.device) >= count
+    index = torch.arange(scores.shape[3], device=scores.device)
     if softmax:
-        scores = scores.masked_fill(behind, float("-inf"))
+        scores = scores.masked_fill(index >= by_row(count, 4), float("-inf"))
         total = scores.logsumexp(dim=3, keepdim=True)
         scores = scores - total.masked_fill(total == float("-inf"), 0.0)
     reduced = scores.amax(dim=2) if largest else scores.sum(dim=2)
     if is_shared:
         reduced = reduced.sum(dim=1, keepdim=True).expand_as(reduced)
     order = reduced.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=torch.finfo(torch.float32).min)
-    order = order.masked_fill(behind, float("-inf"))
+    order = order.masked_fill(index >= by_row(count, 3), float("-inf"))
     found = order.argsort(dim=2, descending=True, stable=True)[:, :, :n]
     place = torch.arange(n, device=scores.device)
-    taken = torch.as_tensor(count, device=scores.device).clamp(max=n)
+    taken = torch.as_tensor(by_row(count, 3), device=scores.device).clamp(max=n)
     found = torch.nn.functional.pad(found, (0, n - found.shape[2]))
     # Padding is sorted after all blocks.
     ascending = found.masked_fill(place >= taken, scores.shape[3]).sort(dim=2).values

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from hetero_kv.gpu_ops.row_memory import Memory, by_row
 from hetero_kv.gpu_ops.slot_formats import unpacked
 
 #: As in `cpu_ops.key_codes`: tokens of a tile, channels of each token in a vector of codes, and the code of 0.
@@ -36,7 +37,7 @@ class BlockMasses(NamedTuple):
 
 
 def score_means(
-    q: torch.Tensor, vectors: torch.Tensor, number: torch.Tensor, block_size: int, scale: float, softcap: float | None
+    q: torch.Tensor, vectors: Memory, number: torch.Tensor, block_size: int, scale: float, softcap: float | None
 ) -> BlockMasses:
     """As `score_means_in_torch`, which defines the result, by one Triton kernel."""
     from hetero_kv.gpu_ops.triton_kernels import estimated_masses
@@ -54,7 +55,7 @@ def score_means_in_torch(
         q: [batch, kv_heads * group, 1, k_dim], contiguous in its last dimension.
         vectors: [batch, kv_heads, capacity, 1 or 2, k_dim], or [..., bytes] uint8 of groups (`gpu_ops.slot_formats`);
             a block's vectors are contiguous.
-        number: [1] int64, the blocks that there are.
+        number: [1] or [batch] int64, the blocks that there are.
         block_size: tokens of a block.
         scale, softcap: as in `gpu_ops.tiled_attention`.
     """
@@ -69,13 +70,13 @@ def score_means_in_torch(
     deviations = _capped(plain + deviations, softcap) - means
     most = math.sqrt(2 * log_n)
     spread = torch.where(deviations < most, log_n + 0.5 * deviations.square(), deviations * most)
-    behind = torch.arange(capacity, device=q.device) >= number
+    behind = torch.arange(capacity, device=q.device) >= by_row(number, 4)
     found = plain, means + log_n, means + deviations, means + spread
     return BlockMasses(*(each.masked_fill(behind, float("-inf")) for each in found))
 
 
 def score_codes(
-    q: torch.Tensor, codes: torch.Tensor, listed: torch.Tensor | None, number: torch.Tensor, block_size: int,
+    q: torch.Tensor, codes: Memory, listed: torch.Tensor | None, number: torch.Tensor, block_size: int,
     known: BlockMasses, scale: float, softcap: float | None, token_scores: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """As `score_codes_in_torch`, which defines the result, by one Triton kernel."""
@@ -108,7 +109,7 @@ def score_codes_in_torch(
     inverse = torch.full_like(largest, 127.0) / largest
     whole = (queries * torch.where(largest > 0, inverse, 0.0)).round()
     place = torch.arange(capacity, device=q.device).expand(batch, kv_heads, -1) if listed is None else listed.long()
-    is_there = (place < number) & (place >= 0)
+    is_there = (place < by_row(number, 3)) & (place >= 0)
     at = place.clamp(min=0)
     numbers, scales = _decoded(
         codes.gather(2, at[..., None].expand(-1, -1, -1, codes.shape[3])), block_size, q.shape[3]
@@ -144,12 +145,12 @@ def log_totals_in_torch(
     Args:
         likely, masses: [batch, kv_heads, group, capacity] float32.
         outside: [batch, kv_heads, parts, group] float32, the log-sum-exp of parts that are always attended to.
-        number: [1] int64, the blocks that there are.
+        number: [1] or [batch] int64, the blocks that there are.
 
     Returns [3, batch, kv_heads, group] float32: that of `likely`, of the masses and `outside`, and of `outside`.
     """
     around = outside.logsumexp(dim=2)
-    behind = torch.arange(masses.shape[3], device=masses.device) >= number
+    behind = torch.arange(masses.shape[3], device=masses.device) >= by_row(number, 4)
     best, every = (each.masked_fill(behind, float("-inf")).logsumexp(dim=3) for each in (likely, masses))
     return torch.stack([best, torch.logaddexp(every, around), around])
 

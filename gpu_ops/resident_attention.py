@@ -6,8 +6,11 @@ every token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.slot_formats import Slots, unpacked
 from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.gpu_ops.window_step import SPLITS
@@ -22,10 +25,10 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    window: tuple[torch.Tensor, torch.Tensor],
+    window: tuple[Memory, Memory],
     initial: int,
-    ids: torch.Tensor,
-    slots: Slots,
+    ids: Memory,
+    slots: Slots[Any],
     numbers: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -48,7 +51,7 @@ def attend_in_torch(
     window: tuple[torch.Tensor, torch.Tensor],
     initial: int,
     ids: torch.Tensor,
-    slots: Slots,
+    slots: Slots[torch.Tensor],
     numbers: torch.Tensor,
     scale: float,
     softcap: float | None,
@@ -65,7 +68,7 @@ def attend_in_torch(
             and a ring of the others for the newest ones.
         ids: [batch, kv_heads, n] int64, the block in each slot; negative for none.
         slots: the blocks; packed ones are unpacked to the queries' dtype.
-        numbers: [NUMBERS] int64 on the device.
+        numbers: [NUMBERS] or [batch, NUMBERS] int64 on the device.
         scale, softcap: as in `gpu_ops.tiled_attention`.
         sent: receives key and value, in their shapes, as float32; contiguous.
         splits: parts that the window is divided into; the slots are divided into as many, where there are any.
@@ -75,30 +78,34 @@ def attend_in_torch(
     group], both float32; -inf for a part without keys.
     """
     batch, heads, _, k_dim = q.shape
-    kv_heads, (past, local_start) = k.shape[1], numbers[:2].tolist()
-    (keys, values), ring = window, window[0].shape[2] - initial
-    positions = torch.tensor([*range(min(initial, past + 1)), *range(max(local_start, initial), past + 1)])
-    at = torch.where(positions < initial, positions, initial + (positions - initial) % ring)
-    new = past if past < initial else initial + (past - initial) % ring
-    keys[:, :, new], values[:, :, new] = k.squeeze(2), v.squeeze(2)
+    kv_heads, (keys, values) = k.shape[1], window
     for target, part in zip(sent, (k, v), strict=True):
         target.copy_(part)
     queries = q.reshape(batch, kv_heads, heads // kv_heads, k_dim).float()
-    parts = [(keys[:, :, own], values[:, :, own]) for own in at.split(-(-len(at) // splits))]
-    found = [tiled_attention(queries, *part, scale, softcap) for part in parts]
-    if ids.shape[2]:
-        found.append(_attention_to_slots(queries, ids, slots, v.shape[3], scale, softcap, q.dtype))
     parts_in_all = splits * (2 if ids.shape[2] else 1) + further
     out = queries.new_zeros(batch, kv_heads, parts_in_all, queries.shape[2], v.shape[3])
     lse = torch.full(out.shape[:4], float("-inf"))
-    for place, (attended, logarithm) in enumerate(found):
-        out[:, :, place], lse[:, :, place] = attended, logarithm
+    for row, (past, local_start, _) in enumerate(numbers.expand(batch, NUMBERS).tolist()):
+        at, ring = (
+            [*range(min(initial, past + 1)), *range(max(local_start, initial), past + 1)],
+            keys.shape[2] - initial,
+        )
+        at = [place if place < initial else initial + (place - initial) % ring for place in at]
+        # The last one is the token's own.
+        keys[row, :, at[-1]], values[row, :, at[-1]] = k[row, :, 0], v[row, :, 0]
+        for place, own in enumerate(torch.tensor(at).split(-(-len(at) // splits))):
+            of_keys, of_values = keys[row : row + 1, :, own], values[row : row + 1, :, own]
+            attended = tiled_attention(queries[row : row + 1], of_keys, of_values, scale, softcap)
+            out[row, :, place], lse[row, :, place] = (each[0] for each in attended)
+    if ids.shape[2]:
+        found = _attention_to_slots(queries, ids, slots, v.shape[3], scale, softcap, q.dtype)
+        out[:, :, splits], lse[:, :, splits] = found
     return out, lse
 
 
 def _attention_to_slots(
-    queries: torch.Tensor, ids: torch.Tensor, slots: Slots, v_dim: int, scale: float, softcap: float | None,
-    dtype: torch.dtype,
+    queries: torch.Tensor, ids: torch.Tensor, slots: Slots[torch.Tensor], v_dim: int, scale: float,
+    softcap: float | None, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     keys, values = unpacked(slots.keys, queries.shape[3]), unpacked(slots.values, v_dim)
     if slots.offsets is not None:

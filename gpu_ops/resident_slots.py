@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import torch
 
+from hetero_kv.gpu_ops.row_memory import AnyMemory, Memory
+
 NONE = -1
 
 
 def placed(
-    resident: torch.Tensor, chosen: torch.Tensor, missed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `placed_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
+    resident: AnyMemory, chosen: torch.Tensor, missed: torch.Tensor
+) -> tuple[AnyMemory, torch.Tensor, torch.Tensor]:
+    """As `placed_in_torch`, which defines the result, by one Triton kernel on a CUDA device.
+
+    Rows that are found by their addresses are updated, and returned.
+    """
     from hetero_kv.gpu_ops.triton_kernels import resident_slots
 
     with torch.cuda.device(chosen.device):
@@ -47,13 +52,11 @@ def placed_in_torch(
     return after, misses.masked_fill(behind, NONE), into.masked_fill(behind, NONE)
 
 
-def fetch(
-    stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, out: torch.Tensor
-) -> None:
+def fetch(stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, out: Memory) -> None:
     """As `fetch_in_torch`, which defines the result, by one Triton kernel that reads `stored` over the bus."""
     from hetero_kv.gpu_ops.triton_kernels import resident_slots
 
-    with torch.cuda.device(out.device):
+    with torch.cuda.device(table.device):
         resident_slots.fetch(stored, table, misses, into, out)
 
 

@@ -5,16 +5,19 @@ Slots take then what DRAM takes, and as much crosses the bus; a kernel unpacks w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Generic, NamedTuple
 
 import torch
+
+from hetero_kv.gpu_ops.row_memory import AnyMemory, Memory
 
 GROUP = 32
 #: Bytes of a group, by the bits of a number (Q8_0 and Q4_0; https://github.com/ggml-org/ggml, ggml-common.h).
 GROUP_BYTES = {8: 34, 4: 18}
 
 
-class Slots(NamedTuple):
+class Slots(NamedTuple, Generic[AnyMemory]):
     """The blocks in slots; contiguous.
 
     Attributes:
@@ -22,12 +25,12 @@ class Slots(NamedTuple):
         offsets: [batch, kv_heads, n, 1, k_dim] float16, added to the keys of a block; None for none.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    offsets: torch.Tensor | None = None
+    keys: AnyMemory
+    values: AnyMemory
+    offsets: AnyMemory | None = None
 
 
-def bits_of(slots: torch.Tensor, dim: int) -> int:
+def bits_of(slots: Memory, dim: int) -> int:
     """Bits of a number in slots of vectors of `dim` numbers, 0 where they are not packed.
 
     Raises ValueError for bytes of no known format.
@@ -52,9 +55,15 @@ def unpacked(slots: torch.Tensor, dim: int) -> torch.Tensor:
     return (scales * (torch.cat([codes & 15, codes >> 4], dim=-1).float() - 8.0)).flatten(-2)
 
 
-def as_words(array: torch.Tensor) -> torch.Tensor:
+def as_words(array: AnyMemory) -> AnyMemory:
     """Blocks [..., ..., block_size, bytes] as int64, of which a GPU's thread reads eight bytes at once.
 
     Returns other arrays as they are. A block of 16 vectors, the fewest of packed ones, is a multiple of eight bytes.
     """
-    return array.flatten(-2).view(torch.int64) if array.dtype == torch.uint8 else array
+    if array.dtype != torch.uint8:
+        return array
+    if isinstance(array, torch.Tensor):
+        return array.flatten(-2).view(torch.int64)
+    *outer, size, width = array.of_row
+    flat = replace(array, of_row=(*outer, size * width), strides=(*array.strides[:-2], 1))
+    return flat.viewed(torch.int64)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hetero_kv.gpu_ops.resident_attention import SPLITS
+from hetero_kv.gpu_ops.row_memory import Memory, by_row
 from hetero_kv.gpu_ops.slot_formats import unpacked
 from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 
@@ -32,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def attend_to_tokens(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor,
+    q: torch.Tensor, keys: Memory, values: Memory, slots: torch.Tensor, counts: torch.Tensor,
     scale: float, softcap: float | None, parts: Parts,
 ) -> None:  # fmt: skip
     """As `attend_to_tokens_in_torch`, which defines the result, by one Triton kernel."""
@@ -73,7 +74,7 @@ def attend_to_tokens_in_torch(
 
 
 def attend_to_rest(
-    weights: torch.Tensor, masses: torch.Tensor, value_means: torch.Tensor, number: torch.Tensor, parts: Parts
+    weights: torch.Tensor, masses: torch.Tensor, value_means: Memory, number: torch.Tensor, parts: Parts
 ) -> torch.Tensor:
     """As `attend_to_rest_in_torch`, which defines the result, by one Triton kernel."""
     from hetero_kv.gpu_ops.triton_kernels import token_attention
@@ -90,12 +91,12 @@ def attend_to_rest_in_torch(
     Args:
         weights, masses: [batch, kv_heads, group, capacity] float32 (`estimated_masses.BlockMasses`), of these tokens.
         value_means: [batch, kv_heads, capacity, v_dim], or [..., bytes] uint8 of groups (`gpu_ops.slot_formats`).
-        number: [1] int64, the blocks that there are.
+        number: [1] or [batch] int64, the blocks that there are.
         parts: receives `REST_PARTS` parts, the last ones.
 
     Returns the log-sum-exp of the masses, [batch, kv_heads, REST_PARTS, group] float32, in parts.
     """
-    behind = torch.arange(weights.shape[3], device=weights.device) >= number
+    behind = torch.arange(weights.shape[3], device=weights.device) >= by_row(number, 4)
     weights, masses = (each.masked_fill(behind, float("-inf")) for each in (weights, masses))
     lse = weights.logsumexp(dim=3)
     shares = (weights - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()

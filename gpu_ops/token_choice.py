@@ -56,7 +56,7 @@ def choose_in_torch(
     Args:
         keys, shares: [batch, kv_heads, n] float32, not negative; from `estimated_masses.mean_shares`.
         totals: from `estimated_masses.log_totals`; what is always attended to counts for the target.
-        number: [1] int64, blocks of the Context.
+        number: [1] or [batch] int64, blocks of the Context.
         unit: entries of a block: 1, or its tokens.
         places: [batch, kv_heads, n / unit] int32, the blocks of the entries, ascending; None for all blocks.
         place_counts: [batch, kv_heads] int32, places that there are; None for all blocks.
@@ -71,9 +71,9 @@ def choose_in_torch(
     chosen.fill_(-1)
     if taken is not None:
         taken.zero_()
-    for row in range(batch):
+    for row, context in enumerate(number.expand(batch).tolist()):
         for head in range(kv_heads):
-            blocks = int(number) if place_counts is None else int(place_counts[row, head])
+            blocks = context if place_counts is None else int(place_counts[row, head])
             there = min(blocks * unit, n)
             order = keys[row, head, :there].argsort(descending=True, stable=True)
             count = target.most
@@ -84,7 +84,7 @@ def choose_in_torch(
                 count = int((reached < needed).sum()) if needed > 0 else 0
                 count = max(count, target.least)
             count = min(min(count, target.most, there) * target.times, there, chosen.shape[2])
-            if int(number) <= target.covering:
+            if context <= target.covering:
                 count = there
             best = order[:count].sort().values
             counts[row, head] = count

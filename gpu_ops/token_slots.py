@@ -7,14 +7,16 @@ others need these, the oldest first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
+
+from hetero_kv.gpu_ops.row_memory import AnyMemory, Memory
 
 NONE = -1
 
 
-class TokenSlots(NamedTuple):
+class TokenSlots(NamedTuple, Generic[AnyMemory]):
     """Which token is in which slot; contiguous.
 
     Attributes:
@@ -24,22 +26,24 @@ class TokenSlots(NamedTuple):
         following: [batch, kv_heads] int32, the slot from which on free ones are looked for.
     """
 
-    ids: torch.Tensor
-    slot_of: torch.Tensor
-    following: torch.Tensor
+    ids: AnyMemory
+    slot_of: AnyMemory
+    following: AnyMemory
 
     @classmethod
-    def empty(cls, batch: int, kv_heads: int, count: int, capacity: int, device: torch.device) -> TokenSlots:
+    def empty(
+        cls, batch: int, kv_heads: int, count: int, capacity: int, device: torch.device
+    ) -> TokenSlots[torch.Tensor]:
         """`count` empty slots per kv head, for tokens of sequences of up to `capacity` tokens."""
 
         def whole(*shape: int) -> torch.Tensor:
             return torch.zeros(batch, kv_heads, *shape, dtype=torch.int32, device=device)
 
-        return cls(whole(count).fill_(NONE), whole(capacity), whole())
+        return TokenSlots(whole(count).fill_(NONE), whole(capacity), whole())
 
 
 def place_tokens(
-    slots: TokenSlots, chosen: torch.Tensor, counts: torch.Tensor, missed: torch.Tensor
+    slots: TokenSlots[Any], chosen: torch.Tensor, counts: torch.Tensor, missed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `place_tokens_in_torch`, which defines the result, by one Triton kernel."""
     from hetero_kv.gpu_ops.triton_kernels import token_slots
@@ -49,7 +53,7 @@ def place_tokens(
 
 
 def place_tokens_in_torch(
-    slots: TokenSlots, chosen: torch.Tensor, counts: torch.Tensor, missed: torch.Tensor
+    slots: TokenSlots[torch.Tensor], chosen: torch.Tensor, counts: torch.Tensor, missed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Assign slots to chosen tokens that are in none; `slots` is updated.
 
@@ -86,12 +90,12 @@ def place_tokens_in_torch(
 
 def fetch_tokens(
     stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, missed: torch.Tensor,
-    out: torch.Tensor,
+    out: Memory,
 ) -> None:  # fmt: skip
     """As `fetch_tokens_in_torch`, which defines the result, by one Triton kernel that reads `stored` over the bus."""
     from hetero_kv.gpu_ops.triton_kernels import token_slots
 
-    with torch.cuda.device(out.device):
+    with torch.cuda.device(table.device):
         token_slots.fetch(stored, table, misses, into, missed, out)
 
 

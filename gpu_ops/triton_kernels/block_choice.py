@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of, precision_of_singles
+from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import softcapped
 
 # Bytes of a tile of vectors.
@@ -22,8 +24,9 @@ _COMPARED = 4096
 @triton.jit(do_not_specialize=["count"])
 def _score_blocks(
     q, vectors, number, left_out, scores, count, capacity, kv_heads, scale, softcap,
-    q0, q1, vectors0, vectors1, vectors2,
+    q0, q1, vectors0, vectors1, vectors2, number0,
     GROUP: tl.constexpr, DIM: tl.constexpr, VECTORS: tl.constexpr, LEFT_OUT: tl.constexpr, COUNTED: tl.constexpr,
+    KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
     BOUNDS: tl.constexpr, SOFTCAPPED: tl.constexpr, AS_SINGLES: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_LEFT_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +34,7 @@ def _score_blocks(
     row, head = each // kv_heads, each % kv_heads
     total = count.to(tl.int64)
     if COUNTED:
-        total = tl.load(number)
+        total = tl.load(number + row * number0)
     if start < total:
         column, member, block = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_GROUP), start + tl.arange(0, BLOCKS)
         is_column, is_member, is_block = column < DIM, member < GROUP, block < total
@@ -40,14 +43,14 @@ def _score_blocks(
             mask=is_member[:, None] & is_column[None, :],
             other=0.0,
         )
-        vectors += row * vectors0 + head * vectors1
+        of_head = row_of(vectors, row, vectors0, KIND, ALIGNMENT) + head * vectors1
         at = column[:, None] + block[None, :].to(tl.int64) * vectors2
         is_there = is_column[:, None] & is_block[None, :]
         if AS_SINGLES:
             queries = queries.to(tl.float32)
         best = tl.full([BLOCK_GROUP, BLOCKS], float("-inf"), tl.float32)
         for index in tl.static_range(VECTORS):
-            tile = tl.load(vectors + at + index * DIM, mask=is_there, other=0.0)
+            tile = tl.load(of_head + at + index * DIM, mask=is_there, other=0.0)
             if AS_SINGLES:
                 tile = tile.to(tl.float32)
             if BOUNDS:
@@ -102,7 +105,7 @@ def _sort_keys(
 
 @triton.jit(do_not_specialize=["count"])
 def _choose_blocks(
-    scores, number, chosen, count, capacity, n,
+    scores, number, chosen, count, capacity, n, number0, lists,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COUNTED: tl.constexpr, LARGEST: tl.constexpr, SOFTMAX: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +113,7 @@ def _choose_blocks(
     scores, chosen = scores + which * HEADS * GROUP * capacity, chosen + which * HEADS * n
     total = count.to(tl.int64)
     if COUNTED:
-        total = tl.load(number)
+        total = tl.load(number + which // lists * number0)
     needed = tl.minimum(total, n).to(tl.int32)
 
     logarithms = tl.zeros([BLOCK_HEADS, BLOCK_GROUP], tl.float32)
@@ -174,7 +177,7 @@ def _choose_blocks(
 
 def score(
     q: torch.Tensor,
-    vectors: torch.Tensor,
+    vectors: Memory,
     count: int | torch.Tensor,
     bounds: bool,
     scale: float,
@@ -190,9 +193,11 @@ def score(
     blocks = max(16, min(64, triton.next_power_of_2(capacity), _TILE_BYTES // width))
     counted = isinstance(count, torch.Tensor)
     _score_blocks[(triton.cdiv(capacity, blocks), batch * kv_heads)](
-        q, vectors, count if counted else q, q if left_out is None else left_out, scores, 0 if counted else count,
-        capacity, kv_heads, scale, softcap or 0.0, *q.stride()[:2], *vectors.stride()[:3],
-        GROUP=group, DIM=dim, VECTORS=number, LEFT_OUT=left, COUNTED=counted, BOUNDS=bounds, SOFTCAPPED=bool(softcap),
+        q, pointer(vectors), count if counted else q, q if left_out is None else left_out, scores,
+        0 if counted else count, capacity, kv_heads, scale, softcap or 0.0, *q.stride()[:2], *vectors.stride()[:3],
+        step_of(count),
+        GROUP=group, DIM=dim, VECTORS=number, LEFT_OUT=left, COUNTED=counted, KIND=kind(vectors),
+        ALIGNMENT=alignment(vectors), BOUNDS=bounds, SOFTCAPPED=bool(softcap),
         AS_SINGLES=not is_alike, PRECISION=precision_of(q) if is_alike else precision_of_singles(q),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), BLOCKS=blocks, BLOCK_DIM=block_dim,
         BLOCK_LEFT_OUT=triton.next_power_of_2(max(1, left)),
@@ -211,7 +216,8 @@ def choose(
     blocks = max(16, min(512, triton.next_power_of_2(capacity), _COMPARED // (block_heads * block_group)))
     counted = isinstance(count, torch.Tensor)
     _choose_blocks[(batch * kv_heads // heads,)](
-        scores, count if counted else scores, chosen, 0 if counted else count, capacity, n,
+        scores, count if counted else scores, chosen, 0 if counted else count, capacity, n, step_of(count),
+        kv_heads // heads,
         HEADS=heads, GROUP=group, COUNTED=counted, LARGEST=largest, SOFTMAX=softmax,
         BLOCK_HEADS=block_heads, BLOCK_GROUP=block_group, BLOCKS=blocks, num_warps=8,
     )  # fmt: skip

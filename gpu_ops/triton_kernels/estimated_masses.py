@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from hetero_kv.gpu_ops.estimated_masses import CHANNELS, TOKENS, BlockMasses
+from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of_singles
+from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import softcapped
 from hetero_kv.gpu_ops.triton_kernels.unpacking import unpacked
 
@@ -34,21 +36,22 @@ def _vectors_at(at, column, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
 @triton.jit
 def _score_means(
     q, vectors, number, plain, weights, likely, masses, capacity, kv_heads, scale, softcap, log_n, most,
-    q0, q1, vectors0, vectors1, vectors2,
+    q0, q1, vectors0, vectors1, vectors2, number0,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPREAD: tl.constexpr, SOFTCAPPED: tl.constexpr,
-    BITS: tl.constexpr, BYTES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BITS: tl.constexpr, BYTES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     start, each = tl.program_id(0) * BLOCKS, tl.program_id(1).to(tl.int64)
     row, head = each // kv_heads, each % kv_heads
     column, member, block = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_GROUP), start + tl.arange(0, BLOCKS)
-    is_column, is_member, is_block = column < DIM, member < GROUP, block < tl.load(number)
+    is_column, is_member, is_block = column < DIM, member < GROUP, block < tl.load(number + row * number0)
     queries = tl.load(
         q + row * q0 + (head * GROUP + member)[:, None] * q1 + column[None, :],
         mask=is_member[:, None] & is_column[None, :],
         other=0.0,
     ).to(tl.float32)
-    at = vectors + row * vectors0 + head * vectors1 + block[None, :].to(tl.int64) * vectors2
+    vectors = row_of(vectors, row, vectors0, KIND, ALIGNMENT)
+    at = vectors + head * vectors1 + block[None, :].to(tl.int64) * vectors2
     is_there = is_column[:, None] & is_block[None, :]
     tile = _vectors_at(at, column[:, None], is_there, BITS, BYTES)
     product = tl.dot(queries, tile, input_precision=PRECISION) * scale
@@ -72,10 +75,10 @@ def _score_means(
 @triton.jit
 def _score_codes(
     q, codes, listed, number, plain, masses, token_scores, listed_count, capacity, kv_heads, scale, softcap,
-    q0, q1, codes0, codes1, codes2,
+    q0, q1, codes0, codes1, codes2, number0,
     GROUP: tl.constexpr, DIM: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, LISTED: tl.constexpr,
-    SOFTCAPPED: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_STEPS: tl.constexpr,
+    SOFTCAPPED: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_STEPS: tl.constexpr,
 ):  # fmt: skip
     start, each = tl.program_id(0) * BLOCKS, tl.program_id(1).to(tl.int64)
     row, head = each // kv_heads, each % kv_heads
@@ -85,16 +88,18 @@ def _score_codes(
     index = tl.arange(0, BLOCKS * BLOCK_TOKENS)
     place, token = start + index // BLOCK_TOKENS, index % BLOCK_TOKENS
     of_block = start + tl.arange(0, BLOCKS)
-    total = tl.load(number).to(tl.int32)
+    total = tl.load(number + row * number0).to(tl.int32)
     block, at_place, is_read, is_mean = place, of_block, place < total, of_block < total
     if LISTED:
         # No load's mask comes from these, which Triton 3.6 does not compile: padding reads the first block.
-        is_read, is_mean = place < listed_count, of_block < listed_count
+        # Without a block there may be no memory.
+        is_read, is_mean = (place < listed_count) & (total > 0), of_block < listed_count
         block = tl.load(listed + each * listed_count + place, mask=is_read, other=-1)
         at_place = tl.load(listed + each * listed_count + of_block, mask=is_mean, other=-1)
     is_read = is_read & (token < TOKENS)
     is_token = is_read & (block >= 0)
-    address = codes + row * codes0 + head * codes1 + tl.maximum(block, 0).to(tl.int64) * codes2
+    codes = row_of(codes, row, codes0, tl.uint8, ALIGNMENT)
+    address = codes + head * codes1 + tl.maximum(block, 0).to(tl.int64) * codes2
     tile_of, within = token // _TOKENS_OF_TILE, token % _TOKENS_OF_TILE
     is_there = (step < STEPS)[:, None] & is_read[None, :]
     word_at = address.to(tl.pointer_type(tl.int32))[None, :]
@@ -157,12 +162,16 @@ def _added(logarithm, scores, is_there):
 
 @triton.jit
 def _log_totals(
-    likely, masses, outside, number, totals, lists, capacity, outside1,
+    likely, masses, outside, number, totals, lists, capacity, outside1, number0, kv_heads,
     GROUP: tl.constexpr, PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     each = tl.program_id(0).to(tl.int64)
-    member, part, total = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_PARTS), tl.load(number)
+    member, part, total = (
+        tl.arange(0, BLOCK_GROUP),
+        tl.arange(0, BLOCK_PARTS),
+        tl.load(number + each // kv_heads * number0),
+    )
     is_member = member < GROUP
     is_part = is_member[:, None] & (part < PARTS)[None, :]
     nothing = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -202,7 +211,7 @@ def _mean_shares(
 
 
 def score_means(
-    q: torch.Tensor, vectors: torch.Tensor, number: torch.Tensor, block_size: int, scale: float, softcap: float | None
+    q: torch.Tensor, vectors: Memory, number: torch.Tensor, block_size: int, scale: float, softcap: float | None
 ) -> BlockMasses:
     """As `gpu_ops.estimated_masses.score_means_in_torch`."""
     (batch, heads, _, dim), (_, kv_heads, capacity, count, width) = q.shape, vectors.shape
@@ -210,10 +219,11 @@ def score_means(
     made = torch.empty(4, batch, kv_heads, group, capacity, dtype=torch.float32, device=q.device)
     found = BlockMasses(*made)
     _score_means[(triton.cdiv(capacity, _BLOCKS), batch * kv_heads)](
-        q, vectors, number, *found, capacity, kv_heads, scale, softcap or 0.0, log_n, math.sqrt(2 * log_n),
-        *q.stride()[:2], *vectors.stride()[:3],
+        q, pointer(vectors), number, *found, capacity, kv_heads, scale, softcap or 0.0, log_n, math.sqrt(2 * log_n),
+        *q.stride()[:2], *vectors.stride()[:3], step_of(number),
         GROUP=group, DIM=dim, WIDTH=width, SPREAD=count == 2, SOFTCAPPED=bool(softcap), BITS=bits,
-        BYTES=GROUP_BYTES.get(bits, 0), PRECISION=precision_of_singles(q),
+        BYTES=GROUP_BYTES.get(bits, 0), PRECISION=precision_of_singles(q), KIND=kind(vectors),
+        ALIGNMENT=alignment(vectors),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), BLOCKS=_BLOCKS,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
     )  # fmt: skip
@@ -221,7 +231,7 @@ def score_means(
 
 
 def score_codes(
-    q: torch.Tensor, codes: torch.Tensor, listed: torch.Tensor | None, number: torch.Tensor, block_size: int,
+    q: torch.Tensor, codes: Memory, listed: torch.Tensor | None, number: torch.Tensor, block_size: int,
     known: BlockMasses, scale: float, softcap: float | None, token_scores: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """As `gpu_ops.estimated_masses.score_codes_in_torch`."""
@@ -229,10 +239,11 @@ def score_codes(
     group, steps, tokens = heads // kv_heads, -(-dim // CHANNELS), triton.next_power_of_2(block_size)
     blocks, count = max(1, _TOKENS // tokens), capacity if listed is None else listed.shape[2]
     _score_codes[(triton.cdiv(count, blocks), batch * kv_heads)](
-        q, codes, number if listed is None else listed, number, known.plain, known.masses,
+        q, pointer(codes), number if listed is None else listed, number, known.plain, known.masses,
         known.masses if token_scores is None else token_scores, count, capacity, kv_heads, scale, softcap or 0.0,
-        *q.stride()[:2], *codes.stride()[:3],
+        *q.stride()[:2], *codes.stride()[:3], step_of(number),
         GROUP=group, DIM=dim, STEPS=steps, TOKENS=block_size, LISTED=listed is not None, SOFTCAPPED=bool(softcap),
+        ALIGNMENT=alignment(codes),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), BLOCKS=blocks, BLOCK_TOKENS=tokens,
         BLOCK_STEPS=max(16, triton.next_power_of_2(steps)),
         # Queries are quantized as on the CPU, which rounds their products before it rounds to whole numbers.
@@ -246,7 +257,8 @@ def log_totals(likely: torch.Tensor, masses: torch.Tensor, outside: torch.Tensor
     totals = torch.empty(3, batch, kv_heads, group, dtype=torch.float32, device=masses.device)
     block_group = triton.next_power_of_2(group)
     _log_totals[(batch * kv_heads,)](
-        likely, masses, outside, number, totals, batch * kv_heads, capacity, outside.stride(1),
+        likely, masses, outside, number, totals, batch * kv_heads, capacity, outside.stride(1), step_of(number),
+        kv_heads,
         GROUP=group, PARTS=parts, BLOCK_GROUP=block_group, BLOCK_PARTS=triton.next_power_of_2(parts),
         BLOCKS=max(16, _SUMMED // block_group), num_warps=8,
     )  # fmt: skip

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
 from hetero_kv.gpu_ops.token_attention import REST_PARTS, SPLITS, TOKEN_PARTS, Parts
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of, precision_of_singles
+from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 from hetero_kv.gpu_ops.triton_kernels.unpacking import unpacked
 
@@ -24,6 +26,7 @@ def _attend_tokens(
     q, slot_keys, slot_values, slots, counts, lse, out, width, size, scale, softcap, kv_heads, q0, q1,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAPPED: tl.constexpr, PRECISION: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr,
+    VALUE: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -35,6 +38,11 @@ def _attend_tokens(
         mask=is_member[:, None] & is_k[None, :],
         other=0.0,
     )
+    number: tl.constexpr = q.dtype.element_ty
+    of_head = size.to(tl.int64) * K_DIM
+    slot_keys = row_of(slot_keys, row, kv_heads * of_head, number, ALIGNMENT) + head * of_head
+    of_head = size.to(tl.int64) * (V_DIM if V_BITS == 0 else V_DIM // 32 * V_BYTES)
+    slot_values = row_of(slot_values, row, kv_heads * of_head, VALUE, ALIGNMENT) + head * of_head
     total = tl.load(counts + each)
     share = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     attended = tl.zeros([BLOCK_GROUP, BLOCK_V], tl.float32)
@@ -44,7 +52,7 @@ def _attend_tokens(
     for start in range(split * share, stop, BLOCK_KEYS):
         place = start + tl.arange(0, BLOCK_KEYS)
         is_key = place < stop
-        at = each * size + tl.load(slots + each * width + place, mask=is_key, other=0).to(tl.int64)
+        at = tl.load(slots + each * width + place, mask=is_key, other=0).to(tl.int64)
         is_there = is_k[:, None] & is_key[None, :]
         tile = tl.load(slot_keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_there, other=0.0)
         scores = tl.dot(queries, tile, input_precision=PRECISION) * scale
@@ -77,16 +85,17 @@ def _attend_tokens(
 
 @triton.jit
 def _attend_rest(
-    weights, masses, means, number, lse, out, rest, capacity, kv_heads, means0, means1, means2,
+    weights, masses, means, number, lse, out, rest, capacity, kv_heads, means0, means1, means2, number0,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    BITS: tl.constexpr, BYTES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr,
+    BITS: tl.constexpr, BYTES: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
     v_at, member = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_GROUP)
     is_v, is_member = v_at < V_DIM, member < GROUP
-    means += each // kv_heads * means0 + each % kv_heads * means1
-    total = tl.load(number).to(tl.int32)
+    row = each // kv_heads
+    means = row_of(means, row, means0, KIND, ALIGNMENT) + each % kv_heads * means1
+    total = tl.load(number + row * number0).to(tl.int32)
     share = tl.cdiv(tl.cdiv(total, SPLITS), BLOCKS) * BLOCKS
     attended = tl.zeros([BLOCK_GROUP, BLOCK_V], tl.float32)
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -161,7 +170,7 @@ def _sum_masses(
 
 
 def attend_to_tokens(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor,
+    q: torch.Tensor, keys: Memory, values: Memory, slots: torch.Tensor, counts: torch.Tensor,
     scale: float, softcap: float | None, parts: Parts,
 ) -> None:  # fmt: skip
     """As `gpu_ops.token_attention.attend_to_tokens_in_torch`; all but `q` is contiguous."""
@@ -170,10 +179,11 @@ def attend_to_tokens(
     v_bits = bits_of(values, v_dim)
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     _attend_tokens[(TOKEN_PARTS, batch * kv_heads)](
-        q, keys, values, slots, counts, parts.lse, parts.out, slots.shape[2], keys.shape[2], scale, softcap or 0.0,
-        kv_heads, *q.stride()[:2],
+        q, pointer(keys), pointer(values), slots, counts, parts.lse, parts.out, slots.shape[2], keys.shape[2], scale,
+        softcap or 0.0, kv_heads, *q.stride()[:2],
         GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SOFTCAPPED=bool(softcap), PRECISION=precision_of(q), FIRST=SPLITS,
-        SPLITS=TOKEN_PARTS, PARTS=whole, V_BITS=v_bits, V_BYTES=GROUP_BYTES.get(v_bits, 0),
+        SPLITS=TOKEN_PARTS, PARTS=whole, V_BITS=v_bits, V_BYTES=GROUP_BYTES.get(v_bits, 0), VALUE=kind(values),
+        ALIGNMENT=alignment(keys, values),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_KEYS=max(16, min(64, _TILE_BYTES // (max(block_k, block_v) * q.element_size()))),
         BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
@@ -181,17 +191,18 @@ def attend_to_tokens(
 
 
 def attend_to_rest(
-    weights: torch.Tensor, masses: torch.Tensor, value_means: torch.Tensor, number: torch.Tensor, parts: Parts
+    weights: torch.Tensor, masses: torch.Tensor, value_means: Memory, number: torch.Tensor, parts: Parts
 ) -> torch.Tensor:
     """As `gpu_ops.token_attention.attend_to_rest_in_torch`; a block's mean value is contiguous."""
     batch, kv_heads, whole, group, v_dim = parts.out.shape
     rest = torch.empty(batch, kv_heads, REST_PARTS, group, dtype=torch.float32, device=weights.device)
     bits, block_v = bits_of(value_means, v_dim), max(16, triton.next_power_of_2(v_dim))
     _attend_rest[(REST_PARTS, batch * kv_heads)](
-        weights, masses, value_means, number, parts.lse, parts.out, rest, weights.shape[3], kv_heads,
-        *value_means.stride()[:3],
+        weights, masses, pointer(value_means), number, parts.lse, parts.out, rest, weights.shape[3], kv_heads,
+        *value_means.stride()[:3], step_of(number),
         GROUP=group, V_DIM=v_dim, FIRST=whole - REST_PARTS, SPLITS=REST_PARTS, PARTS=whole, BITS=bits,
-        BYTES=GROUP_BYTES.get(bits, 0), PRECISION=precision_of_singles(weights),
+        BYTES=GROUP_BYTES.get(bits, 0), PRECISION=precision_of_singles(weights), KIND=kind(value_means),
+        ALIGNMENT=alignment(value_means),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCKS=max(16, min(64, _TILE_BYTES // (4 * block_v))), BLOCK_V=block_v, num_stages=2,
     )  # fmt: skip

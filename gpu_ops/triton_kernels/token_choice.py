@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hetero_kv.gpu_ops.token_choice import SMALLEST_SHARE, Target
+from hetero_kv.gpu_ops.triton_kernels.row_memory import step_of
 
 # Entries per step of a list; a list of no more is read once for both searches.
 _ENTRIES = 8192
@@ -55,13 +56,13 @@ def _number_from(keys, there, lowest, own_keys, IS_ONE: tl.constexpr, ENTRIES: t
 @triton.jit(do_not_specialize=["least", "most", "times", "covering", "n", "width"])
 def _choose_by_share(
     keys, shares, totals, number, places, place_counts, chosen, counts, taken, lists, n, width, share, least, most,
-    times, covering,
+    times, covering, number0, kv_heads,
     GROUP: tl.constexpr, UNIT: tl.constexpr, LISTED: tl.constexpr, HAS_TARGET: tl.constexpr, MARKS: tl.constexpr,
     IS_ONE: tl.constexpr, BLOCK_GROUP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     each, member = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_GROUP)
     keys, shares, chosen = keys + each * n, shares + each * n, chosen + each * width
-    blocks = tl.load(number).to(tl.int32)
+    blocks = tl.load(number + each // kv_heads * number0).to(tl.int32)
     there = blocks * UNIT
     if LISTED:
         places += each * (n // UNIT)
@@ -175,6 +176,7 @@ def choose(
         keys, shares, totals, number, number if places is None else places,
         number if place_counts is None else place_counts, chosen, counts, counts if taken is None else taken,
         batch * kv_heads, n, chosen.shape[2], target.share, target.least, target.most, target.times, target.covering,
+        step_of(number), kv_heads,
         GROUP=group, UNIT=unit, LISTED=places is not None, HAS_TARGET=target.share > 0, MARKS=taken is not None,
         IS_ONE=n <= entries, BLOCK_GROUP=triton.next_power_of_2(group), ENTRIES=entries, num_warps=16,
     )  # fmt: skip

@@ -6,9 +6,10 @@ turn; between two of them, the cache layers attend with the token's queries, key
 
 Experts in DRAM end a segment too, because the CPU computes them (`experts_in_dram`).
 
-Where layers attend without the host, from memory at fixed addresses (`FamilyLayer.captured_memory`), their attention is
-captured too. If all layers do, a token is one graph, from its id to the likeliest next one. Such a capture belongs to
-one group of sequences.
+Where layers attend without the host (`FamilyLayer.captured_memory`), their attention is captured too: its kernels find
+the rows' memory by a table on the device. If all layers do, a token is one graph, from its id to the likeliest next
+one, for any rows of a bucket (`engine.row_buckets`): sequences come and go, and nothing is captured again. Such a
+capture belongs to a store.
 
 The model's Python code runs during the capture only. Code that must run for every token, other than kernel launches, is
 therefore refused. Synchronization with the device makes a capture fail, which damages torch's state; an uncaptured
@@ -17,8 +18,10 @@ rehearsal token finds it first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -36,6 +39,7 @@ from hetero_kv.adapter.graph_recording import (
     recording,
 )
 from hetero_kv.adapter.model_call import ModelCall, Signature
+from hetero_kv.adapter.padded_inputs import padded, padded_rows, padded_shape
 from hetero_kv.adapter.quantized_experts import parameters_beside_experts
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.forward_batch import ForwardKind
@@ -48,12 +52,36 @@ from hetero_kv.gpu_ops.host_traffic import traffic_observed
 # Number of uncaptured tokens before the capture: one-time setup runs in the first, and the last of them rehearses the
 # capture.
 _WARM_UP = 2
-# At most this many kinds of call (rows, arguments), and groups of sequences, stay captured.
-_KEPT = 4
+# At most this many kinds of call (rows, arguments), and stores, stay captured.
+_KEPT = 8
 # A capture with attention replaces one that was not used for this many tokens.
 _UNUSED = 64
 
 _Key = tuple[Any, ...]
+
+
+class _Memory(NamedTuple):
+    """The memory that a capture belongs to.
+
+    Attributes:
+        owner: of the memory of the layers whose attention is captured; None where no attention is.
+        layers: of each layer, whether its attention is captured.
+    """
+
+    owner: Any = None
+    layers: tuple[bool, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the attention of all layers is captured."""
+        return self.owner is not None and all(self.layers)
+
+    @property
+    def key(self) -> _Key:
+        return () if self.owner is None else (id(self.owner), *self.layers)
+
+
+_NO_MEMORY = _Memory()
 
 
 class CapturedSteps:
@@ -67,7 +95,8 @@ class CapturedSteps:
     def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: CaptureState, has_head: bool) -> None:
         self._model, self._signature, self._captures, self._has_head = model, Signature(forward), captures, has_head
         self._tokens: dict[_Key, CapturedToken] = {}
-        self._seen: dict[_Key, int] = {}
+        # How many tokens ran uncaptured, by the owner of memory that a capture would belong to, or this object.
+        self._seen: WeakKeyDictionary[Any, Counter[_Key]] = WeakKeyDictionary()
         # The reason, by kind of call that cannot be captured.
         self._uncapturable: dict[_Key, str] = {}
         self._count = 0
@@ -77,7 +106,7 @@ class CapturedSteps:
         cache = passed_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
-        if self._has_head and not self._is_without_host(cache):
+        if self._has_head and not self._memory(cache).is_whole:
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         tokens = call.inputs
@@ -85,13 +114,18 @@ class CapturedSteps:
         if tokens is None or not tokens.is_cuda or leaves_early:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
-        key = _key(inputs, fixed)
-        seen = self._seen.setdefault(key, 0)
-        if seen < _WARM_UP:
-            self._seen[key] += 1
-            return self._rehearsed(call, key, inputs, fixed, cache) if seen + 1 == _WARM_UP else call.run()
+        memory = self._memory(cache)
+        rows = padded_rows(inputs, cache.required_batch.sequences) if memory.is_whole else None
+        key = _key(inputs, fixed, rows)
+        seen = self._seen.setdefault(memory.owner or self, Counter())
+        if seen[key] < _WARM_UP:
+            is_last = seen[key] + 1 == _WARM_UP
+            output = self._rehearsed(call, key, inputs, fixed, cache) if is_last else call.run()
+            # Only now: what a capture needs has been made.
+            seen[key] += 1
+            return output
         self._count += 1
-        token = self._captured(key, inputs, fixed, cache)
+        token = self._captured(key, inputs, fixed, cache, memory)
         if token is None:
             return call.run()
         token.last = self._count
@@ -105,7 +139,10 @@ class CapturedSteps:
         assert call.inputs is not None
         # The mask of a decoded token only marks rows without a token, which the guard handles.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
-        if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
+        batch, given = cache.required_batch, arguments.get("position_ids")
+        # The guard's positions of rows of several lengths are on the device.
+        is_given = given is not None and not (self._has_head and any(given is each for each in batch.placed))
+        if not is_given and "position_ids" in call.signature.names:
             arguments["position_ids"] = self._positions(cache, call.inputs.device)
         for name in CACHE_NAMES:
             arguments.pop(name, None)
@@ -140,15 +177,15 @@ class CapturedSteps:
         return output
 
     def _captured(
-        self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
+        self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache, memory: _Memory
     ) -> CapturedToken | None:
         """The capture for such a call, created if missing; None if it cannot be captured, or not now."""
-        kind, memory = key, self._memory(cache)
+        kind = key
         if self._has_head and kind in self._uncapturable:
             return None
-        if memory and not self._has_place((*kind, memory)):
-            memory = ()
-        key = (*kind, memory)
+        if memory.owner is not None and not self._has_place((*kind, memory.key)):
+            memory = _NO_MEMORY
+        key = (*kind, memory.key)
         token = self._tokens.get(key)
         if token is not None and token.is_current:
             return token
@@ -161,7 +198,7 @@ class CapturedSteps:
             self._require_capturable(inputs, fixed, cache)
             if kind in self._uncapturable:
                 raise NotCapturableError(self._uncapturable[kind])
-            self._tokens[key] = self._recorded(inputs, fixed, cache, with_attention=bool(memory))
+            self._tokens[key] = self._recorded(inputs, fixed, cache, memory)
         # torch reports a refused capture as a RuntimeError.
         except RuntimeError as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -178,20 +215,19 @@ class CapturedSteps:
         self._captures.succeed()
         return self._tokens[key]
 
-    def _memory(self, cache: HeteroCache) -> tuple[Any, ...]:
-        """The memory that a capture with attention would belong to; empty if no layer's attention can be captured."""
+    def _memory(self, cache: HeteroCache) -> _Memory:
+        """The memory that a capture with attention would belong to; none if no layer's attention can be captured."""
         layers = [captured_memory(cache, index) for index in range(len(cache.layers))]
-        return (id(cache.required_batch.steps[0].group), *layers) if any(layer is not None for layer in layers) else ()
-
-    def _is_without_host(self, cache: HeteroCache) -> bool:
-        """Whether the attention of all layers can be captured, and a capture of the whole model may be created."""
-        memory = self._memory(cache)
-        return bool(memory) and all(layer is not None for layer in memory)
+        owners = {id(layer): layer for layer in layers if layer is not None}
+        if len(owners) != 1:
+            return _NO_MEMORY
+        ((_, owner),) = owners.items()
+        return _Memory(owner, tuple(layer is not None for layer in layers))
 
     def _has_place(self, key: _Key) -> bool:
         """Whether a capture with attention exists, or may replace another.
 
-        It may not if more groups take turns than captures are kept: all would be captured again and again.
+        It may not if more stores take turns than captures are kept: all would be captured again and again.
         """
         if key in self._tokens or len(self._tokens) < _KEPT:
             return True
@@ -220,12 +256,15 @@ class CapturedSteps:
             raise NotCapturableError(f"not all weights are on {device}")
 
     def _recorded(
-        self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache, with_attention: bool
+        self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache, memory: _Memory
     ) -> CapturedToken:
         """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
+        rows = padded_rows(inputs, cache.required_batch.sequences) if memory.is_whole else None
         inputs_copied = {name: tensor.clone() for name, tensor in _on_device(inputs).items()}
+        if rows is not None:
+            inputs_copied = {name: padded(name, tensor, rows) for name, tensor in inputs_copied.items()}
         segments, likeliest = GraphSegments(_device_of(inputs)), None
-        graph = GraphRecording(segments, cache if with_attention else None)
+        graph = GraphRecording(segments, None if memory.owner is None else cache)
         with cache.recorded_by(graph), recording(graph), segments.captured():
             output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
             _require_plain(output, "logits" if self._has_head else "last_hidden_state")
@@ -233,8 +272,7 @@ class CapturedSteps:
                 likeliest = Likeliest.of(output.logits[:, -1])
         if graph.attentions != len(cache.layers):
             raise NotCapturableError(f"{len(cache.layers)} layers made {graph.attentions} attention calls")
-        group = cache.required_batch.steps[0].group if with_attention else None
-        return CapturedToken(self._model, segments, graph, inputs_copied, output, group, likeliest)
+        return CapturedToken(self._model, segments, graph, inputs_copied, output, memory.owner, likeliest)
 
 
 def _decodes(cache: HeteroCache) -> bool:
@@ -245,8 +283,9 @@ def _decodes(cache: HeteroCache) -> bool:
     return batch.kind is ForwardKind.DECODE and batch.request.stores
 
 
-def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
-    shapes = ((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
+def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any], rows: int | None) -> _Key:
+    """A kind of call; rows: those that it is captured with, None for its own."""
+    shapes = ((name, padded_shape(name, each, rows), each.dtype, each.device) for name, each in inputs.items())
     return (*sorted(shapes, key=lambda each: each[0]), *sorted((name, repr(value)) for name, value in fixed.items()))
 
 

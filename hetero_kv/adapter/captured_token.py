@@ -12,9 +12,9 @@ from torch import nn
 from hetero_kv.adapter.cache_argument import CACHE_NAMES
 from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.graph_recording import GraphRecording
+from hetero_kv.adapter.padded_inputs import put
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.deferred_readback import HostCopy
-from hetero_kv.engine.equal_length_group import EqualLengthGroup
 from hetero_kv.gpu_ops.graph_segments import GraphSegments
 
 
@@ -24,7 +24,7 @@ class CapturedToken:
     Args:
         inputs: the input tensors by name; later inputs are copied into them.
         output: of the captured forward.
-        group: the group whose memory is captured; None if the capture is valid for any.
+        owner: of the memory whose addresses are captured; None if the capture is valid for any.
         likeliest: `Likeliest.of` the captured logits; None for a forward without them.
     """
 
@@ -35,11 +35,11 @@ class CapturedToken:
         recording: GraphRecording,
         inputs: dict[str, torch.Tensor],
         output: Any,
-        group: EqualLengthGroup | None,
+        owner: Any,
         likeliest: torch.Tensor | None,
     ) -> None:
         self._segments, self._between, self._inputs = segments, recording.between, inputs
-        self._prepared, self._group = recording.prepared, None if group is None else ref(group)
+        self._prepared, self._owner = recording.prepared, None if owner is None else ref(owner)
         self._likeliest, self._result = likeliest, "last_hidden_state" if likeliest is None else "logits"
         #: Number of the last token that used it.
         self.last = 0
@@ -59,16 +59,16 @@ class CapturedToken:
 
     @property
     def is_current(self) -> bool:
-        """Whether weights are at the same addresses, modules are unmodified, and the group still exists."""
-        exists = self._group is None or self._group() is not None
+        """Whether weights are at the same addresses, modules are unmodified, and the owner still exists."""
+        exists = self._owner is None or self._owner() is not None
         return exists and self._tree.is_unchanged and self._present_addresses() == self._addresses
 
     def run(self, inputs: dict[str, torch.Tensor], cache: HeteroCache) -> Any:
-        """The forward's output for other inputs, over a cache with a step in progress."""
+        """The forward's output for other inputs, over a cache with steps in progress."""
         for operator in self._prepared:
             operator.prepare_captured(cache)
         for name, tensor in inputs.items():
-            self._inputs[name].copy_(tensor, non_blocking=True)
+            put(name, tensor, self._inputs[name])
         for index, (work, out) in enumerate(self._between):
             self._segments.launch(index)
             result = work(cache)
@@ -76,12 +76,15 @@ class CapturedToken:
                 out.copy_(result)
         self._segments.launch(len(self._between))
         batch = cache.required_batch
+        rows = batch.sequences
         if self._likeliest is not None and batch.request.likeliest is not None:
-            batch.steps[0].host_copies.append(HostCopy(self._likeliest, batch.request.likeliest.receive))
+            receive = batch.request.likeliest.receive
+            # All of it, because a part is no single copy.
+            batch.steps[0].host_copies.append(HostCopy(self._likeliest, lambda found: receive(found[:, :rows])))
             output = None
         else:
             # A copy, because the next token overwrites the captured output.
-            output = self._output[self._result].clone()
+            output = self._output[self._result][:rows].clone()
         self._segments.launched()
         return replace(self._output, **{self._result: output, _cache_field(self._output): cache})
 

@@ -31,15 +31,18 @@ class NotCapturableError(RuntimeError):
 
 @runtime_checkable
 class CapturableAttention(Protocol):
-    """An operator whose attention can be captured: its kernels read changing data from fixed addresses."""
+    """An operator whose attention can be captured: its kernels find what changes by data at fixed addresses."""
 
     layer_idx: int
 
     def prepare_captured(self, cache: HeteroCache) -> None:
-        """The host's part of a token of the cache's one step, before its forward is launched."""
+        """The host's part of a token of the cache's steps, before its forward is launched."""
 
     def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
-        """The attention of a token, [batch, heads, 1, v_dim]; launches kernels only."""
+        """The attention of a token, [batch, heads, 1, v_dim]; launches kernels only.
+
+        There may be more rows than the cache has, up to those of its bucket (`engine.row_buckets`).
+        """
 
 
 class HostWork(Protocol):
@@ -63,8 +66,8 @@ class GraphRecording:
     """A decoded token's forward, in which attention that needs the host is recorded as functions.
 
     Args:
-        cache: the cache to whose memory the capture belongs, so that attention is captured where a layer's
-            `captured_memory` says so; None records every attention.
+        cache: a cache of the store to whose memory the capture belongs, so that attention is captured where the
+            layers' `captured_memory` says so; None records every attention.
 
     Attributes:
         between: in order, the function that computes what follows each segment, and the buffer for its result that the
@@ -150,13 +153,12 @@ class GraphRecording:
         self.between.append((lambda _: None, None))
 
 
-def captured_memory(cache: HeteroCache, layer_idx: int) -> int | None:
-    """See `FamilyLayer.captured_memory`; None if the forward has several groups."""
-    steps = cache.required_batch.steps
-    if len(steps) != 1:
-        return None
-    memory: int | None = getattr(steps[0].group.layers[layer_idx], "captured_memory", None)
-    return memory
+def captured_memory(cache: HeteroCache, layer_idx: int) -> Any:
+    """See `FamilyLayer.captured_memory`, for all rows of a forward; None if theirs differ."""
+    first, *others = (
+        getattr(step.group.layers[layer_idx], "captured_memory", None) for step in cache.required_batch.steps
+    )
+    return first if all(other is first for other in others) else None
 
 
 class Rehearsal:

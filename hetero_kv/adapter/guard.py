@@ -31,6 +31,7 @@ from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend, attending_by
+from hetero_kv.gpu_ops.host_copies import on_device
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _RECORDED = ("output_hidden_states", "output_attentions")
@@ -270,7 +271,8 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
 def _token_by_row(call: ModelCall, cache: HeteroCache, slices: Sequence[BatchSlice]) -> Any:
     """Compute one token per row, each at its own position."""
     with cache.forward(slices) as batch:
-        positions = torch.tensor(batch.positions, device=_device(call))[:, None]
+        positions = on_device(torch.tensor(batch.positions)[:, None], _device(call))
+        batch.placed.append(positions)
         return call.with_positions(positions).run()
 
 

@@ -50,7 +50,6 @@ class EqualLengthGroup:
         shared: arrays that layers pass to each other. An array is replaced and never changed.
         step: the step in progress.
         device_tables: by layout, the copies of the block tables on devices.
-        device_tokens: by layout, data of decoded tokens on a device that a family's layers share.
     """
 
     def __init__(self, layers: Rows[CacheLayerMixin], store: Store) -> None:
@@ -60,7 +59,6 @@ class EqualLengthGroup:
         self.shared: Shared = {}
         self.step: Step | None = None
         self.device_tables: dict[Layout, DeviceTable] = {}
-        self.device_tokens: dict[Layout, Any] = {}
         self._bind()
 
     def _bind(self) -> None:

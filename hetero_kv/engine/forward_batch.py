@@ -53,6 +53,7 @@ class ForwardBatch:
         steps: slots, lengths, block tables and finalized blocks, in the order of the rows; parts of prompts are last.
         recording: of this forward as CUDA graphs, if any.
         queue: kernels of its layers that wait until something needs their results.
+        placed: positions of the rows that the guard has put on the device.
     """
 
     kind: ForwardKind
@@ -61,6 +62,7 @@ class ForwardBatch:
     steps: tuple[Step, ...]
     recording: Recording | None = None
     queue: KernelQueue = field(default_factory=KernelQueue)
+    placed: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def begin(cls, request: ForwardRequest, slices: Rows[BatchSlice], *, is_decode: bool) -> ForwardBatch:
@@ -103,6 +105,11 @@ class ForwardBatch:
             is_by_row = step.part.is_mixed
             found += range(step.past, step.length) if is_by_row else [step.past] * len(step.group.sequences)
         return found
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of all steps."""
+        return sum(len(step.group.sequences) for step in self.steps)
 
     @property
     def decoded_rows(self) -> int:

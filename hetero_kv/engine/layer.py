@@ -210,10 +210,10 @@ class FamilyLayer(CacheLayerMixin):
     # -- captured tokens
 
     @property
-    def captured_memory(self) -> int | None:
-        """A number that identifies the memory that a captured token's attention uses; it changes with the memory.
+    def captured_memory(self) -> Any:
+        """What owns the memory whose addresses a captured token's attention keeps: the store of the layer's group.
 
-        None if attention cannot be captured, or not yet; see `adapter.graph_recording.CapturableAttention`.
+        None if attention cannot be captured; see `adapter.graph_recording.CapturableAttention`.
         """
         return None
 

@@ -42,6 +42,7 @@ class Store:
         rows: number of sequences with blocks; 0 until `provide`.
         allocators: by layout.
         mapped: by layer index, the layer's mappings of its pool's memory for other devices.
+        device_tokens: by a family's keys, data of decoded tokens on a device that layers and caches share.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Store:
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}
+        self.device_tokens: dict[Any, Any] = {}
         self._write_outs: dict[torch.device, WriteOut] = {}
         self._prefetches: dict[torch.device, Prefetch] = {}
         reservations.register(self)

@@ -86,7 +86,7 @@ class AnswerTokens(Iterator[Choice]):
                 # The forward has changed nothing.
                 self._drafter = without_guesses(error, self._drafter)
         if self._forward.may_choose and self._sampler.takes_likeliest:
-            return Burst(self._forward.likeliest(cache, self._newest))
+            return Burst(self._forward.likeliest([cache], [self._newest]))
         return Burst(self._forward.decode([cache], [self._newest]))
 
     def _count(self) -> None:

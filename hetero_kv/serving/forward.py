@@ -220,13 +220,17 @@ class ModelForward:
         with joined(caches) as cache:
             return self._logits(cache, token_ids)
 
-    def likeliest(self, cache: Cache, token: int) -> Sequence[torch.Tensor | Likeliest]:
-        """As `decode` for one cache, for a sampler that `takes_likeliest`: the likeliest token if the GPU chose it."""
-        if not isinstance(cache, HeteroCache):
-            return list(self.decode([cache], [token]))
+    def likeliest(self, caches: Sequence[Cache], tokens: Sequence[int]) -> Sequence[torch.Tensor | Likeliest]:
+        """As `decode`, for samplers that all `take_likeliest`: the likeliest tokens if the GPU chose them."""
+        first = caches[0]
+        if not isinstance(first, HeteroCache) or (len(caches) > 1 and self.longest_rotates_all):
+            return list(self.decode(caches, tokens))
         request = LikeliestRequest()
-        with cache.requesting(likeliest=request):
-            output = self._called(cache, torch.tensor([[token]]), **self._last_logits)
+        with (
+            nullcontext(first) if len(caches) == 1 else joined(caches) as cache,
+            cache.requesting(likeliest=request),
+        ):
+            output = self._called(cache, torch.tensor(tokens)[:, None], **self._last_logits)
         return list(output.logits[:, -1]) if request.rows is None else request.rows
 
     def verify(

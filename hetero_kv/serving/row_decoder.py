@@ -103,8 +103,8 @@ class RowDecoder:
 
     def _decoded(self, rows: Sequence[Request]) -> Sequence[torch.Tensor | Likeliest]:
         caches, tokens = caches_and_tokens(rows)
-        if len(rows) == 1 and self._forward.may_choose and rows[0].sampler.takes_likeliest:
-            return self._forward.likeliest(caches[0], tokens[0])
+        if self._forward.may_choose and all(each.sampler.takes_likeliest for each in rows):
+            return self._forward.likeliest(caches, tokens)
         return list(self._forward.decode(caches, tokens))
 
 

@@ -13,7 +13,7 @@ from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.retrieval_step import BlockChoice, RetrievalStep, StepEstimates, StepPool
 from hetero_kv.cpu_ops.step_contract import ATTENDED, CHOSEN, NOTHING_FORBIDDEN, TOUCHED, WHOLE, row_ranges
 from hetero_kv.families.retrieval import representatives
-from hetero_kv.families.retrieval.device_context import SentToken, fetched_arrays
+from hetero_kv.families.retrieval.device_context import LayerMemory, SentToken, fetched_arrays
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.representatives import Representing
@@ -159,9 +159,10 @@ def test_the_choice_is_the_cpus_and_the_attention_exact(gpu, case):
         torch.zeros(heads, device=device),
     )
     padded = torch.nn.functional.pad(torch.from_numpy(table), (0, 9)).to(device)
-    numbers = torch.tensor([past, local_start, case.blocks], device=device)
+    numbers = torch.tensor([[past, local_start, case.blocks]], device=device)
     call = AttentionCall(*on_gpu, SCALE, case.softcap, None, None)
-    out, _ = context.attended(call, window, pool, numbers, padded, sent)
+    memory = LayerMemory((window.keys, window.values), window.initial, context.arrays)
+    out, _ = context.attended(call, memory, pool, numbers, padded, sent)
     out, taken, slots = out.cpu(), sent.taken.cpu().view(ROWS, KV_HEADS, 4), context._slots.ids.cpu()
 
     sizes = set()

@@ -42,7 +42,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     rotary,
     window_step,
 )
-from tests.gpu_ops import compiled_sets, compiled_tokens
+from tests.gpu_ops import compiled_rows, compiled_sets, compiled_tokens
 from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -276,9 +276,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "unpack packed, Q6_K, bfloat16": unpacking("Q6_K", BRAIN),
     "rows of packed, BF16, bfloat16": looking_up("BF16", BRAIN),
     **compiled_tokens.LAUNCHES,
+    **compiled_rows.LAUNCHES,
 }
 #: Launches of kernels that others launch too, for the slow tests.
 FURTHER = (
+    *compiled_rows.LAUNCHES,
     "flash, float16",
     "flash, float16, 64",
     "flash, bfloat16, 256",

@@ -14,7 +14,7 @@ from hetero_kv.gpu_ops.token_attention import PARTS, Parts
 from hetero_kv.gpu_ops.token_choice import Target
 from hetero_kv.gpu_ops.token_slots import TokenSlots
 from hetero_kv.gpu_ops.triton_kernels import estimated_masses, token_attention, token_choice, token_slots
-from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
+from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, at_addresses, zeros
 
 # Of 128K tokens in blocks of 16, and their candidates.
 CAPACITY, PLACES = 8192, 512
@@ -103,6 +103,33 @@ def summing() -> None:
     token_attention.sum_masses(parts(DIM).lse, zeros(1, 8, 32, 4), zeros(8))
 
 
+def of_rows() -> dict[str, Callable[[], Any]]:
+    """Launches for rows that are found by addresses: of each kernel that takes them."""
+    q, number = zeros(4, 1, 32, DIM, dtype=BRAIN).transpose(1, 2), torch.zeros(4, 3, dtype=torch.int64)[:, 2]
+    vectors = at_addresses(stored((4, CAPACITY, 8, 2), DIM, 8, HALF).movedim(1, 2))
+    codes = at_addresses(whole(4, CAPACITY, 8, bytes_of_block(16, DIM), dtype=torch.uint8).movedim(1, 2))
+    known = BlockMasses(*(zeros(4, 8, 4, CAPACITY) for _ in range(4)))
+    sizes = (8, 8192), (8, 131_072), (8,)
+    slots = TokenSlots(*(at_addresses(whole(4, *size)) for size in sizes))
+    lists, to = (whole(4, 8, 8192), whole(4, 8)), Parts(zeros(4, 8, PARTS, 4, DIM), zeros(4, 8, PARTS, 4))
+    keys, values = at_addresses(zeros(4, 8, 8192, DIM, dtype=BRAIN)), at_addresses(stored((4, 8, 8192), DIM, 8, HALF))
+    pool, table = whole(9, 8, 16, DIM // 32 * GROUP_BYTES[8], dtype=torch.uint8), whole(4, 500)
+    means, masses = at_addresses(stored((4, CAPACITY, 8), DIM, 8, HALF).movedim(1, 2)), known.masses
+    missing = whole(4, 8, 8192), whole(4, 8, 8192), whole(32)
+    return {
+        "score means at addresses": lambda: estimated_masses.score_means(q, vectors, number, 16, 0.1, None),
+        "score coarse keys at addresses": lambda: estimated_masses.score_codes(
+            q, codes, whole(4, 8, PLACES), number, 16, known, 0.1, None, zeros(4, 8, 4, PLACES * 16)
+        ),
+        "place tokens at addresses": lambda: token_slots.place(slots, *lists, whole(32)),
+        "fetch tokens to addresses": lambda: token_slots.fetch(pool, table, *missing, values),
+        "attend to tokens at addresses": lambda: token_attention.attend_to_tokens(
+            q, keys, values, *lists, 0.1, None, to
+        ),
+        "attend to mean values at addresses": lambda: token_attention.attend_to_rest(masses, masses, means, number, to),
+    }
+
+
 #: One of every kernel, and others.
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "score means in Q8_0, bfloat16": scoring_means(BRAIN, 2, 8, None),
@@ -128,6 +155,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attend to tokens in Q8_0, bfloat16": attending_to_tokens(BRAIN, DIM, 8, None),
     "attend to tokens in Q4_0, float16": attending_to_tokens(HALF, DIM, 4, None),
     "attend to mean values": attending_to_rest(256, 0),
+    **of_rows(),
 }
 #: Those of the latter, for the slow tests.
 FURTHER = tuple(LAUNCHES)[11:]

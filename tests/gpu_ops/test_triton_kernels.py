@@ -162,7 +162,7 @@ def test_slots_are_assigned_as_by_torch(interpreted):
 def test_kernels_compile_for_gpus_from_turing_to_blackwell_as_they_are_launched(which):
     code = printed_by("compiled_kernels.py", *([] if which == "each" else [which]))
     assert {name.rpartition("_")[2] for name in code} == {"75", "80", "86", "89", "90", "120"}
-    assert len(code) == {"each": 42, "pairs": 81, "all": 81 * 6 + 3 * 20}[which]
+    assert len(code) == {"each": 42, "pairs": 95, "all": 95 * 6 + 3 * 20}[which]
     assert all(size for size, _, _ in code.values())
     assert {name: shared for name, (_, shared, most) in code.items() if shared > most} == {}
 

@@ -91,8 +91,8 @@ DEFECTS = (
     Mutation(
         "the GPU never learns of blocks that enter the Context",
         "hetero_kv/families/retrieval/device_tokens.py",
-        "if not np.array_equal(context, self._table):",
-        "if not self._table.size:",
+        "if not np.array_equal(table, self._sent_tables[row])]",
+        "if not self._sent_tables[row].size]",
         (_RESIDENT + "a_conversation_is_that_with_the_cpu",),
     ),
     Mutation(

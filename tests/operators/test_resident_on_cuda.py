@@ -121,7 +121,7 @@ def test_a_pool_that_is_written_while_it_is_read_is_seen(gpu, llama):
     # After a token, whose kernels have been waited for, a block may be written.
     cache.layers[1].pool.keys.add_(0.0)
     resident, pool = cache.layers[1].resident, cache.layers[1].pool
-    table = cache.groups[0].device_tokens[cache.layers[1].layout].table
+    table = torch.arange(cache.layers[1].context_blocks, dtype=torch.int32, device="cuda")[None]
     chosen = torch.zeros_like(resident._ids)
     fetch(pool.keys, table, chosen, chosen, resident._slots.keys)
     pool.keys.add_(1.0)

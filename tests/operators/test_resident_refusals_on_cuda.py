@@ -45,10 +45,10 @@ def test_a_greedy_answer_of_numbers_that_are_none_is_refused(llama):
     forward.prompt(cache, random_tokens(60)[0].tolist())
     sampler = Sampler(SamplingParams(temperature=0.0), (), 97)
     for token in range(2, 8):
-        (found,) = forward.likeliest(cache, token)
+        (found,) = forward.likeliest([cache], [token])
     assert isinstance(found, Likeliest)
     llama.lm_head.weight.mul_(float("nan"))
-    (found,) = forward.likeliest(cache, 8)
+    (found,) = forward.likeliest([cache], [8])
     with pytest.raises(LogitsError, match="largest logit is nan"):
         sampler.choose(found)
 

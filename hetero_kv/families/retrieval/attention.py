@@ -77,8 +77,7 @@ class RetrievalAttention(ResidentDecode):
         if step.draft_blocks is not None:
             return attend_sparsely(layer, step, step.draft_blocks, call, self.threads)
         if self._attends_on_gpu(layer, call):
-            self._prepare_token(layer, step)
-            return self._attended_on_gpu(layer, step, call)
+            return self._attended_together([step], call)
         if layer.window is not None:
             return self._decode_with_window(layer, step, blocks, call)
         self._require_device(layer)

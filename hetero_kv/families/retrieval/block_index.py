@@ -23,9 +23,9 @@ class BlockIndex:
     """
 
     def __init__(self, pool: BlockPool, names: Sequence[str], capacity: int, batch: int, device: torch.device) -> None:
-        # Block by block, so that new ones arrive in one copy.
+        # Block by block, so that new ones of a row arrive in one copy.
         self._arrays = {
-            name: array.new_zeros((capacity, batch, *array.shape[1:]), device=device)
+            name: array.new_zeros((batch, capacity, *array.shape[1:]), device=device)
             for name, array in pool.arrays.items()
             if name in names
         }
@@ -33,9 +33,9 @@ class BlockIndex:
         #: Blocks of the Context that are here.
         self.count = 0
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """An array, [batch, kv_heads, capacity, ...]."""
-        return self._arrays[name].movedim(0, 2)
+    def arrays(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """These arrays, [batch, kv_heads, capacity, ...] each."""
+        return [self._arrays[name].movedim(1, 2) for name in names]
 
     def take_in(self, pool: BlockPool, context: Sequence[np.ndarray] | np.ndarray) -> None:
         """Send the blocks that have entered the Context since the last call.
@@ -44,10 +44,11 @@ class BlockIndex:
         """
         first, end = self.count, len(context[0])
         if first < end and self._capacity:
-            ids = torch.from_numpy(np.stack([row[first:end] for row in context], axis=1).astype(np.int64))
             stored = pool.arrays
-            for name, array in self._arrays.items():
-                array[first:end].copy_(stored[name][ids].pin_memory(), non_blocking=True)
+            for row, blocks in enumerate(context):
+                ids = torch.from_numpy(blocks[first:end].astype(np.int64))
+                for name, array in self._arrays.items():
+                    array[row, first:end].copy_(stored[name][ids].pin_memory(), non_blocking=True)
         self.count = end
 
     def take_computed(self, first: int, derived: Mapping[str, torch.Tensor]) -> None:
@@ -58,7 +59,7 @@ class BlockIndex:
         end = first + derived["representatives"].shape[1]
         if first == self.count and self._capacity:
             for name, array in self._arrays.items():
-                array[first:end].copy_(derived[name].transpose(0, 1))
+                array[:, first:end].copy_(derived[name])
             self.count = end
 
     def shorten(self, context: int) -> None:
@@ -74,7 +75,5 @@ class BlockIndex:
         """New memory, whose row i is a copy of row `rows[i]`."""
         new = copy.copy(self)
         # Slices, because indexing with a list would copy it to the device, and the host would wait for that.
-        new._arrays = {
-            name: torch.cat([array[:, row : row + 1] for row in rows], dim=1) for name, array in self._arrays.items()
-        }
+        new._arrays = {name: torch.cat([array[row : row + 1] for row in rows]) for name, array in self._arrays.items()}
         return new

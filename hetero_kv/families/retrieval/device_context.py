@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.step_counts import StepCounts
+from hetero_kv.gpu_ops.row_memory import AnyMemory
 from hetero_kv.store.pool import BlockPool
 
 
@@ -38,6 +38,30 @@ class SentToken(NamedTuple):
     query: torch.Tensor | None = None
     lse: torch.Tensor | None = None
 
+    def of_rows(self, rows: slice, batch: int) -> SentToken:
+        """The part of some of `batch` rows."""
+        found = {}
+        for name, part in self._asdict().items():
+            if part is not None:
+                each = len(part) // batch
+                part = part[rows.start * each : rows.stop * each]
+            found[name] = part
+        return SentToken(**found)
+
+
+class LayerMemory(NamedTuple, Generic[AnyMemory]):
+    """What the kernels of a layer read and write of each row.
+
+    Attributes:
+        window: keys and values, as in `gpu_ops.resident_attention`.
+        initial: places in the window for the first tokens.
+        context: as `DeviceContext.arrays`.
+    """
+
+    window: tuple[AnyMemory, AnyMemory]
+    initial: int
+    context: Sequence[AnyMemory]
+
 
 class DeviceContext(ABC):
     """Memory of one layer, of a fixed size, so that a captured token finds it where it was.
@@ -45,6 +69,9 @@ class DeviceContext(ABC):
     Args:
         index: the arrays by which blocks are scored.
     """
+
+    #: The arrays of a pool by which blocks are scored.
+    indexed: ClassVar[tuple[str, ...]]
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -62,6 +89,11 @@ class DeviceContext(ABC):
         if context < self._index.count:
             self._index.shorten(context)
             self._forget_from(context)
+
+    @property
+    def arrays(self) -> list[torch.Tensor]:
+        """What `attended` reads and writes, [batch, ...] each."""
+        return [*self._index.arrays(self.indexed), *self._slot_arrays]
 
     @property
     def nbytes(self) -> int:
@@ -98,12 +130,13 @@ class DeviceContext(ABC):
 
     @abstractmethod
     def attended(
-        self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
-        sent: SentToken,
+        self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
+        table: torch.Tensor, sent: SentToken,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """A decoded token's attention to its window and its Context, after `take_in`; kernels alone.
 
         Args:
+            memory: of this Context's rows and of others alike, side by side or anywhere.
             numbers: see `gpu_ops.resident_attention`.
             table: [batch, capacity] int32, the Context's blocks in the pool, on the device.
             sent: is written.

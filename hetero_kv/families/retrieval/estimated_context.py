@@ -7,7 +7,7 @@ more bytes would cross the bus. A key of 128 numbers in half precision is 256 by
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.step_contract import ATTENDED, CANDIDATES, CHOSEN, EVERYTHING, SCORED, TOUCHED, WHOLE
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_context import DeviceContext, SentToken
-from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.device_context import DeviceContext, LayerMemory, SentToken
 from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
 from hetero_kv.gpu_ops import token_choice
 from hetero_kv.gpu_ops.estimated_masses import log_totals, mean_shares, score_codes, score_means
 from hetero_kv.gpu_ops.resident_attention import CONTEXT, SPLITS, attend
+from hetero_kv.gpu_ops.row_memory import Memory, without
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.token_attention import (
     REST_PARTS,
@@ -34,9 +34,6 @@ from hetero_kv.gpu_ops.token_choice import Target, choose, leave
 from hetero_kv.gpu_ops.token_slots import NONE, TokenSlots, fetch_tokens, place_tokens
 from hetero_kv.gpu_ops.window_step import join_parts
 from hetero_kv.store.pool import BlockPool
-
-#: The arrays of a pool by which tokens are chosen, and by which the others are estimated.
-INDEXED = ("representatives", "value_means", "key_codes")
 
 
 class EstimatedChoice(NamedTuple):
@@ -97,13 +94,16 @@ class EstimatedContext(DeviceContext):
         like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
     """
 
+    # By which tokens are chosen, and by which the others are estimated.
+    indexed = ("representatives", "value_means", "key_codes")
+
     def __init__(
         self, choice: EstimatedChoice, pool: BlockPool, capacity: int, like_keys: torch.Tensor,
         like_values: torch.Tensor,
     ) -> None:  # fmt: skip
         self.choice = choice
         (batch, kv_heads), count, device = like_keys.shape[:2], choice.slots(capacity), like_keys.device
-        super().__init__(BlockIndex(pool, INDEXED, capacity, batch, device))
+        super().__init__(BlockIndex(pool, self.indexed, capacity, batch, device))
         self._width, self._targets = choice.candidates(capacity), choice.targets(capacity)
         self._slots = TokenSlots.empty(batch, kv_heads, count, capacity * choice.block_size, device)
         # Plain numbers in the model's dtype, packed ones as they are stored; keys with coarse copies are plain.
@@ -134,8 +134,8 @@ class EstimatedContext(DeviceContext):
         self._slots.ids.fill_(NONE)
 
     def attended(
-        self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
-        sent: SentToken,
+        self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
+        table: torch.Tensor, sent: SentToken,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See DeviceContext."""
         assert sent.taken is not None
@@ -143,17 +143,17 @@ class EstimatedContext(DeviceContext):
         q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
         no_ids = q.new_empty((*call.k.shape[:2], 0), dtype=torch.int64)
         no_slots = Slots(*(q.new_empty((*no_ids.shape, 1, each.shape[3])) for each in (call.k, call.v)))
-        places = (window.keys, window.values), window.initial, no_ids, no_slots, numbers
+        places = memory.window, memory.initial, no_ids, no_slots, numbers
         token, further = (sent.key, sent.value), TOKEN_PARTS + REST_PARTS
         parts = Parts(*attend(q, call.k, call.v, *places, call.scale, call.softcap, token, further))
-        number = numbers[CONTEXT:]
-        chosen, counts, weights, masses = self._chosen(call, q, parts, number, sent.taken)
-        slots, misses, into = place_tokens(self._slots, chosen, counts, sent.missed)
-        for stored, memory in ((pool.keys, self._keys), (pool.values, self._values)):
-            fetch_tokens(stored, table, misses, into, sent.missed, memory)
-        attend_to_tokens(q, self._keys, self._values, slots, counts, call.scale, call.softcap, parts)
-        means = self._index["value_means"][:, :, :, 0]
-        rest = attend_to_rest(weights, masses, means, number, parts)
+        number = numbers[:, CONTEXT]
+        vectors, means, codes, ids, slot_of, following, keys, values = memory.context
+        chosen, counts, weights, masses = self._chosen(call, q, vectors, without(codes, 3), parts, number, sent.taken)
+        slots, misses, into = place_tokens(TokenSlots(ids, slot_of, following), chosen, counts, sent.missed)
+        for stored, kept in ((pool.keys, keys), (pool.values, values)):
+            fetch_tokens(stored, table, misses, into, sent.missed, kept)
+        attend_to_tokens(q, keys, values, slots, counts, call.scale, call.softcap, parts)
+        rest = attend_to_rest(weights, masses, without(means, 3), number, parts)
         sum_masses(parts.lse, rest, sent.shares)
         out = q.new_empty(*q.shape[:3], call.v.shape[3])
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -161,19 +161,15 @@ class EstimatedContext(DeviceContext):
         return out, lse
 
     def _chosen(
-        self, call: AttentionCall, q: torch.Tensor, parts: Parts, number: torch.Tensor, taken: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, call: AttentionCall, q: torch.Tensor, vectors: Memory, codes: Memory, parts: Parts, number: torch.Tensor,
+        taken: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Choose tokens by the query and by what the window receives.
 
         Returns them, as [batch, kv_heads, slots] int32, their numbers [batch, kv_heads] int32, and the weights and the
         masses of what remains of each block (`gpu_ops.estimated_masses.BlockMasses`). Writes `taken`.
         """
-        size, codes, vectors = (
-            self.choice.block_size,
-            self._index["key_codes"][:, :, :, 0],
-            self._index["representatives"],
-        )
-        batch, kv_heads, count = self._slots.ids.shape
+        (batch, kv_heads), count, size = call.k.shape[:2], self._slots.ids.shape[2], self.choice.block_size
         of_blocks, of_tokens = self._targets
         known = score_means(q, vectors, number, size, call.scale, call.softcap)
         scoring = known, call.scale, call.softcap

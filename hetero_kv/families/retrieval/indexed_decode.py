@@ -93,7 +93,8 @@ class IndexedDecode(WindowedDecode):
         assert choice is not None
         assert index is not None
         # As on the CPU the representatives' products count as they are.
-        scores = block_scores(call.q, index["representatives"], count, choice.bounds, 1.0)
+        (vectors,) = index.arrays(("representatives",))
+        scores = block_scores(call.q, vectors, count, choice.bounds, 1.0)
         room.copy_(best_blocks(scores, count, choice.blocks, choice.largest, is_shared=choice.is_shared))
 
     def _require_device(self, layer: RetrievalLayer) -> None:

@@ -7,7 +7,7 @@ arXiv:2410.21465, section 4.2). The host takes no part in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_context import DeviceContext, SentToken, fetched_arrays
-from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.device_context import DeviceContext, LayerMemory, SentToken, fetched_arrays
 from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
 from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
 from hetero_kv.gpu_ops.host_copies import on_device
 from hetero_kv.gpu_ops.resident_attention import CONTEXT, attend
 from hetero_kv.gpu_ops.resident_slots import NONE, fetch, placed
+from hetero_kv.gpu_ops.row_memory import AnyMemory
 from hetero_kv.gpu_ops.slot_formats import Slots, as_words
 from hetero_kv.gpu_ops.window_step import join_parts
 from hetero_kv.store.pool import BlockPool
@@ -65,12 +65,14 @@ class ResidentContext(DeviceContext):
         like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
     """
 
+    indexed = ("representatives",)
+
     def __init__(
         self, choice: ResidentChoice, pool: BlockPool, capacity: int, like_keys: torch.Tensor, like_values: torch.Tensor
     ) -> None:
         self.choice = choice
         (batch, kv_heads), count = like_keys.shape[:2], min(choice.blocks, capacity)
-        super().__init__(BlockIndex(pool, ("representatives",), capacity if count else 0, batch, like_keys.device))
+        super().__init__(BlockIndex(pool, self.indexed, capacity if count else 0, batch, like_keys.device))
         self._ids = torch.full((batch, kv_heads, count), NONE, device=like_keys.device)
         self._slots = _slots(pool, (batch, kv_heads, count), like_keys, like_values)
         self._k_dim = like_keys.shape[3]
@@ -103,29 +105,30 @@ class ResidentContext(DeviceContext):
         self._ids.fill_(NONE)
 
     def attended(
-        self, call: AttentionCall, window: DeviceWindow, pool: BlockPool, numbers: torch.Tensor, table: torch.Tensor,
-        sent: SentToken,
+        self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
+        table: torch.Tensor, sent: SentToken,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See DeviceContext."""
-        if self._ids.shape[2]:
-            self._load_best(call, pool, numbers[CONTEXT:], table, sent.missed)
-        places = (window.keys, window.values), window.initial, self._ids, self._slots, numbers
-        parts, logarithms = attend(call.q, call.k, call.v, *places, call.scale, call.softcap, (sent.key, sent.value))
+        vectors, ids, *parts = memory.context
+        if ids.shape[2]:
+            self._load_best(call, vectors, ids, parts, pool, numbers[:, CONTEXT], table, sent.missed)
+        places = memory.window, memory.initial, ids, Slots(*parts), numbers
+        shares, logarithms = attend(call.q, call.k, call.v, *places, call.scale, call.softcap, (sent.key, sent.value))
         out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-        join_parts(parts, logarithms, None, None, out, lse)
+        join_parts(shares, logarithms, None, None, out, lse)
         return out, lse
 
     def _load_best(
-        self, call: AttentionCall, pool: BlockPool, count: torch.Tensor, table: torch.Tensor, missed: torch.Tensor
-    ) -> None:
-        choice, vectors = self.choice, self._index["representatives"]
+        self, call: AttentionCall, vectors: AnyMemory, ids: AnyMemory, parts: Sequence[AnyMemory], pool: BlockPool,
+        count: torch.Tensor, table: torch.Tensor, missed: torch.Tensor,
+    ) -> None:  # fmt: skip
+        choice = self.choice
         # As on the CPU the representatives' products count as they are.
         scores = block_scores(call.q, vectors, count, choice.bounds, 1.0)
-        chosen = best_blocks(scores, count, self._ids.shape[2], choice.largest, is_shared=choice.is_shared)
-        after, misses, into = placed(self._ids, chosen, missed)
-        self._ids.copy_(after)
-        for stored, slots in zip(fetched_arrays(pool), self._parts, strict=True):
+        chosen = best_blocks(scores, count, ids.shape[2], choice.largest, is_shared=choice.is_shared)
+        _, misses, into = placed(ids, chosen, missed)
+        for stored, slots in zip(fetched_arrays(pool), parts, strict=True):
             fetch(as_words(stored), table, misses, into, as_words(slots))
 
     @property
@@ -157,7 +160,9 @@ class ResidentContext(DeviceContext):
         return StepCounts(groups, CHOSEN if blocks else AS_GIVEN, blocks, 1, 0, 1, None, None, False)
 
 
-def _slots(pool: BlockPool, shape: tuple[int, int, int], like_keys: torch.Tensor, like_values: torch.Tensor) -> Slots:
+def _slots(
+    pool: BlockPool, shape: tuple[int, int, int], like_keys: torch.Tensor, like_values: torch.Tensor
+) -> Slots[torch.Tensor]:
     """Empty slots: plain numbers in the model's dtype, packed ones and key offsets as they are stored."""
 
     def memory(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

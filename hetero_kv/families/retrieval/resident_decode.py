@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -124,6 +126,39 @@ class ResidentDecode(IndexedDecode):
     def _cannot(self, reason: str) -> HeteroKVError:
         return HeteroKVError(f"{self.path}: attend_on is gpu, but {reason}; set attend_on to cpu")
 
+    def attend(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
+        """See AttentionOperator. Rows of several lengths are attended to together, those of each store."""
+        steps = cache.required_batch.steps
+        if len(steps) == 1 or not all(self._is_resident(step) for step in steps):
+            return super().attend(cache, call)
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        runs = [list(run) for _, run in itertools.groupby(steps, key=lambda step: id(step.group.store))]
+        rows = [slice(run[0].rows.start, run[-1].rows.stop) for run in runs]
+        each = zip(runs, rows, strict=True)
+        return torch.cat(
+            [self._attended_together(run, call.of_rows(own), number) for number, (run, own) in enumerate(each)]
+        )
+
+    def _is_resident(self, step: Step) -> bool:
+        """Whether a step's token is attended to on the GPU, if its call can be."""
+        layer = step.group.layers[self.layer_idx]
+        return step.is_decode and step.draft_blocks is None and layer.captured_memory is not None
+
+    def _attended_together(self, steps: Sequence[Step], call: AttentionCall, number: int = 0) -> torch.Tensor:
+        """The attention of a token of each row of these steps, whose sequences are in one store.
+
+        number: of these steps among those of the forward that are attended to by themselves.
+        """
+        layer = steps[0].group.layers[self.layer_idx]
+        if not self._attends_on_gpu(layer, call):
+            raise self._cannot("a layer's attention is recorded while other rows are decoded")
+        for step in steps:
+            self._prepare_token(step.group.layers[self.layer_idx], step)
+        tokens = DeviceTokens.of(layer, steps, call.k.device, number)
+        tokens.begin(steps)
+        return self._attended_on_gpu(layer, tokens, call)
+
     def _prepare_token(self, layer: ResidentLayer, step: Step) -> None:
         """The host's part of a token, before its kernels. Raises HeteroKVError where DRAM cannot be page-locked."""
         blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
@@ -139,25 +174,24 @@ class ResidentDecode(IndexedDecode):
             self._finalize_blocks(layer, step)
         resident.take_in(pool, layer.context_of(blocks.table, step.length))
         window.advance(blocks.finalized * layer.layout.block_size)
-        DeviceTokens.of(layer, step, device).begin(step, blocks)
 
-    def _attended_on_gpu(self, layer: ResidentLayer, step: Step, call: AttentionCall) -> torch.Tensor:
-        """The attention of a token that `_prepare_token` has prepared; kernels alone."""
-        pool, resident, window = layer.pool, layer.resident, layer.window
+    def _attended_on_gpu(self, layer: ResidentLayer, tokens: DeviceTokens, call: AttentionCall) -> torch.Tensor:
+        """The attention of a token that `_prepare_token` has prepared; kernels alone.
+
+        layer: of any of the rows.
+        """
+        pool, resident = layer.pool, layer.resident
         assert pool is not None
         assert resident is not None
-        assert window is not None
-        tokens = DeviceTokens.of(layer, step, call.k.device)
-        places = window, pool, tokens.numbers, tokens.table
-        sent = tokens.sent_by(layer)
-        out, lse = resident.attended(call, *places, sent)
+        memory, numbers, table, sent = tokens.of_layer(layer, len(call.q))
+        out, lse = resident.attended(call, memory, pool, numbers, table, sent)
         if call.sink is not None:
             with_sink, lse = apply_sink(out, lse, call.sink)
             out = with_sink.to(out.dtype)
         if sent.query is not None and sent.lse is not None:
             if sent.query.shape[1] != call.q.shape[1]:
                 raise self._cannot("its query heads are not as many as those of the model's configuration")
-            layer.scale, layer.softcap = call.scale, call.softcap
+            tokens.scaled[layer.layer_idx] = call.scale, call.softcap
             sent.query.copy_(call.q.squeeze(2))
             sent.lse.copy_(lse.squeeze(2))
         return out
@@ -166,10 +200,17 @@ class ResidentDecode(IndexedDecode):
 
     def prepare_captured(self, cache: HeteroCache) -> None:
         """See CapturableAttention."""
-        (step,) = cache.required_batch.steps
-        self._prepare_token(step.group.layers[self.layer_idx], step)
+        steps = cache.required_batch.steps
+        for step in steps:
+            self._prepare_token(step.group.layers[self.layer_idx], step)
+        self._tokens_of(steps).begin(steps)
 
     def attend_captured(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
         """See CapturableAttention."""
-        (step,) = cache.required_batch.steps
-        return self._attended_on_gpu(step.group.layers[self.layer_idx], step, call)
+        steps = cache.required_batch.steps
+        return self._attended_on_gpu(steps[0].group.layers[self.layer_idx], self._tokens_of(steps), call)
+
+    def _tokens_of(self, steps: Sequence[Step]) -> DeviceTokens:
+        layer = steps[0].group.layers[self.layer_idx]
+        assert layer.window is not None
+        return DeviceTokens.of(layer, steps, layer.window.keys.device)

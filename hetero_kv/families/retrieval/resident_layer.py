@@ -10,6 +10,7 @@ import torch
 
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS
+from hetero_kv.engine.store import Store
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.block_choice import Derived
@@ -35,6 +36,7 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
 
     Attributes:
         from_dram: bytes that the GPU read from DRAM for a token, per row.
+        memory_number: of its memory on the GPU; another one where the memory is another.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
         super().__init__(layout, settings, derived, vectors_of, choice.context)
         self._choice = choice
         self.from_dram = NO_NUMBERS
-        self._memory_number = next(_memory_numbers)
+        self.memory_number = next(_memory_numbers)
 
     def reset(self) -> None:
         super().reset()
@@ -53,7 +55,7 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
         before, pool = self.resident, super()._prepare(keys, values)
         if self.resident is not before:
-            self._memory_number = next(_memory_numbers)
+            self.memory_number = next(_memory_numbers)
         return pool
 
     @property
@@ -94,17 +96,16 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
         forked = super().fork(memo)
         assert isinstance(forked, ResidentLayer)
-        forked._memory_number = next(_memory_numbers)
+        forked.memory_number = next(_memory_numbers)
         return forked
 
     def select(self, rows: Rows[int]) -> None:
         super().select(rows)
-        self._memory_number = next(_memory_numbers)
+        self.memory_number = next(_memory_numbers)
 
     @property
-    def captured_memory(self) -> int | None:
-        is_ready = self.resident is not None and self.layout in self.group.device_tokens
-        return self._memory_number if is_ready and self.record is None else None
+    def captured_memory(self) -> Store | None:
+        return self.group.store if self.resident is not None and self.record is None else None
 
     # -- in a file
 

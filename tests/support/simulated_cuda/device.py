@@ -178,6 +178,26 @@ class SimulatedDevice:
         else:
             self.capture.nodes[-1].reads_dram = read
 
+    def use_rows(self, name: str, rows: Callable[[], dict[str, list[int]]], written: frozenset[str]) -> None:
+        """The kernel that was launched last, or whenever a graph launches it, uses memory at addresses.
+
+        Args:
+            rows: the addresses, by parameter.
+            written: the parameters whose memory it writes.
+        """
+        line = f"{name}, launched by {causing_line()}"
+
+        def use() -> None:
+            stream = self.current_stream()
+            for each, addresses in rows().items():
+                for address in addresses:
+                    self.memory.at(address, line).use(stream, each in written, line)
+
+        if self.capture is None:
+            use()
+        else:
+            self.capture.nodes[-1].uses_rows = use
+
     def unregister(self, start: int) -> int:
         """As cudaHostUnregister. What is still read or copied is a fault, which the next wait raises."""
         for line in self._copies.lines_reading(start, self.pinned.registered(start)):

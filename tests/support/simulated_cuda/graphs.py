@@ -25,6 +25,7 @@ class Node:
         again: computes its results again, from the content of its addresses.
         out: where they lie, on the CPU.
         reads_dram: tells the device what of the host's memory the kernel reads.
+        uses_rows: tells it what the kernel reads and writes at addresses of a table.
     """
 
     line: str
@@ -32,6 +33,7 @@ class Node:
     again: Callable[[], Any] | None = None
     out: tuple[torch.Tensor, ...] = ()
     reads_dram: Callable[[], None] | None = None
+    uses_rows: Callable[[], None] | None = None
 
     def run(self) -> None:
         assert self.again is not None
@@ -144,8 +146,9 @@ class CUDAGraph:
                     raise SimulatedCudaError(
                         f"a graph uses memory that has been freed since it was captured: {node.line}; capture it anew"
                     )
-            if node.reads_dram is not None:
-                node.reads_dram()
+            for look in (node.uses_rows, node.reads_dram):
+                if look is not None:
+                    look()
             node.run()
 
     def pool(self) -> Any:

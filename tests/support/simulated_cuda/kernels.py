@@ -32,6 +32,7 @@ from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_tor
 from tests.support.simulated_cuda import sparse_prompts, token_kernels
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
+from tests.support.simulated_cuda.row_memory import StackedRows, addresses_of, rows_of
 from tests.support.simulated_cuda.tensor import SimulatedTensor, on_cpu
 
 # Of the dimensions x, y and z.
@@ -274,16 +275,21 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         _require_grid(name, grid(named) if callable(grid) else grid)
         written = _queue(simulation, name, named)
-        data, fixed = on_cpu(args), on_cpu(kwargs)
+        data = on_cpu(named)
+        if rows := rows_of(name, data):
+            writes = frozenset(rows) & frozenset(written)
+            simulation.use_rows(name, lambda: addresses_of(data, rows), writes)
         if name in DEFINITIONS and not by_interpreter:
-            _compute(name, data, fixed)
-            simulation.computed(lambda: _compute(name, data, fixed), ())
+            if simulation.capture is None or not rows:
+                # At the addresses of a capture may be nothing.
+                _compute(name, data, len(args), rows, written)
+            simulation.computed(lambda: _compute(name, data, len(args), rows, written), ())
             return
         simulation.refuse_capturing("a kernel by the interpreter")
-        kept = {each: data.clone() for each, data in on_cpu(_tensors(named)).items() if each not in written}
+        kept = {each: data[each].clone() for each in _tensors(named) if each not in written or each in rows}
         InterpretedFunction(self.fn).run(*on_cpu(args), grid=grid, warmup=warmup, **on_cpu(kwargs))
         for each, before in kept.items():
-            if not torch.equal(bytes_of(on_cpu(named[each])), bytes_of(before)):
+            if not torch.equal(bytes_of(data[each]), bytes_of(before)):
                 raise SimulatedCudaError(f"{name} writes to {each}, of which WRITTEN does not tell")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,10 +299,19 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
         yield
 
 
-def _compute(name: str, data: Any, fixed: Any) -> None:
-    """A kernel's numbers by its definition, whose operators on the CPU need no interception."""
+def _compute(
+    name: str, named: dict[str, Any], count: int, rows: dict[str, Any], written: tuple[str, ...]
+) -> None:  # fmt: skip
+    """A kernel's numbers by its definition, whose operators on the CPU need no interception.
+
+    count: of the arguments that are passed by position, the first ones of `named`.
+    """
     with torch._C._DisableTorchDispatch():
-        DEFINITIONS[name](*data, **fixed)
+        stacked = StackedRows(named, rows) if rows else None
+        every = list((named if stacked is None else named | stacked.tensors).items())
+        DEFINITIONS[name](*(value for _, value in every[:count]), **dict(every[count:]))
+        if stacked is not None:
+            stacked.write(written)
 
 
 def _require_grid(name: str, grid: tuple[int, ...]) -> None:
@@ -324,8 +339,10 @@ def _queue(simulation: Any, name: str, named: dict[str, Any]) -> tuple[str, ...]
     in_dram = {each: tensor for each, tensor in arguments.items() if each not in ours}
     # A kernel's outputs cannot be told from outside: an unlisted kernel may write to all its arguments.
     written = WRITTEN.get(name, tuple(ours))
-    reads = [tensor for each, tensor in ours.items() if each not in written]
-    simulation.launch(name, simulation.index, reads, [ours[each] for each in written])
+    # A table of addresses is read, whatever is written where they point.
+    writes = [each for each in written if each in ours and each not in rows_of(name, named)]
+    reads = [tensor for each, tensor in ours.items() if each not in writes]
+    simulation.launch(name, simulation.index, reads, [ours[each] for each in writes])
     if in_dram:
         data = on_cpu(named)
         simulation.read_in_place(name, in_dram, lambda: _rows_read(name, data))

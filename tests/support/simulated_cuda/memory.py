@@ -109,6 +109,16 @@ class Memory:
         self.peak[index] = max(self.peak[index], self.live[index])
         return made
 
+    def at(self, address: int, line: str) -> Allocation:
+        """The allocation in which an address lies. Raises SimulatedCudaError where there is none."""
+        found = self._by_address.get(address)
+        if found is not None:
+            return found
+        for begin, allocation in list(self._by_address.items()):
+            if begin < address < begin + allocation.nbytes:
+                return allocation
+        raise SimulatedCudaError(f"an illegal address: the memory has been freed since the table was written: {line}")
+
     def addresses(self) -> set[int]:
         """Where the storages that live begin."""
         return set(self._by_address.keys())

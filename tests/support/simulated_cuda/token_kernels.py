@@ -55,7 +55,7 @@ def _mean_shares(scores: Any, masses: Any, totals: Any, keys: Any, shares: Any, 
 def _choose_by_share(
     keys: Any, shares: Any, totals: Any, number: Any, places: Any, place_counts: Any, chosen: Any, counts: Any,
     taken: Any, lists: int, n: int, width: int, share: float, least: int, most: int, times: int, covering: int,
-    **fixed: Any,
+    *_: Any, **fixed: Any,
 ) -> None:  # fmt: skip
     among = (places, place_counts) if fixed["LISTED"] else (None, None)
     target = Target(share, least, most, times, covering)
