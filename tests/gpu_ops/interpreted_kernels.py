@@ -202,6 +202,8 @@ def taken(dtype: torch.dtype, case: SelectionStatistics, other: float) -> tuple[
     """Of the window's attention joined with another of about the log-sum-exp `other`, of log-sum-exps, and whether all
     else is the same."""
     batch, kv_heads, heads = case.batch, case.kv_heads, case.kv_heads * case.group
+    # As models scale: where scores are large, float32 rounds them by more than the limits allow.
+    scale = case.k_dim**-0.5
     q = random(batch, 1, heads, case.k_dim, dtype=dtype).transpose(1, 2)
     k, v = (random(batch, 1, kv_heads, dim, dtype=dtype).transpose(1, 2) for dim in (case.k_dim, case.v_dim))
     windows = [random(batch, kv_heads, 90, dim, dtype=dtype) for dim in (case.k_dim, case.v_dim)]
@@ -214,7 +216,7 @@ def taken(dtype: torch.dtype, case: SelectionStatistics, other: float) -> tuple[
         keys, values = (part.clone() for part in windows)
         lse = torch.full((batch, kv_heads, splits, case.group), torch.nan)
         sent = *(torch.full(part.shape, torch.nan) for part in (q, k, v)), lse
-        parts = take(q, k, v, keys, values, case.slot, case.runs, 0.3, case.softcap, sent, splits)
+        parts = take(q, k, v, keys, values, case.slot, case.runs, scale, case.softcap, sent, splits)
         out, whole = torch.empty(batch, heads, 1, case.v_dim, dtype=dtype), torch.empty(batch, heads)
         join(parts, lse, *elsewhere, out, whole)
         results.append((out, whole, lse.logsumexp(dim=2)))
