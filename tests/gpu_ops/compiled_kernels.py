@@ -21,7 +21,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hetero_kv.cpu_ops.weight_formats import FORMATS
 from hetero_kv.gpu_ops.draws import FACTORS
 from hetero_kv.gpu_ops.rotary import RotaryLayout
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, Slots
@@ -34,7 +33,6 @@ from hetero_kv.gpu_ops.triton_kernels import (
     gather,
     merge,
     merged_entries,
-    packed_weights,
     products,
     rebuild,
     resident_attention,
@@ -42,7 +40,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     rotary,
     window_step,
 )
-from tests.gpu_ops import compiled_rows, compiled_sets, compiled_tokens
+from tests.gpu_ops import compiled_packed, compiled_rows, compiled_sets, compiled_tokens
 from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -197,31 +195,6 @@ def merging_one(dtype: torch.dtype) -> Callable[[], Any]:
     return lambda: merged_entries.merge_one(*kept, *evicted, likeness, matches, matches.bool())
 
 
-def packed(name: str, rows: int, columns: int) -> torch.Tensor:
-    return zeros(FORMATS[name].packed_bytes(rows, columns), dtype=torch.uint8)
-
-
-def multiplying(name: str, dtype: torch.dtype, count: int) -> Callable[[], Any]:
-    x, data, out = zeros(count, 4096, dtype=dtype), packed(name, 1024, 4096), zeros(count, 1024, dtype=dtype)
-    return lambda: packed_weights.multiply(x, data, name, out[0], out)
-
-
-def multiplying_chosen(name: str, dtype: torch.dtype) -> Callable[[], Any]:
-    x, chosen, out = zeros(8, 4096, dtype=dtype), torch.zeros(8, dtype=torch.int64), zeros(8, 1024, dtype=dtype)
-    experts = packed(name, 1024, 4096).expand(3, -1).contiguous()
-    return lambda: packed_weights.multiply_chosen(x, experts, name, chosen, out)
-
-
-def unpacking(name: str, dtype: torch.dtype) -> Callable[[], Any]:
-    data, out = packed(name, 1024, 4096), zeros(512, 4096, dtype=dtype)
-    return lambda: packed_weights.unpack(data, name, 32, out)
-
-
-def looking_up(name: str, dtype: torch.dtype) -> Callable[[], Any]:
-    data, ids, out = packed(name, 1024, 4096), zeros(7, dtype=torch.int64), zeros(7, 4096, dtype=dtype)
-    return lambda: packed_weights.rows_of(data, name, 1024, ids, out)
-
-
 #: Launches of every kernel, with the heads of Llama 3, ones that are rotated in part, and wide ones.
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "flash, float16": attending(HALF, DIM),
@@ -270,11 +243,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "all but the lowest, int64": leaving_out(torch.int64, 0),
     "keep, bfloat16, with three scores": keeping(BRAIN, SINGLE, SINGLE, SINGLE),
     "keep, float32, with whole numbers": keeping(SINGLE, torch.int64),
-    "multiply packed, Q4_K, bfloat16": multiplying("Q4_K", BRAIN, 1),
-    "multiply packed, Q8_0, float16, nine rows": multiplying("Q8_0", HALF, 9),
-    "multiply packed, MXFP4, float32, of chosen experts": multiplying_chosen("MXFP4", SINGLE),
-    "unpack packed, Q6_K, bfloat16": unpacking("Q6_K", BRAIN),
-    "rows of packed, BF16, bfloat16": looking_up("BF16", BRAIN),
+    **compiled_packed.LAUNCHES,
     **compiled_tokens.LAUNCHES,
     **compiled_rows.LAUNCHES,
 }
@@ -304,20 +273,9 @@ FURTHER = (
     "merge into one, float32",
     "all but the lowest, int64",
     "keep, float32, with whole numbers",
-    "multiply packed, Q8_0, float16, nine rows",
+    *compiled_packed.FURTHER,
     *compiled_tokens.FURTHER,
 )
-#: Of every format, for the slow tests.
-FORMS: dict[str, Callable[[], Any]] = {
-    f"{kernel}, {name}": launch
-    for name, layout in FORMATS.items()
-    if not layout.codebook
-    for kernel, launch in (
-        ("multiply packed", multiplying(name, BRAIN, 4)),
-        ("unpack packed", unpacking(name, HALF)),
-        ("rows of packed", looking_up(name, HALF)),
-    )
-}
 
 
 def compiled(launch: Callable[[], Any], capability: int) -> list[int]:
@@ -345,7 +303,7 @@ if __name__ == "__main__":
     is_all = "all" in sys.argv
     names = [name for name in LAUNCHES if sys.argv[1:] or name not in FURTHER]
     turns = {name: list(SHARED) if is_all else [list(SHARED)[turn % 6]] for turn, name in enumerate(names)}
-    turns |= {name: [list(SHARED)[turn % 6]] for turn, name in enumerate(FORMS if is_all else ())}
-    launches = LAUNCHES | FORMS
+    turns |= {name: [list(SHARED)[turn % 6]] for turn, name in enumerate(compiled_packed.FORMS if is_all else ())}
+    launches = LAUNCHES | compiled_packed.FORMS
     sizes = {f"{name}, sm_{each}": compiled(launches[name], each) for name, on in turns.items() for each in on}
     print(json.dumps({name: [*size, SHARED[int(name.rpartition("_")[2])]] for name, size in sizes.items()}))
