@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetero_kv.adapter.graph_recording import allocating, computed_by_host
+from hetero_kv.adapter.graph_recording import allocating, computed_by_host, is_captured
 from hetero_kv.adapter.routed_experts import Run, runs_of
 from hetero_kv.adapter.shared_expert import SharedExpert
 from hetero_kv.gpu_ops.host_copies import on_host
@@ -93,7 +93,8 @@ class ExpertsInDram:
             self.shared, self._has_begun = SharedExpert.beside(self._block), True
         count = self._experts.wrapped.num_experts
         pairs = routing[0].numel() if routing else len(x) // count
-        if pairs > ROWS_PER_EXPERT * count:
+        # A capture may have more rows than a token (`padded_inputs`), of which the CPU computes those in use.
+        if pairs > ROWS_PER_EXPERT * count and not is_captured():
             if self.shared is not None:
                 self.shared.follow()
             return self._streamed(x, *(routing or _every_expert(x, count)))
@@ -163,9 +164,11 @@ class _ByCPU:
             # A captured token does not need it any more.
             self._x = None
 
-    def result(self) -> torch.Tensor:
-        rows, *routing = self._staging.arrived()
-        self._owner.on_cpu(self._staging.back[0], self._dtype, rows, routing)
+    def result(self, rows: int | None = None) -> torch.Tensor:
+        arrays, out = self._staging.arrived(), self._staging.back[0]
+        # Without routing an expert's rows follow another's.
+        (x, *routing), out = ([each[:rows] for each in arrays], out[:rows]) if len(arrays) > 1 else (arrays, out)
+        self._owner.on_cpu(out, self._dtype, x, routing)
         return self._staging.sent_back()[0]
 
 

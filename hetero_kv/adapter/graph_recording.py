@@ -58,8 +58,11 @@ class HostWork(Protocol):
     def beside(self) -> None:
         """Launch the GPU's work, if there is any."""
 
-    def result(self) -> torch.Tensor:
-        """Wait for the numbers, and compute the result. Returns a tensor on the GPU, which the next call overwrites."""
+    def result(self, rows: int | None = None) -> torch.Tensor:
+        """Wait for the numbers, and compute the result. Returns a tensor on the GPU, which the next call overwrites.
+
+        rows: those in use, the first ones; None for all.
+        """
 
 
 class GraphRecording:
@@ -133,12 +136,12 @@ class GraphRecording:
             work.beside()
             with self._segments.interrupted():
                 out = torch.empty_like(like)
-            self.between.append((lambda _: work.result(), out))
+            self.between.append((lambda cache: work.result(cache.required_batch.sequences), out))
             return out
 
         def both(cache: HeteroCache) -> torch.Tensor:
             work.send()
-            return work.result()
+            return work.result(cache.required_batch.sequences)
 
         with self._segments.interrupted():
             out = torch.empty_like(like)
@@ -222,6 +225,11 @@ def computed_by_host(work: HostWork, like: torch.Tensor) -> torch.Tensor:
     work.send()
     work.beside()
     return work.result().to(like.dtype, copy=True)
+
+
+def is_captured() -> bool:
+    """Whether the forward is being captured, in which the host must not wait."""
+    return isinstance(_PRESENT.get(), GraphRecording)
 
 
 def allocating() -> AbstractContextManager[None]:
