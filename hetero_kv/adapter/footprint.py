@@ -14,7 +14,7 @@ register:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ MEAN_KEYS = register(
 SLIDING = register(FootprintTerm("sliding", "the model's own sliding windows"))
 MASKS = register(FootprintTerm("masks", "the mask of a chunk, in layers without an operator"))
 RESIDENT = register(
-    FootprintTerm("resident", "representatives, and chosen or all blocks, on a GPU that chooses or attends")
+    FootprintTerm("resident", "representatives, chosen or all blocks, and tables of a GPU that chooses or attends")
 )
 FOLLOWING = register(FootprintTerm("following", "intermediate results of a prompt's attention (prefill; an estimate)"))
 UNTOUCHED = register(FootprintTerm("untouched", "layers without an operator"))
@@ -127,11 +127,14 @@ class MemoryDemand:
 
 
 class MemoryShare(NamedTuple):
-    """Bytes of one layer under a term. Layers use a `common` share in turn: only the largest one counts, once."""
+    """Bytes of one layer under a term.
+
+    Layers use a `common` share in turn: of those with an equal value only the largest one counts, once.
+    """
 
     term: FootprintTerm
     size: int
-    common: bool = False
+    common: Hashable = False
 
 
 class TokenReads(NamedTuple):

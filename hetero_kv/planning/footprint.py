@@ -6,7 +6,7 @@ suffices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,16 @@ class MemoryUse:
     @classmethod
     def of(cls, shares: Iterable[MemoryShare]) -> MemoryUse:
         """The sum of the shares; of shares that layers have in common, only the largest counts."""
-        own: dict[FootprintTerm, int] = {}
-        common: dict[FootprintTerm, int] = {}
+        sizes: dict[FootprintTerm, int] = {}
+        common: dict[tuple[FootprintTerm, Hashable], int] = {}
         for share in shares:
+            counted = share.size
             if share.common:
-                common[share.term] = max(common.get(share.term, 0), share.size)
-            else:
-                own[share.term] = own.get(share.term, 0) + share.size
-        return cls({term: own.get(term, 0) + common.get(term, 0) for term in own | common})
+                before = common.get((share.term, share.common), 0)
+                counted = max(0, share.size - before)
+                common[share.term, share.common] = before + counted
+            sizes[share.term] = sizes.get(share.term, 0) + counted
+        return cls(sizes)
 
     def by_name(self) -> dict[str, int]:
         """Every registered term's name -> bytes."""

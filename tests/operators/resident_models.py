@@ -41,6 +41,13 @@ def random_tokens(count, rows=1, seed=0):
     return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
+def bytes_on_gpu(cache, rows=1):
+    """What the layers of a cache have there beside their windows, and what decoded tokens of up to `rows` rows have."""
+    tokens = cache.layers[0].group.store.device_tokens
+    of_tokens = sum(each.nbytes for (_, _, bucket, _), each in tokens.items() if bucket <= rows)
+    return sum(layer.resident.nbytes for layer in cache.layers), of_tokens
+
+
 @torch.no_grad()
 def told(model, cache, tokens, prompt=0):
     """Logits after a prompt of the first `prompt` tokens, and after each of the others."""

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from hetero_kv import eject
 from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.planning.footprint import Footprint
-from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
+from tests.operators.resident_models import ALL, LAYERS, bytes_on_gpu, injected, llama_on_gpu, random_tokens, told
 from tests.operators.test_resident_on_cuda import conversation
 from tests.support.devices import model_on, simulated_cuda
 from tests.support.slow_variants import with_slow
@@ -129,7 +129,7 @@ def test_what_lies_on_the_gpu_is_planned(llama):
         cache = estimating(llama, **settings)
         told(llama, cache, random_tokens(81), prompt=80)
         planned = Footprint.of(llama.hetero_kv_injection).memory(400, 1).sizes
-        assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
+        assert planned[RESIDENT] == sum(bytes_on_gpu(cache))
         del cache
         eject(llama)
 

@@ -7,13 +7,19 @@ import gc
 import pytest
 import torch
 
-from hetero_kv import HeteroCache, HeteroKVError, eject
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject
+from hetero_kv.adapter.experts_in_dram import ExpertsInDram
+from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.engine.likeliest import Likeliest
+from hetero_kv.families.retrieval.footprint import WINDOWS
 from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
-from tests.operators.resident_models import BLOCK, injected, llama_on_gpu, random_tokens, told
+from tests.operators.resident_models import BLOCK, bytes_on_gpu, injected, llama_on_gpu, random_tokens, rules, told
+from tests.support.devices import model_on
 from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.slow_variants import with_slow
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("triton")
@@ -225,6 +231,49 @@ def test_padded_rows_of_one_cache_decode_by_one_graph(gpu, llama, captures):
         expected = told(llama, cache, tokens[row : row + 1, : length + count], prompt=length)[1:]
         eject(llama)
         torch.testing.assert_close(torch.stack([each[row] for each in found]), torch.cat(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["quest", "ktransformers", "adaptive", "dense", "packed"])
+def test_tables_and_tokens_on_their_way_are_planned(llama, way):
+    talks = Conversations(llama, 40, 57, 75, 90, 61, **WAYS[way])
+    talks.join(*talks.lengths)
+    for rows in (1, 2, 3, 5):
+        talks.decode(*talks.lengths[:rows], tokens=2)
+    (of_layers, of_tokens), count = bytes_on_gpu(talks.caches[40], 8), 8
+    assert {each[2] for each in talks.store.device_tokens} == {1, 2, 4, 8}
+    planned = Footprint.of(llama.hetero_kv_injection).memory(400, count).sizes
+    # Layers that attend to everything have it in their windows.
+    windows = sum(layer.window.nbytes for layer in talks.caches[40].layers)
+    assert planned[RESIDENT] + planned[WINDOWS] == count * (of_layers + windows) + of_tokens
+
+
+def test_the_cpu_computes_experts_for_the_rows_in_use(gpu, captures, monkeypatch):
+    lengths, tokens, seen, computed = (40, 57, 75), random_tokens(90, rows=3), [], ExpertsInDram.on_cpu
+
+    def noted(self, out, dtype, rows, routing):
+        seen.append(len(rows))
+        computed(self, out, dtype, rows, routing)
+
+    monkeypatch.setattr(ExpertsInDram, "on_cpu", noted)
+    found = {}
+    for where in ("dram", "gpu"):
+        model = model_on(torch.device("cuda", 0), tiny_model("qwen3_moe"))
+        inject(model, rules(cuda_graphs="on" if where == "dram" else "off", engine={"experts_device": where}))
+        forward, store = ModelForward(model), model.hetero_kv_injection.common_store(400, 4)
+        caches = [forward.new_cache(store) for _ in lengths]
+        for cache, length, row in zip(caches, lengths, tokens, strict=True):
+            forward.prompt(cache, row[:length].tolist())
+        for place in range(6):
+            following = [int(row[length + place]) for row, length in zip(tokens, lengths, strict=True)]
+            seen.clear()
+            found.setdefault(where, []).append(torch.stack(list(forward.decode(caches, following))).cpu())
+            assert seen == [3] * len(model.model.layers) * (where == "dram")
+        del caches, cache, store
+        eject(model)
+        # Memory is unlocked while the GPU is there.
+        gc.collect()
+    assert captures
+    torch.testing.assert_close(torch.stack(found["dram"]), torch.stack(found["gpu"]), **CLOSE)
 
 
 def test_caches_of_several_stores_decode_together(llama):

@@ -14,7 +14,7 @@ from hetero_kv.evals.generation import greedy
 from hetero_kv.gpu_ops.resident_slots import fetch
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
-from tests.operators.resident_models import ALL, LAYERS, injected, llama_on_gpu, random_tokens, told
+from tests.operators.resident_models import ALL, LAYERS, bytes_on_gpu, injected, llama_on_gpu, random_tokens, told
 from tests.support.simulated_cuda import SimulatedCudaError
 from tests.support.slow_variants import with_slow
 
@@ -88,7 +88,7 @@ def test_packed_blocks_are_attended_to_as_by_the_cpu(gpu, way):
         if attend_on == "cpu":
             eject(model)
     torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
-    assert planned[RESIDENT] == sum(layer.resident.nbytes for layer in cache.layers)
+    assert planned[RESIDENT] == sum(bytes_on_gpu(cache))
     # What a block takes in DRAM crosses the bus.
     other, pool = HeteroCache(model), cache.layers[1].pool
     told(model, other, random_tokens(81), prompt=80)

@@ -76,6 +76,11 @@ class DeviceTokens:
             group.store.device_tokens[key] = found
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(each.nbytes for each in (self._numbers, self._table, self._addresses, self._sent))
+
     def of_layer(
         self, layer: ResidentLayer, rows: int
     ) -> tuple[LayerMemory[RowMemory], torch.Tensor, torch.Tensor, SentToken]:

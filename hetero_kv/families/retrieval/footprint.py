@@ -20,15 +20,18 @@ from hetero_kv.adapter.footprint import (
 )
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
+from hetero_kv.engine.row_buckets import rows_of_all
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.draft_attention import number_of_means
-from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
+from hetero_kv.families.retrieval.estimated_context import EstimatedChoice, EstimatedContext
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.families.sparse_prefill.footprint import choice_share
+from hetero_kv.gpu_ops.resident_attention import NUMBERS
 from hetero_kv.gpu_ops.token_attention import PARTS
+from hetero_kv.gpu_ops.token_slots import TokenSlots
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(FootprintTerm("windows", "Initial and Local of every layer"))
@@ -96,6 +99,9 @@ class PagedFootprint(LayerFootprint):
         offset_bytes: bytes of a block's key offset.
         has_whole_window: whether a GPU has all tokens in its window.
         settings: the operator's; None for a dense prefill.
+        estimated: how a GPU chooses single tokens; None where it does not.
+        resident_layout: of a layer that a GPU attends to; None where the CPU does.
+        sent_queries: whether queries go to the CPU with a GPU's tokens.
     """
 
     block_size: int = 1
@@ -109,6 +115,8 @@ class PagedFootprint(LayerFootprint):
     has_whole_window: bool = False
     settings: PagedSettings | None = None
     estimated: EstimatedChoice | None = None
+    resident_layout: RetrievalLayout | None = None
+    sent_queries: bool = False
 
     @classmethod
     def of(
@@ -120,7 +128,7 @@ class PagedFootprint(LayerFootprint):
 
         resident: how a GPU chooses blocks; None where the CPU does. attends_on_cpu: whether it chooses for the CPU.
         """
-        layout = RetrievalLayout.of_settings(settings)
+        layout = RetrievalLayout.of_settings(settings, accumulates, has_whole_window)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
         counts = block_size, settings.stored_representatives, accumulates, derived
@@ -134,6 +142,8 @@ class PagedFootprint(LayerFootprint):
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + (0 if has_whole_window else layout.local_len),
+            resident_layout=None if resident is None or attends_on_cpu else layout,
+            sent_queries=isinstance(resident, ResidentChoice) and resident.heads > 0,
             observed=observed,
             index_bytes=shape.kv_heads * of_index,
             chosen=resident.blocks if isinstance(resident, ResidentChoice) else 0,
@@ -173,6 +183,8 @@ class PagedFootprint(LayerFootprint):
             yield choice_share(self.shape, self.settings, demand)
             if self.estimated is not None:
                 yield from self._estimated_shares(self.estimated, demand)
+            if self.resident_layout is not None:
+                yield from self._token_shares(self.resident_layout, demand)
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
             numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
             yield write_out_share(self.stored, numbers, demand)
@@ -197,6 +209,23 @@ class PagedFootprint(LayerFootprint):
         """Bytes of a token of a kv head in a GPU's slot."""
         (key, value), shape = self.packed, self.shape
         return (key or shape.k_dim * demand.element) + (value or shape.v_dim * demand.element)
+
+    def _token_shares(self, layout: RetrievalLayout, demand: MemoryDemand) -> Iterator[MemoryShare]:
+        """What `DeviceTokens` has for each row.
+
+        For all layers of the layout the row's length and its blocks; for each layer addresses, and a token on its way
+        to DRAM.
+        """
+        rows, shape, kv_heads = rows_of_all(demand.batch), self.shape, self.shape.kv_heads
+        table = NUMBERS * _ID_BYTES + math.ceil(demand.tokens / self.block_size) * _NUMBER_BYTES
+        yield MemoryShare(RESIDENT, rows * table, common=layout)
+        # Keys and values of the window and of the slots; of blocks representatives, places, and offsets.
+        arrays = 4 + (len(EstimatedContext.indexed) + len(TokenSlots._fields) if self.estimated else 2)
+        arrays += self.offset_bytes > 0
+        # Key, value, and what is counted (`SentToken`).
+        sent = kv_heads * (shape.k_dim + shape.v_dim + (6 if self.estimated else 1))
+        sent += demand.heads * (shape.k_dim + 1) if self.sent_queries else 0
+        yield MemoryShare(RESIDENT, rows * (arrays * _ID_BYTES + sent * _FLOAT_BYTES))
 
     def _estimated_shares(self, choice: EstimatedChoice, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """The arrays by which single tokens are chosen, their slots, and what a choice computes."""

@@ -29,9 +29,12 @@ class RetrievalLayout(Layout):
     finalizes_per_sequence: bool = False
 
     @classmethod
-    def of_settings(cls, settings: PagedSettings, finalizes_per_sequence: bool = False) -> RetrievalLayout:
+    def of_settings(
+        cls, settings: PagedSettings, finalizes_per_sequence: bool = False, has_whole_window: bool = False
+    ) -> RetrievalLayout:
         """The layout that an operator's settings describe."""
-        return cls.of(settings.block_size, settings.sink_tokens, settings.local_windows_len, finalizes_per_sequence)
+        local_len = WHOLE if has_whole_window else settings.local_windows_len
+        return cls.of(settings.block_size, settings.sink_tokens, local_len, finalizes_per_sequence)
 
     @classmethod
     def of(

@@ -18,7 +18,7 @@ from hetero_kv.families.retrieval.device_tokens import DeviceTokens
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.indexed_decode import IndexedDecode
 from hetero_kv.families.retrieval.layer import RetrievalLayer
-from hetero_kv.families.retrieval.layout import WHOLE, RetrievalLayout
+from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.resident_context import ResidentChoice
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RetrievalSettings
@@ -105,10 +105,7 @@ class ResidentDecode(IndexedDecode):
 
     def _layout(self) -> RetrievalLayout:
         """How the layer's sequences are divided."""
-        settings, per_sequence = self.settings, self.accumulates
-        if self.has_whole_window:
-            return RetrievalLayout.of(settings.block_size, settings.sink_tokens, WHOLE, per_sequence)
-        return RetrievalLayout.of_settings(settings, finalizes_per_sequence=per_sequence)
+        return RetrievalLayout.of_settings(self.settings, self.accumulates, self.has_whole_window)
 
     def _attends_on_gpu(self, layer: RetrievalLayer, call: AttentionCall) -> TypeGuard[ResidentLayer]:
         """Whether this token's blocks are attended to on the GPU; the CPU does it where they are recorded.
