@@ -35,6 +35,7 @@ from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_tor
 from tests.gpu_ops.interpreted_choice import of_choice
 from tests.gpu_ops.interpreted_entries import of_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, multiplied, random
+from tests.gpu_ops.interpreted_rows import of_rows
 from tests.gpu_ops.interpreted_sets import of_sets
 from tests.gpu_ops.interpreted_tokens import of_tokens
 from tests.support.bfloat16_products import mended
@@ -283,6 +284,7 @@ if __name__ == "__main__":
                 **of_choice(),
                 **of_sets(),
                 **of_tokens(),
+                **of_rows(),
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)
                     for dtype in (*DTYPES, torch.uint8)

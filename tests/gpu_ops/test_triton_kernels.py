@@ -147,6 +147,12 @@ def test_single_tokens_are_chosen_and_placed_as_by_torch(interpreted, kernel):
 
 
 @needs_triton
+def test_rows_that_lie_anywhere_are_as_rows_side_by_side(interpreted, which):
+    assert len(interpreted["rows anywhere"]) == (5 if which == "each" else 7)
+    assert {case: is_equal for case, is_equal in interpreted["rows anywhere"].items() if not is_equal} == {}
+
+
+@needs_triton
 @pytest.mark.parametrize("kernel", ["appended", "lowest left out", "kept", "drawn"])
 def test_entries_of_a_bounded_cache_equal_torchs(interpreted, kernel):
     assert len(interpreted[kernel]) >= 9

@@ -140,7 +140,8 @@ class ResidentDecode(IndexedDecode):
     def _is_resident(self, step: Step) -> bool:
         """Whether a step's token is attended to on the GPU, if its call can be."""
         layer = step.group.layers[self.layer_idx]
-        return step.is_decode and step.draft_blocks is None and layer.captured_memory is not None
+        is_token = step.is_decode and not step.is_draft and step.draft_blocks is None
+        return is_token and layer.captured_memory is not None
 
     def _attended_together(self, steps: Sequence[Step], call: AttentionCall, number: int = 0) -> torch.Tensor:
         """The attention of a token of each row of these steps, whose sequences are in one store.
