@@ -173,6 +173,16 @@ def test_a_token_that_fails_is_undone_in_every_row(llama, monkeypatch):
         torch.testing.assert_close(found, talks.expected(llama, length), **CLOSE)
 
 
+def test_rows_that_lie_in_another_dtype_are_refused(llama):
+    talks = Conversations(llama, 40, 57)
+    talks.join(40, 57)
+    talks.decode(40, tokens=5)
+    layer = talks.caches[57].layers[1]
+    layer.window.values = layer.window.values.double()
+    with pytest.raises(HeteroKVError, match=r"layer 1: sequences of one store .* dtypes"):
+        talks.decode(57)
+
+
 @pytest.mark.parametrize("way", with_slow(["quest", "ktransformers", "adaptive"], slow=["ktransformers"]))
 @pytest.mark.parametrize("rows", [3, 4])
 def test_a_token_of_several_rows_takes_two_launches_and_one_wait(gpu, llama, way, rows):

@@ -12,6 +12,7 @@ import torch
 from hetero_kv.engine.deferred_readback import HostCopy
 from hetero_kv.engine.row_buckets import bucket_of
 from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.device_context import LayerMemory, SentToken
 from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
@@ -50,7 +51,8 @@ class DeviceTokens:
         self._sent_tables: list[np.ndarray] = [np.empty(0, np.int32)] * rows
         # Of each group its layers' memory and its rows.
         self._members: list[tuple[tuple[int, ...], int]] = []
-        counts = [len(_arrays(layer)) for layer in layers]
+        self._forms = [_forms(layer) for layer in layers]
+        counts = [len(forms) for forms in self._forms]
         self._addresses = torch.zeros(sum(counts), rows, dtype=torch.int64, device=device)
         tables = self._addresses.split(counts)
         self._memory = {each.layer_idx: _memory(each, table) for each, table in zip(layers, tables, strict=True)}
@@ -93,7 +95,7 @@ class DeviceTokens:
     def begin(self, steps: Sequence[Step]) -> None:
         """Tell the device of the steps' tokens, once for all layers; their keys and values are stored with the steps.
 
-        Raises HeteroKVError where a value cannot be stored, when the forward ends.
+        Raises HeteroKVError where a value cannot be stored, when the forward ends, and as `_lying`.
         """
         key = "device tokens", id(self)
         if key in steps[0].computed:
@@ -123,7 +125,17 @@ class DeviceTokens:
         return [step.group.layers[index] for index in self._indices]
 
     def _lying(self, steps: Sequence[Step]) -> torch.Tensor:
-        """The addresses of the steps' rows, [arrays, rows] int64; 0 for rows of the bucket that are not in use."""
+        """The addresses of the steps' rows, [arrays, rows] int64; 0 for rows of the bucket that are not in use.
+
+        Raises HeteroKVError for rows that the captured kernels would misread.
+        """
+        for step in steps:
+            for layer, forms in zip(self._layers_of(step), self._forms, strict=True):
+                if layer.resident is None or _forms(layer) != forms:
+                    raise HeteroKVError(
+                        f"layer {layer.layer_idx}: sequences of one store that decode together have their memory on "
+                        "the GPU in different shapes or dtypes; use a cache of its own for each kind"
+                    )
         of_groups = [
             [addresses_of(array) for layer in self._layers_of(step) for array in _arrays(layer)] for step in steps
         ]
@@ -201,6 +213,11 @@ def _arrays(layer: ResidentLayer) -> list[torch.Tensor]:
     assert window is not None
     assert resident is not None
     return [window.keys, window.values, *resident.arrays]
+
+
+def _forms(layer: ResidentLayer) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    """How a row of each of these arrays lies."""
+    return [(array.shape[1:], array.stride()[1:], array.dtype) for array in _arrays(layer)]
 
 
 def _memory(layer: ResidentLayer, table: torch.Tensor) -> LayerMemory[RowMemory]:
