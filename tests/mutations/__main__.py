@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.mutations.gpu_defects import DEFECTS
 from tests.mutations.lasting import LASTING
 from tests.mutations.prompts import PROMPTS
+from tests.mutations.ragged_rows import RAGGED_ROWS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
@@ -95,7 +96,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
         mutation
-        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *SINGLE_TOKENS)
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *RAGGED_ROWS, *SINGLE_TOKENS)
         if not words or any(each in mutation.meaning for each in words)
     ]
 

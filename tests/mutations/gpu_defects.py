@@ -18,7 +18,7 @@ DEFECTS = (
     Mutation(
         "a captured token takes the experts' result of the token before",
         "hetero_kv/adapter/graph_recording.py",
-        "            self.between.append((lambda _: work.result(), out))\n",
+        "            self.between.append((lambda cache: work.result(cache.required_batch.sequences), out))\n",
         "            self.between.append((lambda _: None, out))\n",
         (_EXPERTS + "unpacked_experts_in_dram_answer_as_on_the_gpu[deepseek_v3]",),
     ),

@@ -94,15 +94,15 @@ LASTING = (
     Mutation(
         "a captured token's states are written over by the next",
         "hetero_kv/adapter/captured_token.py",
-        "self._output[self._result].clone()",
-        "self._output[self._result]",
+        "self._output[self._result][:rows].clone()",
+        "self._output[self._result][:rows]",
         (f"{_CAPTURED}a_returned_token_is_not_overwritten_by_the_next",),
     ),
     Mutation(
         "the number of stored tokens is captured",
         "hetero_kv/adapter/captured_token.py",
-        "            self._inputs[name].copy_(tensor, non_blocking=True)\n",
-        '            if name != "position_ids":\n                self._inputs[name].copy_(tensor, non_blocking=True)\n',
+        "            put(name, tensor, self._inputs[name])\n",
+        '            if name != "position_ids":\n                put(name, tensor, self._inputs[name])\n',
         (f"{_CAPTURED}logits_are_those_without_graphs[shadowkv]",),
     ),
     Mutation(

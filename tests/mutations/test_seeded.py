@@ -11,6 +11,7 @@ import pytest
 from tests.mutations.gpu_defects import DEFECTS
 from tests.mutations.lasting import LASTING
 from tests.mutations.prompts import PROMPTS
+from tests.mutations.ragged_rows import RAGGED_ROWS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS
@@ -19,7 +20,7 @@ from tests.mutations.single_tokens import SINGLE_TOKENS
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *SINGLE_TOKENS)
+ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *RAGGED_ROWS, *SINGLE_TOKENS)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)
