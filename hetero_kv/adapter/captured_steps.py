@@ -106,7 +106,8 @@ class CapturedSteps:
         cache = passed_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
-        if self._has_head and not self._memory(cache).is_whole:
+        memory = self._memory(cache)
+        if self._has_head and not memory.is_whole:
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         tokens = call.inputs
@@ -114,7 +115,6 @@ class CapturedSteps:
         if tokens is None or not tokens.is_cuda or leaves_early:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
-        memory = self._memory(cache)
         rows = padded_rows(inputs, cache.required_batch.sequences) if memory.is_whole else None
         key = _key(inputs, fixed, rows)
         seen = self._seen.setdefault(memory.owner or self, Counter())
