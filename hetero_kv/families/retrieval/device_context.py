@@ -136,7 +136,7 @@ class DeviceContext(ABC):
         """A decoded token's attention to its window and its Context, after `take_in`; kernels alone.
 
         Args:
-            memory: of this Context's rows and of others alike, side by side or anywhere.
+            memory: of rows like this Context's, found by addresses; `EstimatedContext` takes tensors, too.
             numbers: see `gpu_ops.resident_attention`.
             table: [batch, capacity] int32, the Context's blocks in the pool, on the device.
             sent: is written.
