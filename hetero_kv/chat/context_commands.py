@@ -25,6 +25,7 @@ def load(terminal: Terminal, name: str) -> None:
         talk.load_from(store, _required(name, "/load"))
     terminal.forget()
     terminal.note(loaded_in_short(name, talk))
+    terminal.note_waiting()
 
 
 def show(terminal: Terminal, _: str) -> None:

@@ -21,6 +21,8 @@ from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.turns import TurnTokens
 
+_WITH_RULES = "inject rules, or start the chat without --mode normal"
+
 
 @dataclass(frozen=True)
 class ConversationState:
@@ -79,9 +81,12 @@ class SavedConversation:
     def load(self, path: str | Path) -> None:
         """Replace this conversation by a saved one, which continues exactly as it would have.
 
-        Raises the errors of `HeteroCache.load`; this conversation is unchanged then.
+        Raises the errors of `HeteroCache.load`, and ContextError if the model has no rules; this conversation is
+        unchanged then.
         """
         self._require_idle("load")
+        if not isinstance(self.cache, HeteroCache):
+            raise ContextError(f"the model has no rules, so it cannot continue a saved context; {_WITH_RULES}")
         loaded = load_context(path, self.model, tokenizer=self.tokenizer, **self._capacity)
         if len(loaded.tokens) != 1:
             raise ContextError(
@@ -142,7 +147,7 @@ def system_of(notes: dict[str, Any]) -> str | None:
 def require_savable(cache: object, tokens: Sequence[int]) -> HeteroCache:
     """The cache, checked. Raises ContextError if its model has no rules, or no turn is stored."""
     if not isinstance(cache, HeteroCache):
-        raise ContextError("the model has no rules (--mode normal), so its context cannot be saved; use --config")
+        raise ContextError(f"the model has no rules, so its context cannot be saved; {_WITH_RULES}")
     if not tokens:
         raise ContextError("the conversation is empty, so there is nothing to save; ask a question first")
     return cache

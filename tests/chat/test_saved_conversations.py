@@ -83,11 +83,18 @@ def test_a_failed_save_says_why(loaded, store, tiny_model_folder):
         Conversation(*loaded).save_in(store, "nothing")
     untouched = Conversation(AutoModelForCausalLM.from_pretrained(tiny_model_folder), loaded[1])
     untouched.ask("word1", **FEW)
-    with pytest.raises(ContextError, match="the model has no rules"):
+    with pytest.raises(ContextError, match="cannot be saved; inject rules, or start the chat without --mode normal"):
         untouched.save_in(store, "untouched")
     talk = begun(loaded)
     with pytest.raises(HeteroKVError, match="save the conversation before or after"):
         talk.ask("word3", on_text=lambda text: talk.save_in(store, "half"), **FEW)
+
+
+def test_an_untouched_model_continues_no_saved_conversation(loaded, store, tiny_model_folder):
+    begun(loaded).save_in(store, "talk")
+    untouched = Conversation(AutoModelForCausalLM.from_pretrained(tiny_model_folder), loaded[1])
+    with pytest.raises(ContextError, match="the model has no rules, so it cannot continue a saved context; inject"):
+        untouched.load_from(store, "talk")
 
 
 def test_a_context_of_a_cache_is_one_turn(loaded, tmp_path):
@@ -280,6 +287,7 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     options = SimpleNamespace(contexts=ContextSettings(context_folder=str(tmp_path / "c")))
     session = SimpleNamespace(conversation=talk, contexts=lambda: open_store(options.contexts))
     terminal = SimpleNamespace(session=session, note=notes.append, forget=lambda: notes.append("forgotten"))
+    terminal.note_waiting = lambda: notes.append("waiting documents")
     terminal.console = SimpleNamespace(print=lambda table: notes.append([*table.columns[1].cells]))
     run_command(terminal, "/contexts")
     run_command(terminal, "/save my notes")
@@ -292,9 +300,9 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     assert notes[0].startswith("there are no contexts in ")
     # Both report the same number: an answer's last token counts, though the next turn computes it.
     assert notes[1].startswith(f"saved my notes: {saved:,} tokens, ")
-    assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turn"]
-    assert notes[4] == [f"{saved:,}"]
+    turn = f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turn"
+    assert notes[2:6] == ["forgotten", turn, "waiting documents", [f"{saved:,}"]]
     with pytest.raises(HeteroKVError, match="/save needs a name"):
         run_command(terminal, "/save")
     run_command(terminal, "/save my notes")
-    assert notes[5].endswith(f" MB on disk; it replaces one of {saved:,} tokens with this name")
+    assert notes[6].endswith(f" MB on disk; it replaces one of {saved:,} tokens with this name")
