@@ -100,7 +100,9 @@ def _answer_once(options: ChatOptions, question: ChatQuestion) -> int:
         from hetero_kv.chat.context_commands import saved
         from hetero_kv.chat.display import ending, statistics_line
         from hetero_kv.chat.json_report import json_report
+        from hetero_kv.chat.session import warn_of_unused_contexts
 
+        warn_of_unused_contexts(options)
         on_text = None if options.json else lambda piece: write(printable(piece))
         answer = answer_to(session, question, on_text, should_stop=lambda: unwritten is not None)
         # Write the answer first: it remains if the context cannot be saved.

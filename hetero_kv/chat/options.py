@@ -66,6 +66,7 @@ class ChatOptions:
         long_context: the settings of engine and operators on the command line, by name.
         trust_rules: modules whose operators the rules may name.
         flag_spellings: the command line's spellings of those settings.
+        context_flags: the settings of saved contexts that are on the command line.
     """
 
     prompt: str | None
@@ -87,6 +88,7 @@ class ChatOptions:
     long_context: dict[str, Any]
     trust_rules: tuple[str, ...]
     flag_spellings: tuple[str, ...]
+    context_flags: tuple[str, ...]
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -132,7 +134,7 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
         ConfigError: a value of the wrong type or out of range, bytes that are not text, or a setting that appears under
             two names.
     """
-    values = {**vars(flags), "flag_spellings": tuple(flags.long_context)}
+    values = {**vars(flags), "flag_spellings": tuple(flags.long_context), "context_flags": tuple(flags.contexts)}
     del values["owners"]
     values["prompt_file"] = tuple(flags.prompt_file)
     values["stop"] = tuple(flags.stop)

@@ -12,7 +12,7 @@ from typing import Any
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
-from hetero_kv.contexts.folder import open_store
+from hetero_kv.contexts.folder import is_address, open_store
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.saving import require_fit
 from hetero_kv.contexts.store import ContextStore
@@ -170,6 +170,21 @@ def open_session(options: ChatOptions) -> ChatSession:
             conversation.load_from(store, options.context)
     rules_name = display(config.rules.path) if config and config.rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)
+
+
+def warn_of_unused_contexts(options: ChatOptions) -> None:
+    """Log the flags of saved contexts that have no effect on a single answer, which takes no commands."""
+    needed = "--context, --save_context or --context_cache"
+    given = [flag for flag in options.context_flags if flag != "context_cache"]
+    if options.context is None and options.save_context is None and options.contexts.context_cache == "off":
+        unused, reason = given, f"no effect without {needed}; give one of these"
+    elif not is_address(options.contexts.context_folder):
+        unused = [flag for flag in given if flag in ("context_local_gb", "context_wait_s")]
+        reason = "no effect on a folder of this machine; name an address with --context_folder"
+    else:
+        return
+    if unused:
+        _logger.warning("%s: %s", ", ".join(f"--{flag}" for flag in unused), reason)
 
 
 def _settings_file() -> dict[str, Any]:

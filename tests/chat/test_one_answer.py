@@ -192,6 +192,19 @@ def test_flags_without_effect_in_normal_mode_are_named(chat: Chat, caplog: pytes
     assert "--cpu_infer" not in caplog.text
 
 
+def test_flags_of_contexts_without_effect_on_one_answer_are_named(
+    chat: Chat, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    folder = ["--prompt", QUESTION, "--context_folder", tmp_path / "contexts"]
+    chat(*folder, "--context_cache_gb", 3)
+    assert "--context_folder, --context_cache_gb: no effect without --context, --save_context or" in caplog.text
+    caplog.clear()
+    chat(*folder, "--save_context", "notes", "--context_cache_gb", 3)
+    assert "no effect" not in caplog.text
+    chat(*folder, "--context_cache", "read", "--context_wait_s", 1)
+    assert "--context_wait_s: no effect on a folder of this machine" in caplog.text
+
+
 def test_how_tokens_are_drawn_has_no_effect_where_none_is(chat: Chat, caplog: pytest.LogCaptureFixture):
     drawn = ["--prompt", QUESTION, "--top_k", 3, "--min_p", 0.1]
     chat(*drawn, "--temperature", 1)
