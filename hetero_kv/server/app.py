@@ -83,7 +83,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     place = [str(part) for part in first["loc"] if part != "body"]
     field = place[0] if place else None
     if first["type"] == "json_invalid":
-        reason = f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}"
+        fault = first.get("ctx", {}).get("error", first["msg"])
+        reason = f"the body is no JSON: {fault} at character {first['loc'][-1]}; send one JSON object"
         return _respond(ApiError(400, reason, code="invalid_json"), request)
     # A field of several types has a fault for each of them, whose place names the type.
     faults = [each["msg"] for each in error.errors() if each["loc"][1:2] == first["loc"][1:2]]

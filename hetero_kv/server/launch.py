@@ -89,7 +89,14 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         # Uvicorn would not even wait for the answers' last events.
         self.force_exit = False
+        loop.call_soon_threadsafe(_logger.info, "%s", _stopping(seconds))
         loop.call_soon_threadsafe(loop.call_later, seconds, self._stop)
+
+
+def _stopping(seconds: float) -> str:
+    if not seconds:
+        return "stopping: answers under way end now"
+    return f"stopping: answers under way have {seconds:g} s to end; a second signal ends them at once"
 
 
 def log_to_standard_error() -> None:

@@ -69,7 +69,9 @@ def content_text(content: Any, place: str, file_text: Callable[[str], str]) -> U
 
 def _unknown(kind: Any, where: str) -> ApiError:
     if kind in _UNSEEN:
-        return ApiError(400, f"{where} is a {kind}, and the model reads texts only; leave it out", param=where)
+        return ApiError(
+            400, f"{where} has the type {kind!r}, and the model reads texts only; leave it out", param=where
+        )
     return ApiError(400, f"{where} has the type {shown(kind, 80)}; give text or file", param=where)
 
 

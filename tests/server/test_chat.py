@@ -156,7 +156,10 @@ def test_a_guessed_file_is_not_found(http, file_id):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}], "reads texts only"),
+        (
+            [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}],
+            "messages[0].content[0] has the type 'image_url', and the model reads texts only; leave it out",
+        ),
         ([{"type": "input_audio"}], "reads texts only"),
         ([{"type": "hologram"}], "'hologram'"),
         ([{"type": "file", "file": {"file_url": "http://127.0.0.1/"}}], "URLs are not fetched"),
@@ -169,6 +172,15 @@ def test_content_that_is_no_text_is_refused_by_name(http, content, words):
     found = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
     assert found.status_code == 400
     assert words in found.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_is_refused_with_its_place(http):
+    headers = {"content-type": "application/json"}
+    found = http.post("/v1/chat/completions", content=b'{"messages": [', headers=headers)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == (
+        "the body is no JSON: Expecting value at character 14; send one JSON object"
+    )
 
 
 @pytest.mark.parametrize("messages", [[], [5], [{"content": "x"}], [{"role": "king", "content": "x"}], "x", None])
