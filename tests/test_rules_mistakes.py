@@ -37,7 +37,7 @@ def test_invalid_or_unsafe_yaml_is_refused_with_its_place(content: str, expected
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", ": the file is None; it must be a mapping with the keys extends, long_context, rules"),
+        ("", ": the file is empty; it must be a mapping with the keys extends, long_context, rules"),
         ("just text", ": the file is 'just text'; it must be a mapping with the keys"),
         ("rules: {match: x}", ", line 1: rules is {'match': 'x'}; it must be a list of rules"),
         ("rule: []", ", line 1: unknown key 'rule'; did you mean rules?"),

@@ -244,7 +244,8 @@ def _pattern(match: Mapping[str, str], source: str, time: SearchTime) -> ModuleP
 def _mapping(value: Any, where: str, keys: tuple[str, ...], what: str) -> Mapping[str, Any]:
     """`value`; raises ConfigError unless it is a mapping with these keys only."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: {what} is {shown(value)}; it must be a mapping with the keys {', '.join(keys)}")
+        given = "empty" if value is None else shown(value)
+        raise ConfigError(f"{where}: {what} is {given}; it must be a mapping with the keys {', '.join(keys)}")
     for key in value:
         if key not in keys:
             near = nearest_spelling(key, keys) or f"; known: {', '.join(keys)}"

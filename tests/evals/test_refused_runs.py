@@ -42,7 +42,7 @@ def test_a_config_called_full_would_be_taken_for_the_baseline(tmp_path):
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        (["nedle"], OPTIONS, "task 'nedle' is not known; did you mean 'needle'"),
+        (["nedle"], OPTIONS, "task 'nedle' is not known; did you mean 'needle'? Known: needle, "),
         (["ruler/x*"], OPTIONS, "task 'ruler/x*' matches none"),
         (["ruler/qa_1=nowhere.json"], OPTIONS, "there is no file 'nowhere.json'"),
         (["ruler/qa_1"], OPTIONS, "give that file, as published: --task ruler/qa_1=FILE"),

@@ -96,6 +96,6 @@ def get(name: str) -> Task:
     """The task `name`. Raises HeteroKVError for an unknown one."""
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise HeteroKVError(f"task {name!r} is not known; {hint}Known: {', '.join(names())}")
+        hint = f"did you mean {near[0]!r}? Known: " if near else "known: "
+        raise HeteroKVError(f"task {name!r} is not known; {hint}{', '.join(names())}")
     return _REGISTRY[name]
