@@ -12,9 +12,10 @@ from typing import Any
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
-from hetero_kv.contexts.folder import is_address, open_store
+from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.saving import require_fit
+from hetero_kv.contexts.settings import ADDRESS_FLAGS, is_address
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.loading import open_model
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel
@@ -179,7 +180,7 @@ def warn_of_unused_contexts(options: ChatOptions) -> None:
     if options.context is None and options.save_context is None and options.contexts.context_cache == "off":
         unused, reason = given, f"no effect without {needed}; give one of these"
     elif not is_address(options.contexts.context_folder):
-        unused = [flag for flag in given if flag in ("context_local_gb", "context_wait_s")]
+        unused = [flag for flag in given if flag in ADDRESS_FLAGS]
         reason = "no effect on a folder of this machine; name an address with --context_folder"
     else:
         return

@@ -6,12 +6,9 @@ import hashlib
 from pathlib import Path
 
 from hetero_kv.cache_home import cache_home
-from hetero_kv.contexts.settings import ContextSettings
+from hetero_kv.contexts.settings import ContextSettings, is_address
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
-
-#: Separates the protocol from the rest of an address.
-_ADDRESS = "://"
 
 
 def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore:
@@ -51,11 +48,6 @@ def contexts_at(
     address = str(place)
     name = hashlib.sha256(address.encode()).hexdigest()[:16]
     return SharedContextStore(address, limit, cache_home() / "context_cache" / name, local_limit, wait_s)
-
-
-def is_address(place: str | Path) -> bool:
-    """Whether contexts lie at an address, and not in a folder."""
-    return _ADDRESS in str(place)
 
 
 def gigabytes(setting: float | str | None) -> int | None:

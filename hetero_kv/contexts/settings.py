@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hetero_kv.settings.setting import Settings, setting
+
+#: Separates the protocol from the rest of an address.
+_ADDRESS = "://"
+#: The settings that a folder of this machine does not use.
+ADDRESS_FLAGS = "context_local_gb", "context_wait_s"
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,8 @@ class ContextCacheSettings(ContextSettings):
         "read: a conversation starts from the longest stored prefix of its first prompt; on: also store the context "
         "of every answer",
     )
+
+
+def is_address(place: str | Path) -> bool:
+    """Whether contexts lie at an address, and not in a folder."""
+    return _ADDRESS in str(place)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+from collections.abc import Collection
 from typing import NamedTuple
 
+from hetero_kv.contexts.settings import ADDRESS_FLAGS, is_address
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.rules.precedence import COMMAND_LINE
@@ -53,13 +55,26 @@ def checked(flags: argparse.Namespace, *, listens: bool = True) -> CheckedFlags:
     contexts = context_settings(ServedContextSettings, flags.contexts)
     if cluster.prefill_replicas and contexts.context_cache == "off":
         raise ConfigError("--prefill_replicas hands prompts over in the context folder; leave out --context_cache off")
-    if cluster.prefill_replicas and "://" in contexts.context_folder:
+    if cluster.prefill_replicas and is_address(contexts.context_folder):
         raise ConfigError(
             f"--prefill_replicas hands prompts over in --context_folder, which is {contexts.context_folder}; give a "
             "folder that all machines have, because an address gets what is saved some time later"
         )
+    _require_effect(flags.contexts, contexts)
     flags.rules = flags.rules or [DEFAULT_RECIPE]
     return CheckedFlags(settings, defaults, contexts, keys, cluster if flags.cluster else None)
+
+
+def _require_effect(given: Collection[str], contexts: ServedContextSettings) -> None:
+    """Refuse flags of contexts that have no effect under the settings in force."""
+    for name in given:
+        if contexts.context_cache == "off" and name != "context_cache":
+            raise ConfigError(f"--{name} has no effect where context_cache is off; leave one out")
+        if name in ADDRESS_FLAGS and not is_address(contexts.context_folder):
+            raise ConfigError(
+                f"--{name} has no effect on a folder of this machine; leave it out, or name an address with "
+                "--context_folder"
+            )
 
 
 def _is_loopback(host: str) -> bool:

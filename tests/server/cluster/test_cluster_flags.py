@@ -47,6 +47,15 @@ def test_a_flag_of_a_cluster_without_a_cluster_is_refused():
         checked(parsed(cluster=True, replica_cpus=0.5))
 
 
+def test_flags_of_contexts_without_effect_are_refused():
+    with pytest.raises(ConfigError, match="--context_folder has no effect where context_cache is off; leave one out"):
+        checked(parsed(context_cache="off", context_folder="contexts"))
+    with pytest.raises(ConfigError, match="--context_wait_s has no effect on a folder of this machine; leave it out"):
+        checked(parsed(context_wait_s=2))
+    assert checked(parsed(context_wait_s=2, context_folder="memory://contexts")).contexts.context_wait_s == 2
+    assert checked(parsed(context_cache="off")).contexts.context_cache == "off"
+
+
 def test_a_server_whose_address_is_unknown_needs_keys_or_is_told_to_be_open():
     with pytest.raises(ConfigError, match=r"proxies may be reached from other machines, and there is no --api_key"):
         checked(parsed(cluster=True), listens=False)
