@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.settings.engine_settings import AUTO
 from hetero_kv.threads import set_threads
 
+_logger = logging.getLogger(__name__)
 # Names of the number of experts in models' configurations.
 _NUMBERS_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
 # The share of the free DRAM up to which packed weights are copied into it; larger ones are mapped from the disk.
@@ -123,7 +125,14 @@ def open_model(
     chosen = config_in(config, trust_rules)
     command_line = chosen.command_line(settings)
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
-    set_threads(engine.resolved_threads())
+    threads = engine.resolved_threads()
+    if engine.threads_num != "auto" and engine.threads_num > threads:
+        _logger.warning(
+            "threads_num is %d; as many threads compute as this process may use CPUs: %d",
+            engine.threads_num,
+            threads,
+        )
+    set_threads(threads)
     cache = PackedCache(limit=round(engine.packed_cache_gb * 1e9), room=round(_SHARE_FOR_WEIGHTS * free_dram()))
     chosen = replace(chosen, settings=command_line)
     experts_device = experts_device_of(chosen.rules, engine)

@@ -175,6 +175,17 @@ def test_a_max_seq_len_beyond_the_models_context_gives_a_warning(chat: Chat, cap
     assert "max_seq_len: 70,000 tokens exceed the 65,536 that the model was trained for" in caplog.text
 
 
+def test_more_threads_than_the_process_has_cpus_give_a_warning(
+    chat: Chat, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hetero_kv.settings.engine_settings.usable_cpus", lambda: 1)
+    chat("--prompt", QUESTION, "--threads_num", 500)
+    assert "threads_num is 500; as many threads compute as this process may use CPUs: 1" in caplog.text
+    caplog.clear()
+    chat("--prompt", QUESTION, "--threads_num", 1)
+    assert "threads_num" not in caplog.text
+
+
 def test_stop_texts_and_sampling_reach_the_answer(chat: Chat):
     whole = chat.json("--prompt", QUESTION, "--mode", "normal")["answer"]
     word = whole.split()[2]
