@@ -185,7 +185,8 @@ class Engine:
             checkpoints, max_batch,
         )  # fmt: skip
         self._max_batch = max_batch
-        size, turn = PartSize(longest_gap_s, part), EngineTurn(rules=injection)
+        draft, size = self._speculation.draft, PartSize(longest_gap_s, part)
+        turn = EngineTurn(rules=injection, draft_rules=None if draft is None else draft.rules)
         outputs = OutputProcessor(self._queues, self._prefixes)
         decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation)
         self._scheduler = Scheduler(

@@ -46,8 +46,9 @@ class EngineTurn:
 
     Args:
         queue: the engines that share the cores; None for those of the process.
-        rules: the rules in its model (`Injection`). Only one forward at a time computes under them: an engine of the
-            same ones has its turn when that is over.
+        rules: the rules in its model (`Injection`). Only one forward at a time computes under them: an engine that
+            computes under the same ones has its turn when that is over.
+        draft_rules: the rules in its draft model; None without one.
 
     Attributes:
         rows: requests that the engine is answering, as others see them.
@@ -55,8 +56,9 @@ class EngineTurn:
         passes_prompt: whether the engine is computing a prompt.
     """
 
-    def __init__(self, queue: _Queue | None = None, rules: object = None) -> None:
+    def __init__(self, queue: _Queue | None = None, rules: object = None, draft_rules: object = None) -> None:
         self._queue, self._rules = _PROCESS if queue is None else queue, rules
+        self._draft_rules = draft_rules
         self._began = 0.0
         self.rows, self.decode_s, self.passes_prompt = 0, 0.0, False
         with self._queue.changed:
@@ -77,16 +79,25 @@ class EngineTurn:
             self._leave()
 
     def pass_on(self, after_s: float) -> None:
-        """Let waiting engines compute if this turn takes so long already; called where the present engine can pause."""
+        """Let waiting engines compute if this turn takes so long already; called within a forward, where it can pause.
+
+        Those that compute under the same rules wait for the forward's end: they need the lock that it has.
+        """
         turns = self._queue.turns
         if len(turns) > 1 and time.perf_counter() - self._began >= after_s:
             with self._queue.changed:
-                if self._rules is not None and sum(each._rules is self._rules for each in turns) > 1:
+                locked = [each for each in turns if each is not self and each._computes_under(self._rules)]
+                able = [each for each in turns if each is not self and each not in locked]
+                if not able:
                     return
-                turns.rotate(-1)
+                turns.clear()
+                turns.extend([*able, self, *locked])
                 self._queue.changed.notify_all()
                 # `__exit__` leaves the queue, however the wait ends.
                 self._wait()
+
+    def _computes_under(self, rules: object) -> bool:
+        return rules is not None and (self._rules is rules or self._draft_rules is rules)
 
     def _wait(self) -> None:
         self._queue.changed.wait_for(lambda: self._queue.turns[0] is self)

@@ -13,7 +13,9 @@ from hetero_kv.models.loading import LoadedModel
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
 from hetero_kv.serving.turns import EngineTurn, Others, _Queue
 from tests.serving.number_tokenizer import Numbers
-from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
+from tests.serving.test_draft_models import draft_of
+from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, computed_alone, engine_of
+from tests.support.free_rows import FreeRows
 from tests.support.small_recipes import small_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +114,33 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for():
     assert not queue.turns
 
 
+@pytest.mark.parametrize("needed_as", ["rules", "draft_rules"])
+def test_within_a_forward_a_turn_goes_to_engines_that_need_no_lock_of_it(needed_as):
+    queue, order, rules = _Queue(), [], object()
+    first, needing, other = EngineTurn(queue, rules), EngineTurn(queue, **{needed_as: rules}), EngineTurn(queue)
+
+    def take(turn, name):
+        with turn:
+            order.append(name)
+
+    with first:
+        threads = []
+        for turn, name in ((needing, "needing"), (other, "other")):
+            threads.append(threading.Thread(target=take, args=(turn, name)))
+            threads[-1].start()
+            while len(queue.turns) < 1 + len(threads):
+                threading.Event().wait(0.001)
+        # Only the second engine that waits can compute; afterwards there is none.
+        first.pass_on(0.0)
+        threads[1].join(10)
+        first.pass_on(0.0)
+        order.append("first")
+    for thread in threads:
+        thread.join(10)
+    assert order == ["other", "first", "needing"]
+    assert not queue.turns
+
+
 def test_a_short_turn_is_not_cut():
     queue = _Queue()
     first, second, order = EngineTurn(queue), EngineTurn(queue), []
@@ -149,6 +178,22 @@ def test_engines_of_one_model_do_not_wait_for_each_other_in_a_forward():
         with Engine(LoadedModel(model, first.tokenizer, "tiny", 512), max_seq_len=400, **settings) as second:
             streams = [[engine.generate(tokens, GREEDY) for tokens in PROMPTS[2:4]] for engine in (first, second)]
             assert [[stream.result(60).tokens for stream in each] for each in streams] == [expected, expected]
+
+
+def test_an_engine_whose_draft_model_answers_in_another_engine_waits_for_its_forward():
+    draft = draft_of()
+    with (
+        Engine(draft, max_seq_len=400, longest_gap_s=1e-6, speculation="off", starts_thread=True) as first,
+        engine_of("quest", longest_gap_s=1e-6, speculation=draft, starts_thread=True) as second,
+    ):
+        second._speculation.costs = FreeRows()
+        expected = [[computed_alone(engine, tokens) for tokens in PROMPTS[2:4]] for engine in (first, second)]
+        for _ in range(3):
+            streams = [
+                [engine.generate(tokens, GREEDY, reuses=False) for tokens in PROMPTS[2:4]] for engine in (first, second)
+            ]
+            assert [[stream.result(60).tokens for stream in each] for each in streams] == expected
+        assert streams[1][0].result().drafted_tokens
 
 
 def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():

@@ -17,6 +17,7 @@ from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, brief_error
 from hetero_kv.models.loading import LoadedModel
+from hetero_kv.rules.injection import Injection
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.part_size import PartSize
 from hetero_kv.serving.prefixes import Known, ResidentPrefixes
@@ -48,18 +49,19 @@ class DraftModel:
     Attributes:
         name: the model's, by which requests name it.
         costs: the seconds of its steps.
+        rules: the rules in the model (`Injection`).
     """
 
     def __init__(self, loaded: LoadedModel, store: Store, vocab_size: int, longest_gap_s: float) -> None:
         self.name, self.costs = loaded.name, StepCosts()
         self._forward, self._store = ModelForward(loaded.model, loaded.tokenizer), store
-        injection = loaded.model.hetero_kv_injection
+        self.rules: Injection = loaded.model.hetero_kv_injection
         # Forks of a conversation guess in other threads.
-        self._lock = injection.one_at_a_time
+        self._lock = self.rules.one_at_a_time
         self._vocab_size: int = loaded.model.config.get_text_config(decoder=True).vocab_size
         # The models' vocabularies may be padded to different sizes.
         self._common_size = min(vocab_size, self._vocab_size)
-        self._kept = ResidentPrefixes(injection.attention_operators(), _KEPT)
+        self._kept = ResidentPrefixes(self.rules.attention_operators(), _KEPT)
         self._live: weakref.WeakSet[ModelDrafter] = weakref.WeakSet()
         self._part_size = PartSize(longest_gap_s, _PART)
         # Whether its weights have been read: the first part waits for the disk and is not timed.
