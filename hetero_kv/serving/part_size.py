@@ -117,7 +117,7 @@ class PartSize:
             return min(remaining, self.alone, LEAST)
         # Between two tokens every engine has its turn, some of them also for a part of a prompt.
         gap = (self._longest_gap_s - others.decode_s) / (1 + others.prompts) - waited_s
-        fitting = int((gap - (self._step_s if rows else 0.0)) / self._token_s)
+        fitting = (gap - (self._step_s if rows else 0.0)) / self._token_s
         if fitting < LARGE:
             fitting = SMALL if fitting >= SMALL else LEAST
             if beside:
@@ -125,7 +125,8 @@ class PartSize:
                 if together is None:
                     together = gap / self._beside.longest / self._token_s
                 fitting = max(LEAST_BESIDE, min(small, int(together) - rows))
-        return min(remaining, self.alone, fitting)
+        # The target may be infinite.
+        return int(min(remaining, self.alone, fitting))
 
     def passed(self, tokens: int, seconds: float, *, beside: bool = False) -> None:
         """Record that a part of this many tokens took this long; those decoded `beside` it included."""

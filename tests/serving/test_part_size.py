@@ -41,6 +41,12 @@ def test_a_part_fits_into_the_gap(token_s, step_s, expected):
     assert size == pytest.approx(expected, abs=2)
 
 
+def test_without_a_target_a_part_is_as_large_as_where_nobody_waits():
+    size = PartSize(math.inf, 2048)
+    size.passed(64, 1.0)
+    assert size.of(5000, rows=2) == size.of(5000, rows=2, beside=True) == 2048
+
+
 def test_the_first_part_is_small_because_nothing_is_known():
     assert PartSize(0.25, 2048).of(5000, rows=1) == LEAST
     assert measured(0.01).of(3, rows=1) == 3
