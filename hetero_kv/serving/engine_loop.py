@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,8 @@ _logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
 # How long a step without requests waits for one whose stored prefix is being fetched, seconds.
 _ARRIVAL_S = 0.1
+# How often `close` cancels what a step in progress computes, seconds.
+_CANCEL_S = 0.02
 
 
 class EngineLoop:
@@ -106,6 +109,8 @@ class EngineLoop:
 
     def _step(self) -> bool:
         with self._stepping:
+            if self._is_closed:
+                return False
             self._receive()
             self._save()
             if not self._queues.all:
@@ -176,8 +181,11 @@ class EngineLoop:
             self._is_closed = True
             self._changed.notify_all()
         self._arrivals.close()
-        for request in self._queues.all:
-            request.stream.is_cancelled = True
+        while self._stepping.locked():
+            # Again and again: one that comes from the arrivals, or moves between the queues, is in none for a moment.
+            for request in self._queues.all:
+                request.stream.is_cancelled = True
+            time.sleep(_CANCEL_S)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._steps.shutdown()

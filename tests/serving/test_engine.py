@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hetero_kv import Engine, HeteroCache, SamplingParams
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
+from hetero_kv.serving.queues import Queues
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few
@@ -329,6 +331,45 @@ def test_a_prompt_is_cancelled_between_two_chunks():
         assert (completion.finish_reason, completion.tokens, len(seen)) == ("stopped", (), 1)
         (allocator,) = engine._store.allocators.values()
         assert allocator.free_blocks == allocator.num_blocks
+
+
+def test_a_prompt_that_comes_while_the_engine_closes_is_cancelled(monkeypatch):
+    engine = engine_of("minference", starts_thread=True)
+    loop, forward = engine._loop, engine._scheduler.forward
+    receives, looked = threading.Event(), threading.Event()
+    receive, prefill, everything = loop._receive, forward.prefill, Queues.all.fget
+
+    def late_receive():
+        receives.set()
+        looked.wait(10)
+        receive()
+
+    def slow_prefill(cache, part):
+        report = cache.on_progress
+
+        def slow_report(*done):
+            for _ in range(100):
+                if not stream.is_cancelled:
+                    threading.Event().wait(0.01)
+            report(*done)
+
+        cache.on_progress = slow_report
+        return prefill(cache, part)
+
+    def noticing(queues):
+        found = everything(queues)
+        if threading.current_thread() is not loop._thread:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(loop, "_receive", late_receive)
+    monkeypatch.setattr(forward, "prefill", slow_prefill)
+    monkeypatch.setattr(Queues, "all", property(noticing))
+    stream = engine.generate(PROMPTS[3], GREEDY)
+    assert receives.wait(10)
+    engine.close()
+    assert stream.result().finish_reason == "stopped"
+    assert not stream.result().tokens
 
 
 def test_a_model_without_rules_is_refused():
