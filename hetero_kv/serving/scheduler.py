@@ -100,14 +100,18 @@ class Scheduler:
     def _begin(self) -> list[Request]:
         """Begin a step: end and admit requests. Returns those to decode a token of."""
         self.active_at = time.monotonic()
-        self.receive()
         self._outputs.choose()
+        self._admit()
+        return self.admission.rows()
+
+    def _admit(self) -> None:
+        """Receive new requests, end cancelled ones, and admit others."""
+        self.receive()
         for request in self.queues.all:
             # A prompt that is being computed notices it itself.
             if request.is_cancelled and request is not self.queues.computing:
                 self._outputs.retire(request, "stopped")
         self.admission.admit()
-        return self.admission.rows()
 
     def _passing(self) -> list[Request]:
         """The prompts to compute, in their order; while a large one pauses, only short ones that come before it."""
@@ -311,12 +315,12 @@ class Scheduler:
         self.queues.computing = request
         try:
             with self.forward.model.hetero_kv_injection.checked_once():
-                self.receive()
-                self.admission.admit()
+                self._admit()
                 if self.queues.running and pace.are_due(self._part_size.decode_s, self._turn.others):
                     self._step()
                 while self._passing():
                     self._step()
+                    self._turn.pass_on(pace.turn_s(self._turn.others))
         except Exception as error:
             raise StepWithinError(error) from error
         finally:

@@ -11,6 +11,7 @@ from hetero_kv import HeteroCache, SamplingParams, inject
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.serving.forward import ModelForward, Part
+from hetero_kv.serving.scheduler import Scheduler
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of, forwards_within, pause_everywhere
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few
@@ -179,6 +180,58 @@ def test_a_long_prompt_is_cancelled_while_others_go_on():
         assert not long.result().tokens
         assert [stream.result().tokens for stream in streams] == [alone(engine, each, 40) for each in PROMPTS[:2]]
         assert not engine._queues.all
+
+
+def test_a_cancelled_request_ends_in_a_pause_and_takes_no_memory_before():
+    with engine_of("quest", kv_tokens=330, kept_prefixes=0) as engine:
+        (beside,) = running(engine, PROMPTS[:1])
+        admission, cancelled, ended, preempted = engine._scheduler.admission, [], [], []
+        admit, preempt = admission.admit, admission.preempt
+        admission.preempt = lambda request: preempted.append(request) or preempt(request)
+
+        def arriving():
+            admit()
+            if engine._queues.computing is not None:
+                ended.extend(stream.is_done for stream in cancelled)
+                if not cancelled:
+                    # More urgent than both others, and too large for the memory that they leave.
+                    cancelled.append(engine.generate(PROMPTS[6], GREEDY, priority=-1))
+                    cancelled[0].cancel()
+
+        admission.admit = arriving
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+        assert beside.result().tokens == alone(engine, PROMPTS[0], 40)
+        assert ended
+        assert all(ended)
+        assert not preempted
+
+
+def test_other_engines_have_their_turns_between_short_prompts_in_a_pause(monkeypatch):
+    with engine_of("dense", max_batch=8) as engine:
+        scheduler, streams, done = engine._scheduler, [], []
+        mixed = scheduler.forward.mixed
+        # A prompt is computed in a forward of its own, and comes before the long one, which pauses at once.
+        monkeypatch.setattr(scheduler, "_parts_beside", lambda passing: parts_beside(passing)[:1])
+        parts_beside = Scheduler._parts_beside.__get__(scheduler)
+        scheduler._order._speed = SimpleNamespace(tokens_per_s=1e-3, passed=lambda *_: None)
+
+        def noting(*arguments):
+            if engine._queues.computing is not None:
+                done.append("prompt")
+            return mixed(*arguments)
+
+        def passing_on(after_s):
+            if engine._queues.computing is not None:
+                done.append("turn")
+            elif not streams:
+                streams.extend(engine.generate(tokens, GREEDY) for tokens in (PROMPTS[0], PROMPTS[4], PROMPTS[7]))
+
+        monkeypatch.setattr(scheduler.forward, "mixed", noting)
+        monkeypatch.setattr(scheduler._turn, "pass_on", passing_on)
+        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
+        for stream, tokens in zip(streams, (PROMPTS[0], PROMPTS[4], PROMPTS[7]), strict=True):
+            assert stream.result().tokens == alone(engine, tokens)
+    assert done == ["prompt", "turn"] * 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
