@@ -85,7 +85,7 @@ class ForwardBatch:
             step = each.group.begin(
                 each.tokens, rows, is_decode=is_decode and each.part is None, part=each.part or part, stores=stores
             )
-            step.pause = request.pause
+            step.pause = None if step.is_decode else request.pause
             if request.draft_blocks:
                 step.draft_blocks = request.draft_blocks[number]
             steps.append(step)

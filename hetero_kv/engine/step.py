@@ -69,7 +69,7 @@ class Step:
         after: of a draft, the step of the previous token.
         draft_blocks: for a guess, the blocks that its token attends to; None for the layers' own attention.
         states: of a draft, layer -> its state after this step, for layers that have one.
-        pause: called where the forward can wait; None for nowhere.
+        pause: called where the forward of a prompt can wait; None for nowhere.
         checked_numbers: deferred readbacks, checked before the tokens are stored.
         host_copies: copies to DRAM, finished by then.
     """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from hetero_kv import Engine, SamplingParams, with_rules
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.serving.part_size import LEAST, SMALL, PartSize
+from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.turns import EngineTurn, Others, _Queue
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.test_draft_models import draft_of
@@ -215,6 +217,34 @@ def test_a_prompt_that_passes_whole_gives_way_between_its_chunks():
         answered.result(60)
     assert len(during) == 1
     assert during[0] > 0
+
+
+def test_other_engines_have_their_turns_between_short_prompts_in_a_pause(monkeypatch):
+    with engine_of("dense", max_batch=8) as engine:
+        scheduler, streams, done = engine._scheduler, [], []
+        mixed = scheduler.forward.mixed
+        # A prompt is computed in a forward of its own, and comes before the long one, which pauses at once.
+        monkeypatch.setattr(scheduler, "_parts_beside", lambda passing: parts_beside(passing)[:1])
+        parts_beside = Scheduler._parts_beside.__get__(scheduler)
+        scheduler._order._speed = SimpleNamespace(tokens_per_s=1e-3, passed=lambda *_: None)
+
+        def noting(*arguments):
+            if engine._queues.computing is not None:
+                done.append("prompt")
+            return mixed(*arguments)
+
+        def passing_on(after_s):
+            if engine._queues.computing is not None:
+                done.append("turn")
+            elif not streams:
+                streams.extend(engine.generate(tokens, GREEDY) for tokens in (PROMPTS[0], PROMPTS[4], PROMPTS[7]))
+
+        monkeypatch.setattr(scheduler.forward, "mixed", noting)
+        monkeypatch.setattr(scheduler._turn, "pass_on", passing_on)
+        assert engine.generate(PROMPTS[3], GREEDY).result().tokens == alone(engine, PROMPTS[3])
+        for stream, tokens in zip(streams, (PROMPTS[0], PROMPTS[4], PROMPTS[7]), strict=True):
+            assert stream.result().tokens == alone(engine, tokens)
+    assert done == ["prompt", "turn"] * 3
 
 
 def test_an_engine_tells_the_others_what_waits_for_a_token():

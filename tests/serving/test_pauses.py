@@ -11,7 +11,6 @@ from hetero_kv import HeteroCache, SamplingParams, inject
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.serving.forward import ModelForward, Part
-from hetero_kv.serving.scheduler import Scheduler
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of, forwards_within, pause_everywhere
 from tests.support.ragged_rows import prompt
 from tests.support.slow_variants import with_few
@@ -206,34 +205,6 @@ def test_a_cancelled_request_ends_in_a_pause_and_takes_no_memory_before():
         assert not preempted
 
 
-def test_other_engines_have_their_turns_between_short_prompts_in_a_pause(monkeypatch):
-    with engine_of("dense", max_batch=8) as engine:
-        scheduler, streams, done = engine._scheduler, [], []
-        mixed = scheduler.forward.mixed
-        # A prompt is computed in a forward of its own, and comes before the long one, which pauses at once.
-        monkeypatch.setattr(scheduler, "_parts_beside", lambda passing: parts_beside(passing)[:1])
-        parts_beside = Scheduler._parts_beside.__get__(scheduler)
-        scheduler._order._speed = SimpleNamespace(tokens_per_s=1e-3, passed=lambda *_: None)
-
-        def noting(*arguments):
-            if engine._queues.computing is not None:
-                done.append("prompt")
-            return mixed(*arguments)
-
-        def passing_on(after_s):
-            if engine._queues.computing is not None:
-                done.append("turn")
-            elif not streams:
-                streams.extend(engine.generate(tokens, GREEDY) for tokens in (PROMPTS[0], PROMPTS[4], PROMPTS[7]))
-
-        monkeypatch.setattr(scheduler.forward, "mixed", noting)
-        monkeypatch.setattr(scheduler._turn, "pass_on", passing_on)
-        assert engine.generate(LONG, GREEDY).result().tokens == alone(engine, LONG)
-        for stream, tokens in zip(streams, (PROMPTS[0], PROMPTS[4], PROMPTS[7]), strict=True):
-            assert stream.result().tokens == alone(engine, tokens)
-    assert done == ["prompt", "turn"] * 3
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_failure_in_a_pause_leaves_the_prompt_and_the_others_as_they_were(error):
     with engine_of("quest") as engine:
@@ -352,3 +323,25 @@ def test_a_prompt_pauses_while_its_blocks_get_their_representatives(monkeypatch)
     assert min(places) >= 2
     for token in (5, 9):
         assert torch.equal(forward.decode([cut], [token]), forward.decode([whole], [token]))
+
+
+def test_a_decoded_token_does_not_pause_while_many_blocks_get_their_representatives(monkeypatch):
+    """Its kernels, and their buffers, wait for the end of its forward."""
+    monkeypatch.setattr("hetero_kv.families.retrieval.prefill._KEYS_AT_ONCE", 1)
+    monkeypatch.setattr("hetero_kv.families.retrieval.entering_blocks._AT_ONCE", 0)
+    model = tiny_model("qwen2")
+    inject(model, "adaptive", command_line={"block_size": 16, "max_seq_len": 700})
+    forward, cache, tokens = ModelForward(model), HeteroCache(model), prompt(400, 3).tolist()
+    represented, blocks, pauses = RetrievalAttention._represent, [], []
+
+    def representing(operator, layer, step, start, end):
+        blocks.append(end - start)
+        represented(operator, layer, step, start, end)
+
+    # A prompt that is cancelled before its last part, behind which a token is replayed.
+    forward.prefill(cache, Part(tokens, 0, 300, 0, None))
+    monkeypatch.setattr(RetrievalAttention, "_represent", representing)
+    with cache.requesting(pause=lambda: pauses.append(1)):
+        forward.decode([cache], [7])
+    assert max(blocks) > 2
+    assert not pauses
