@@ -240,7 +240,8 @@ class Scheduler:
     def _prefill(self, request: Request) -> bool:
         """Pass a part of a prompt, or all of its rest; after the last part comes the first token.
 
-        Returns whether the other requests' next tokens are due now: always, unless they were answered meanwhile.
+        Returns whether the other requests get their next tokens now: always after the last part, and before that if
+        they are due or could not be answered meanwhile.
         """
         cache, start, splits = request.cache, request.stored, self._splits()
         assert cache is not None
@@ -291,11 +292,10 @@ class Scheduler:
         finally:
             cache.on_progress = cache.chunk_tokens = None
         request.advance(stop)
-        are_due = not pauses or pace.are_due(self._part_size.decode_s, self._turn.others)
         if isinstance(request, Replay):
             if computed is not None:
                 self._end_replay(request, computed)
-            return are_due
+            return True
         seconds = time.perf_counter() - began - pace.paused_s
         self._prompt_speed.passed(request, stop - start, seconds, part.is_last)
         if stop - start >= LEAST or not self._checkpoints.are_taken:
@@ -305,7 +305,8 @@ class Scheduler:
         if part.is_last:
             self.queues.answer(request)
             self._outputs.accept([request], bursts(computed[None]))
-        return are_due
+            return True
+        return not pauses or pace.are_due(self._part_size.decode_s, self._turn.others)
 
     def _answer_others(self, request: Request, pace: ChunkPace) -> None:
         """Compute steps of the other requests between two chunks of a prompt, if they are due or come first.
