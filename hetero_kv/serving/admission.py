@@ -184,9 +184,20 @@ class Admission:
             _logger.warning("blocks were not counted (%s); whoever has none for a token fails", brief_error(error))
         return list(self._queues.running)
 
-    def _next(self, rows: Sequence[Request]) -> list[Goal]:
-        """The blocks for another token of every row, and for the prompts in progress."""
-        goals = [(cache, request.stored + 1) for request, cache in with_caches(rows)]
+    def has_room(self, rows: Sequence[Request], guesses: Sequence[int]) -> bool:
+        """Whether there are blocks for each row's next token and so many guesses, besides the prompts in progress.
+
+        Drops sequences of ended requests for them, but preempts no request.
+        """
+        return self._memory.fits(self._next(rows, guesses))
+
+    def _next(self, rows: Sequence[Request], guesses: Sequence[int] | None = None) -> list[Goal]:
+        """The blocks for another token of every row and its guesses, and for the prompts in progress."""
+        counts = guesses or [0] * len(rows)
+        goals = [
+            (cache, request.stored + 1 + count)
+            for (request, cache), count in zip(with_caches(rows), counts, strict=True)
+        ]
         return goals + [(cache, len(request.tokens)) for request, cache in with_caches(self._queues.prefilling)]
 
     def _least_urgent(self) -> Request:

@@ -188,7 +188,7 @@ class Engine:
         draft, size = self._speculation.draft, PartSize(longest_gap_s, part)
         turn = EngineTurn(rules=injection, draft_rules=None if draft is None else draft.rules)
         outputs = OutputProcessor(self._queues, self._prefixes)
-        decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation)
+        decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation, admission)
         self._scheduler = Scheduler(
             forward, self._queues, admission, outputs, checkpoints, order, size, speed, turn,
             AnswerPace(longest_gap_s), decoder, splits_prompts=splits,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.likeliest import Likeliest
+from hetero_kv.serving.admission import Admission
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.output_processor import OutputProcessor
 from hetero_kv.serving.part_size import PartSize
@@ -30,13 +32,14 @@ class RowDecoder:
         outputs: chooses tokens, and ends requests.
         part_size: is told how long a step takes.
         speculation: guesses tokens.
+        admission: says whether guesses have room.
     """
 
     def __init__(
         self, forward: ModelForward, queues: Queues, outputs: OutputProcessor, part_size: PartSize,
-        speculation: Speculation,
+        speculation: Speculation, admission: Admission,
     ) -> None:  # fmt: skip
-        self._forward, self._queues, self._outputs = forward, queues, outputs
+        self._forward, self._queues, self._outputs, self._admission = forward, queues, outputs, admission
         self._part_size, self._speculation = part_size, speculation
 
     def decode(self, rows: Sequence[Request]) -> None:
@@ -67,6 +70,7 @@ class RowDecoder:
                 [request.drafter for request in rows],
                 caches_and_tokens(rows)[0],
                 [request.tokens_left for request in rows],
+                partial(self._admission.has_room, rows),
             )
         except Exception as error:
             for request in rows:

@@ -216,6 +216,20 @@ class LivesBetweenChunks(LivesOfRequests):
         self.small.stop()
 
 
+def test_guesses_leave_blocks_to_a_prompt_in_progress():
+    # The second answer quotes the first one's prompt, and its guesses would take the last blocks, which cannot be
+    # freed: no file can be written.
+    lives = LivesBetweenChunks()
+    lives.compute(steps=1)
+    lives.submit(again=0, count=1, length=40, priority=0, seed=2)
+    lives.submit(again=3, count=1, length=13, priority=-1, seed=0)
+    lives.submit(again=2, count=14, length=1, priority=-1, seed=1)
+    lives.fill_the_disk(steps=5)
+    lives.no_answer_is_another()
+    lives.every_block_has_its_owners()
+    lives.teardown()
+
+
 def machine(lives: type[LivesOfRequests], runs: int, steps: int) -> type:
     case = lives.TestCase
     return type("Lives", (case,), {"settings": settings(max_examples=runs, stateful_step_count=steps, deadline=None)})

@@ -50,7 +50,7 @@ class Scripted(Speculation):
     def release(self):
         pass
 
-    def drafts(self, drafters, caches, left):
+    def drafts(self, drafters, caches, left, has_room=None):
         places = range(self.given, self.given + min(self._most, left[0] - 1))
         return [[self._answer[place] if self._is_right(place) else (self._answer[place] + 1) % 97 for place in places]]
 
@@ -143,7 +143,7 @@ class Many(Speculation):
         answer = self.answers.get(tuple(tokens[:4]))
         return None if answer is None else Known(answer)
 
-    def drafts(self, drafters, caches, left):
+    def drafts(self, drafters, caches, left, has_room=None):
         return [
             [] if each is None else list(each.answer[each.given : each.given + min(self.most, most - 1)])
             for each, most in zip(drafters, left, strict=True)

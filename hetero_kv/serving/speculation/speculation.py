@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import CacheFullError
@@ -84,12 +84,15 @@ class Speculation:
         return self.sparse.drafter(tokens) if way == "sparse" else LookupDrafter(tokens)
 
     def drafts(
-        self, drafters: Sequence[Drafter | None], caches: Sequence[HeteroCache], left: Sequence[int]
-    ) -> list[list[int]]:
+        self, drafters: Sequence[Drafter | None], caches: Sequence[HeteroCache], left: Sequence[int],
+        has_room: Callable[[Sequence[int]], bool] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
         """The guesses of several sequences that the next step verifies, as many as their caches have room for.
 
         Args:
             left: of each sequence, the most tokens that its answer still takes.
+            has_room: whether others leave the sequences' store room for so many guesses of each; None if it has no
+                others.
         """
         most = [min(MOST_GUESSES, tokens - 1) for tokens in left]
         odds = [
@@ -98,7 +101,7 @@ class Speculation:
         ]
         lengths = draft_lengths(self.costs, odds, [0.0 if each is None else each.guess_s for each in drafters])
         # Somebody may have put hooks into the model meanwhile.
-        if not any(lengths) or self._forward.why_no_drafts is not None:
+        if not any(lengths) or self._forward.why_no_drafts is not None or not (has_room is None or has_room(lengths)):
             return [[] for _ in drafters]
         counts = [_fitting(cache, length) if length else 0 for cache, length in zip(caches, lengths, strict=True)]
         return self._guesses(drafters, caches, counts, left)
