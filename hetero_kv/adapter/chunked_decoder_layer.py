@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,10 +211,32 @@ class ChunkedDecoderLayer(Operator):
             self._short, self._tried_with = FusedPrefillLayer.of(self.wrapped, self.attention), there
         return self._short
 
-    def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
-        """Within this context the layer continues from its cached data, including a recurrent state."""
+    @contextmanager
+    def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> Iterator[None]:
+        """Within this context the layer continues from its cached data, including a recurrent state.
+
+        While its attention pauses, the recurrent module has its own forward for other forwards of the model.
+        """
         if not self.is_recurrent:
-            return nullcontext()
+            yield
+            return
+        step, module = cache.required_batch.steps[0], self._recurrent
+        own, pause = module.__dict__.get("forward"), step.pause
+
+        def pause_with_own_forward() -> None:
+            assert pause is not None
+            with recurrent.forward_replaced(module, own):
+                pause()
+
+        with self._recurrent_continuing(cache, chunk):
+            step.pause = None if pause is None else pause_with_own_forward
+            try:
+                yield
+            finally:
+                step.pause = pause
+
+    def _recurrent_continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
+        """Within this context the recurrent module continues from its cached state."""
         step = self._fused_recurrent()
         own = None if step is None else step.mixer_forward
         state = state_layer(cache, self.layer_idx)

@@ -107,17 +107,21 @@ def _difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context the module has another forward."""
+def forward_replaced(module: Any, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Within this context the module has another forward; None for its class's."""
     own = module.__dict__.get("forward")
-    module.forward = forward
+    _set_forward(module, forward)
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        _set_forward(module, own)
+
+
+def _set_forward(module: Any, forward: Callable[..., Any] | None) -> None:
+    if forward is not None:
+        module.forward = forward
+    elif "forward" in module.__dict__:
+        del module.forward
 
 
 def token_by_token(mixer: nn.Module) -> AbstractContextManager[None]:

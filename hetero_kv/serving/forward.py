@@ -24,6 +24,7 @@ from hetero_kv.engine.interrupts import run_to_completion
 from hetero_kv.engine.joined_caches import PromptTokens, joined
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.likeliest import Likeliest, LikeliestRequest
+from hetero_kv.engine.recurrent_state import StateBeside
 from hetero_kv.engine.rollback import rollback_point
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
@@ -120,8 +121,9 @@ class ModelForward:
         """Whether a prompt passes through every layer in chunks, on a CPU."""
         if self.model.device.type != "cpu" or not hasattr(self.model, "hetero_kv_injection"):
             return False
-        layers = self.model.hetero_kv_injection.cache_layers()
-        return sum(isinstance(module, ChunkedDecoderLayer) for module in self.model.modules()) == len(layers)
+        cached = self.model.hetero_kv_injection.cache_layers()
+        layers = sum(not isinstance(each, StateBeside) for each in cached)
+        return sum(isinstance(module, ChunkedDecoderLayer) for module in self.model.modules()) == layers
 
     @cached_property
     def most_beside(self) -> int:

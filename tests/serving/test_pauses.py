@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, SamplingParams, inject
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer
+from hetero_kv.adapter.kernel_mixer import KernelMixer
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.serving.forward import ModelForward, Part
 from tests.serving.tiny_engine import GREEDY, PROMPTS, alone, engine_of, forwards_within, pause_everywhere
@@ -44,7 +46,9 @@ def test_a_prompt_that_pauses_for_others_changes_no_answer(recipe, monkeypatch):
     assert within.count("decode") >= 3
 
 
-@pytest.mark.parametrize("architecture", with_few(["qwen2", "gemma2", "qwen3_moe", "lfm2"], ("lfm2",)))
+@pytest.mark.parametrize(
+    "architecture", with_few(["qwen2", "gemma2", "qwen3_moe", "lfm2", "falcon_h1"], ("lfm2", "falcon_h1"))
+)
 def test_other_architectures_pause_too(architecture, monkeypatch):
     with engine_of("quest", architecture) as engine:
         pause_everywhere(engine)
@@ -272,6 +276,31 @@ def test_a_paused_prompt_is_not_preempted():
         assert beside.result().tokens == alone(engine, PROMPTS[0], 40)
     assert (True, None) in preempted
     assert all(computing is None for is_long, computing in preempted if is_long)
+
+
+def test_attention_beside_a_state_pauses_and_both_keep_their_kernels(monkeypatch):
+    monkeypatch.setattr("hetero_kv.families.retrieval.exact_prefill._SCORES_BETWEEN_PAUSES", 1)
+    model = tiny_model("falcon_h1")
+    inject(model, "dense", command_line={"block_size": 16, "max_seq_len": 700, "chunk_size": 256})
+    forward, tokens = ModelForward(model), prompt(600, 3).tolist()
+    assert forward.pauses
+    other, others_alone, whole, cut = (HeteroCache(model) for _ in range(4))
+    for cache in (other, others_alone):
+        forward.prefill(cache, Part(tokens, 0, 40, 40, None))
+    with whole.requesting(pause=lambda: None):
+        expected = forward.prefill(whole, Part(tokens, 0, 600, 0, None))
+    layers, pauses = [each for each in model.modules() if isinstance(each, ChunkedDecoderLayer)], []
+    kernels = [layer._kernels for layer in layers]
+    assert {type(each) for each in kernels} == {KernelMixer}
+    with cut.requesting(pause=lambda: pauses.append(forward.decode([other], [7]))):
+        assert torch.equal(forward.prefill(cut, Part(tokens, 0, 600, 0, None)), expected)
+    # Three chunks of 256, 256 and 88 queries, 64 at a time.
+    assert len(pauses) == len(layers) * (3 + 3 + 1)
+    assert [layer._kernels for layer in layers] == kernels
+    for logits in pauses:
+        assert torch.equal(logits, forward.decode([others_alone], [7]))
+    for token in (5, 9):
+        assert torch.equal(forward.decode([cut], [token]), forward.decode([whole], [token]))
 
 
 @pytest.mark.parametrize("recipe", ["dense", "adaptive"])
