@@ -22,7 +22,7 @@ from hetero_kv.server import (
     responses,
 )
 from hetero_kv.server.errors import ApiError, error_body
-from hetero_kv.server.guard import Guard
+from hetero_kv.server.guard import CLIENT_GONE, Guard
 from hetero_kv.server.host import Host, failure
 from hetero_kv.server.json_response import json_response
 from hetero_kv.server.streaming import ClientGoneError
@@ -69,8 +69,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    # The client is gone.
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -25,6 +25,8 @@ _REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 #: Paths that need no key: the page, which asks for one, and the health check.
 _OPEN = ("/health", "/v1/health", "/")
 _QUIET = ("/health", "/v1/health", "/metrics", "/slots")
+#: The status, in the log and the metrics, of a request whose client left before the whole response; nginx's number.
+CLIENT_GONE = 499
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _SECURITY = {
     "x-content-type-options": "nosniff",
@@ -68,10 +70,17 @@ class Guard:
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         state = scope.setdefault("state", {})
         state["request_id"], state["key"] = request_id, ""
-        began, status = time.perf_counter(), 0
+        began, status, is_whole, has_left = time.perf_counter(), 0, False, False
+
+        async def receive_noting() -> Message:
+            nonlocal has_left
+            message = await receive()
+            # Behind a whole response the server closes the request itself.
+            has_left |= message["type"] == "http.disconnect" and not is_whole
+            return message
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 out = MutableHeaders(scope=message)
@@ -87,6 +96,7 @@ class Guard:
                     await send(message)
             except TimeoutError:
                 raise SlowClientError(f"it took no data for {self._settings.write_s:g} s") from None
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             self._require_host_and_origin(headers)
@@ -100,11 +110,12 @@ class Guard:
                 state["key"] = self._keys.name(headers)
             # Requests without a key have no body.
             body = b"" if is_open else await self._body(headers, receive)
-            await self._app(scope, _replayed(body, receive), answer)
+            await self._app(scope, _replayed(body, receive_noting), answer)
         except ApiError as error:
             body_of_error = error_body(error, scope["path"])
             await json_response(body_of_error, error.status, error.headers)(scope, receive, answer)
         except SlowClientError as error:
+            has_left = True
             _logger.warning("request_id=%s: the client is gone: %s", request_id, error)
         except Exception as error:
             if status:
@@ -114,6 +125,8 @@ class Guard:
             found = api_error(error)
             await json_response(error_body(found, scope["path"]), found.status, found.headers)(scope, receive, answer)
         finally:
+            if has_left:
+                status = CLIENT_GONE
             route = getattr(scope.get("route"), "path", None) or ("other" if status in (401, 403, 404, 405) else "/")
             self._metrics.request(route, status)
             # Health checks and scrapes are too frequent for the log.

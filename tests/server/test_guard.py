@@ -187,6 +187,7 @@ def test_a_client_that_takes_nothing_loses_its_place(served, tmp_path):
         time.sleep(0.01)
     assert served.engine.status().requests == ()
     assert b'reason="cancelled"} 1.0' in host.metrics.text()
+    assert b'route="/v1/completions",status="499"} 1.0' in host.metrics.text()
     assert served.gate.waiting == 0
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import httpx2 as httpx
@@ -78,8 +80,20 @@ def test_progress_is_told_where_it_is_asked_for(slow_address):
     assert all(chunk["choices"] == [] for chunk in chunks if "prompt_progress" in chunk)
 
 
+def requests_by_status(address):
+    """Status -> how many requests for completions ended with it, by the server's metrics."""
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    found = [
+        re.fullmatch(r'hetero_kv_requests_total{route="/v1/completions",status="(\d+)"} (\d+)\.0', each)
+        for each in lines
+    ]
+    return Counter({int(each[1]): int(each[2]) for each in found if each})
+
+
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_leaves_while_its_prompt_passes_stops_the_work(slow, slow_address, is_streamed):
+def test_a_client_that_leaves_while_its_prompt_passes_stops_the_work(slow, slow_address, is_streamed, caplog):
+    before = requests_by_status(slow_address)
+    caplog.set_level("INFO", "hetero_kv.server")
     with httpx.Client(base_url=slow_address) as client:
         if is_streamed:
             with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}, timeout=30):
@@ -91,6 +105,9 @@ def test_a_client_that_leaves_while_its_prompt_passes_stops_the_work(slow, slow_
     wait_until(lambda: not slow.engine.status().requests)
     # The whole prompt would take 1.4 seconds.
     assert time.monotonic() - left < 1
+    wait_until(lambda: requests_by_status(slow_address) - before == {499: 1})
+    (line,) = [each.getMessage() for each in caplog.records if "path=/v1/completions" in each.getMessage()]
+    assert "status=499" in line
 
 
 def test_a_client_that_leaves_while_it_waits_gives_its_place_up(slow, slow_address):
