@@ -14,7 +14,7 @@ from hetero_kv.engine.errors import ContextError
 def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore:
     """The contexts that the settings name.
 
-    makes: whether a missing folder is created; if False, a folder that the settings name must exist.
+    makes: whether a missing folder or index is created; if False, a folder that the settings name must exist.
 
     Raises as `contexts_at`.
     """
@@ -24,12 +24,18 @@ def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore
     if is_missing and not makes:
         raise ContextError(f"there is no folder {folder} (context_folder); name one that holds contexts")
     return contexts_at(
-        folder, gigabytes(settings.context_cache_gb), gigabytes(settings.context_local_gb), settings.context_wait_s
-    )
+        folder, gigabytes(settings.context_cache_gb), gigabytes(settings.context_local_gb), settings.context_wait_s,
+        makes=makes,
+    )  # fmt: skip
 
 
 def contexts_at(
-    place: str | Path, limit: int | None = None, local_limit: int | None = None, wait_s: float = 10.0
+    place: str | Path,
+    limit: int | None = None,
+    local_limit: int | None = None,
+    wait_s: float = 10.0,
+    *,
+    makes: bool = True,
 ) -> ContextStore:
     """The contexts in a folder, or at an fsspec address.
 
@@ -37,11 +43,12 @@ def contexts_at(
         limit: bytes that all of them may take; None for no limit.
         local_limit: bytes that the disk cache in front of an address may take; None for no limit.
         wait_s: the longest wait for an address, seconds.
+        makes: whether a missing folder or index is created.
 
     Raises ContextError if the folder cannot be used, and ConfigError for an address that fsspec cannot use.
     """
     if not is_address(place):
-        return ContextStore(place, limit)
+        return ContextStore(place, limit, makes=makes)
     # Imported here, because a folder needs none of it.
     from hetero_kv.contexts.shared_store import SharedContextStore
 

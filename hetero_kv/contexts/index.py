@@ -81,12 +81,17 @@ class Index:
 
     NAME: ClassVar = "index.sqlite"
 
-    def __init__(self, folder: Path) -> None:
-        """Open the index of an existing folder. Raises sqlite3.DatabaseError if the file is no valid index."""
-        self.path = folder / self.NAME
+    def __init__(self, folder: Path | None) -> None:
+        """Open the index of an existing folder, or an empty one in memory.
+
+        Raises sqlite3.DatabaseError if the file is no valid index.
+        """
+        self.path = None if folder is None else folder / self.NAME
         self._changing = threading.RLock()
         # Threads share it; `changing` lets one at a time begin a transaction.
-        self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+        self._database = sqlite3.connect(
+            self.path or ":memory:", timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
         try:
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):

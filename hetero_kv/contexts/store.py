@@ -38,8 +38,9 @@ class ContextStore:
     when no context needs it any more. Several processes may use one folder.
 
     Args:
-        folder: created if it is missing.
+        folder: where they are.
         limit: bytes that all files may take; the least recently used contexts are removed first. None for no limit.
+        makes: whether a missing folder or index is created; if False, the contexts are listed in memory.
 
     Attributes:
         where: the name of the place in messages.
@@ -52,11 +53,12 @@ class ContextStore:
     is_remote = False
     wait_s = 0.0
 
-    def __init__(self, folder: str | Path, limit: int | None = None) -> None:
-        self.folder, self.limit = Path(folder).expanduser(), limit
+    def __init__(self, folder: str | Path, limit: int | None = None, *, makes: bool = True) -> None:
+        self.folder, self.limit, self._makes = Path(folder).expanduser(), limit, makes
         self.where = str(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if makes or self.folder.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise ContextError(
@@ -65,7 +67,8 @@ class ContextStore:
 
     def _open(self) -> None:
         self._opened_index = self._opened()
-        self._opened_status = os.stat(self._opened_index.path)
+        path = self._opened_index.path
+        self._opened_status = None if path is None else os.stat(path)
 
     @property
     def _index(self) -> Index:
@@ -73,8 +76,11 @@ class ContextStore:
 
         Raises ContextError while there is none.
         """
+        path, status = self._opened_index.path, self._opened_status
+        if path is None or status is None:
+            return self._opened_index
         try:
-            if not os.path.samestat(os.stat(self._opened_index.path), self._opened_status):
+            if not os.path.samestat(os.stat(path), status):
                 self._opened_index.close()
                 self._open()
         except FileNotFoundError as error:
@@ -89,7 +95,7 @@ class ContextStore:
     def _opened(self) -> Index:
         is_there = (self.folder / Index.NAME).exists()
         try:
-            index = Index(self.folder)
+            index = Index(self.folder if is_there or self._makes else None)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
@@ -303,7 +309,7 @@ class ContextStore:
     def _file_sizes(self) -> dict[str, int]:
         """File name -> bytes, for all files of contexts in the folder, complete or partial."""
         found = {}
-        for path in self.folder.iterdir():
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name.endswith((_SUFFIX, _SUFFIX + PARTIAL)):
                 with contextlib.suppress(FileNotFoundError):
                     found[path.name] = path.stat().st_size

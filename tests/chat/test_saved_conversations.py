@@ -179,6 +179,19 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
     assert "removed 0 contexts" in capsys.readouterr().out
 
 
+def test_commands_about_contexts_create_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hetero_kv.contexts.folder.cache_home", lambda: tmp_path / "home")
+    (tmp_path / "empty").mkdir()
+    for where, flags in (("home", []), ("empty", ["--context_folder", str(tmp_path / "empty")])):
+        for action in ("list", "verify", "prune"):
+            assert main(["contexts", action, *flags]) == 0
+            said = " ".join(capsys.readouterr().out.split())
+            assert action != "list" or re.search(rf"there are no contexts in \S*{where}", said)
+        assert main(["contexts", "show", "notes", *flags]) == 2
+        assert "there is no context 'notes'" in " ".join(capsys.readouterr().err.split())
+    assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
+
+
 def test_mistakes_about_contexts_are_reported_before_a_model_loads(chat, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hetero_kv.chat.session.open_model", lambda *_, **__: pytest.fail("the model was opened"))
     (tmp_path / "file").touch()

@@ -205,6 +205,11 @@ def test_an_unusable_index_is_rebuilt(model, tmp_path, damage):
         with sqlite3.connect(path) as database:
             database.execute("PRAGMA user_version = 99")
         database.close()
+    if damage == "gone":
+        with ContextStore(folder, makes=False) as store:
+            assert {each.name for each in store.contexts()} == {"document", "question"}
+            assert store.prune() == ([], 0)
+        assert not path.exists()
     with ContextStore(folder) as store:
         assert {each.name for each in store.contexts()} == {"document", "question"}
         store.remove(store.named("document"))
