@@ -66,6 +66,16 @@ class OpenContext:
             raise
 
     @property
+    def described(self) -> str:
+        """The context in messages: its name, or else its length, and its file; the file alone if no store wrote it."""
+        notes = self.metadata.get("notes")
+        if not isinstance(notes, dict) or "name" not in notes:
+            return self.file.where
+        if notes["name"] is not None:
+            return f"the context {shown(notes['name'], 80)} ({self.file.where})"
+        return f"the context of {sum(map(len, self.tokens)):,} tokens without a name ({self.file.where})"
+
+    @property
     def layouts(self) -> int:
         """How many layouts of blocks it has."""
         layouts = self.metadata.get("layouts")

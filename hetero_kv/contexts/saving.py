@@ -80,7 +80,7 @@ def load_context(
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         injection: Injected = injected(model)  # type: ignore[assignment]
-        context.identity.require(injection.identity if identity is None else identity, context.file.where)
+        context.identity.require(injection.identity if identity is None else identity, context.described)
         cache = HeteroCache(model, resident=context.resident_prefix(), **settings)
         cache.computed_under = (injection.state(),)
         computed = 0
@@ -107,7 +107,7 @@ def require_fit(path: str | Path, model: Any) -> None:
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         here = Identity.of(model, injected(model).attention_operators())  # type: ignore[attr-defined]
-        context.identity.require(here, context.file.where, weights=False)
+        context.identity.require(here, context.described, weights=False)
 
 
 def shapes_of(injection: Injected) -> Shapes:

@@ -281,7 +281,7 @@ def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat,
     ):
         status, error = chat("--prompt", "word2", "--context", "notes", *flags, document_too=False)
         assert status == 2
-        assert re.search(said, " ".join(error.split()))
+        assert re.search(rf"the context 'notes' \([^)]*\.safetensors\) {said}", " ".join(error.split()))
 
 
 def test_damage_is_named_by_verify_with_a_status_of_its_own(chat, tmp_path, capsys):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 
 import pytest
 import torch
 
+from hetero_kv import inject
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.errors import ContextError
 from tests.contexts.conversations import goes_on, said
@@ -118,6 +120,19 @@ def test_a_name_that_is_saved_again_is_the_new_context(model, store):
         store.named("note")
     with pytest.raises(ContextError, match="is not a name for a context"):
         store.save(*document(model), "two\nlines")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("notes", "the context 'notes'"), (None, rf"the context of {COMMON:,} tokens without a name")],
+)
+def test_a_context_of_other_rules_is_named_as_people_know_it(model, store, name, said):
+    stored = store.save(*document(model), name)
+    other = tiny_model("llama")
+    inject(other, "quest", command_line={"block_size": 16, "max_seq_len": 400})
+    file = re.escape(str(store.folder / stored.file))
+    with pytest.raises(ContextError, match=rf"^{said} \({file}\) was saved "):
+        store.load(stored, other)
 
 
 def test_the_longest_beginning_is_found(model, store):
