@@ -90,7 +90,7 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
             own = positions[row, min(head, positions.shape[1] - 1)]
             taken = [*range(first), *(first + own[own >= 0]), *range(end, len(ids))]
             others = [block for block in range(first, end) if block not in taken]
-            is_there = np.concatenate([np.arange(size) < lengths[ids[block]] for block in taken])
+            is_there = (np.arange(size) < lengths[ids[taken].astype(int)][:, None]).ravel()
             k, v = (part[ids[taken].astype(int), head].flatten(0, 1)[is_there] for part in (keys, values))
             scores = cap(query @ k.T * scale)
             means = [part[ids[others].astype(int), head].mean(1) for part in (keys, values)]
@@ -204,6 +204,41 @@ def test_single_tokens_are_the_same_with_a_window_on_the_compute_device(
     np.testing.assert_allclose(logits(model, cache, tokens(60), *answer(12)), expected, rtol=1e-3, atol=1e-4)
     for name in ("estimated_share", "block_recall", *(["attended_blocks"] if target_mass != "none" else [])):
         assert cache.statistics[name] == pytest.approx(before[name], rel=1e-4)
+
+
+NO_BLOCKS = {
+    "representative_type": "MEAN", "representative_num": 1, "rerank": "all", "attend_to": "tokens", "target_mass": 0.9,
+    "top_k_blocks": 0, "min_blocks": 0, "head_select_mode": "SEPARATE", "measure_recall": True,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("has_window", [False, True])
+def test_with_no_block_to_choose_everything_between_sink_and_local_is_estimated(
+    injected, checked, monkeypatch, has_window
+):
+    parts = tokens(60), *answer(6)
+    model, cache = injected(**NO_BLOCKS)
+    expected, before = logits(model, cache, *parts), cache.statistics
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: has_window)
+    checked.clear()
+    model, cache = injected(**NO_BLOCKS)
+    np.testing.assert_allclose(logits(model, cache, *parts), expected, rtol=1e-3, atol=1e-4)
+    assert [each.tolist() for each in checked] == [[[0, 0]]] * (3 * 6)
+    assert cache.statistics["block_recall"] == pytest.approx(before["block_recall"], rel=1e-4)
+    # The masses of means would be too small.
+    assert cache.statistics["estimated_share"] == [None] * 3
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("has_window", [False, True])
+def test_with_no_block_to_choose_and_no_estimate_sink_and_local_are_attended_to(injected, monkeypatch, has_window):
+    parts, found = (tokens(60), *answer(6)), []
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: has_window)
+    for settings in (NO_BLOCKS, {"group_reduce": "mean", "top_k_blocks": 0}):
+        model, cache = injected(**{**settings, "residual_attention": "drop"})
+        found.append(logits(model, cache, *parts))
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_as_many_single_tokens_cover_more_than_whole_blocks(injected):

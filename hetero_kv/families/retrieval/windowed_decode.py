@@ -62,7 +62,9 @@ class WindowedDecode(RetrievalDecode):
         attended = merged_lse
         if counts.masses is not None:
             assert window_lse is not None
-            masses = np.logaddexp(counts.masses, window_lse)
+            masses = counts.masses.copy()
+            # NaN, where the mass of everything is not estimated, stays NaN.
+            np.logaddexp(masses, window_lse, out=masses, where=~np.isnan(masses))
             attended, counts = torch.from_numpy(masses[0]), counts._replace(masses=masses)
         layer.count_step(counts)
         if self.engine.measure_recall:
