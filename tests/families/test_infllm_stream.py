@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -184,3 +186,32 @@ def test_unsupported_operations_of_a_stream_are_refused_by_name(model, setting, 
     one = {"representative_num": 1, "representative_reduce": "max"} if value == "MEAN" else {}
     with pytest.raises(ConfigError, match=f"{setting} is '?{value}'?; .*; set "):
         inject(model, "infllm_stream", command_line={**SMALL, **one, setting: value})
+
+
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_equal_blocks_are_retrieved_by_their_order_in_one_row_as_in_two(kv_heads, head_select_mode):
+    model = tiny_model("llama", num_key_value_heads=kv_heads)
+    inject(model, "infllm_stream", command_line={**SMALL, "head_select_mode": head_select_mode})
+    (_, operator, _), generator = model.hetero_kv_injection.attention_operators(), torch.Generator().manual_seed(0)
+    for blocks in range(5, 60):
+        several = torch.randn(2, kv_heads, blocks // 5, 16, generator=generator)
+        vectors = several[:, :, torch.randint(blocks // 5, (blocks,), generator=generator)]
+        q = torch.randn(2, 4, CHUNK, 16, generator=generator)
+
+        def retrieved(rows, vectors=vectors, q=q):
+            layer = SimpleNamespace(
+                layout=SimpleNamespace(sink_blocks=0), representatives_before=lambda *_: vectors[rows]
+            )
+            return operator._retrieved(layer, q[rows], vectors.shape[2])
+
+        together = retrieved(slice(2))
+        assert torch.equal(together, torch.cat([retrieved(slice(1)), retrieved(slice(1, 2))]))
+        for row, lists in enumerate(together.tolist()):
+            for head, chosen in enumerate(lists):
+                # An equal block comes first only if it is chosen too.
+                heads = slice(None) if len(lists) == 1 else slice(head, head + 1)
+                for block in chosen:
+                    equal = (vectors[row, heads] == vectors[row, heads, block, None]).all(dim=2).all(dim=0)
+                    before = [each for each in equal.nonzero().flatten().tolist() if each < block]
+                    assert set(before) <= set(chosen)

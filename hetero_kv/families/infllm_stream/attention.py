@@ -88,7 +88,8 @@ class InfLLMStreamAttention(SelfExtendAttention):
         vectors = layer.representatives_before(layer.layout.sink_blocks + blocks, self.vectors_of)
         # Scores are linear in the query, so the mean query's score orders blocks as the sum of all scores does.
         mean = q.float().mean(dim=2).unflatten(1, (vectors.shape[1], -1)).mean(dim=2)
-        scores = (vectors @ mean.unsqueeze(3)).squeeze(3)
+        # A matrix product would round a score by its place and by the number of rows, and break ties so.
+        scores = (vectors * mean.unsqueeze(2)).sum(dim=3)
         if self.shared:
             scores = scores.sum(dim=1, keepdim=True)
         order = scores.argsort(dim=2, descending=True, stable=True)
