@@ -92,7 +92,7 @@ class CopiedFrom:
     def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor] = ()) -> None:
         self._tensors = [*tensors, *views]
         self._places = [tensor.data_ptr() for tensor in self._tensors]
-        self._arrays = [bits(tensor.detach().contiguous()) for tensor in tensors]
+        self._arrays = [bits(tensor.detach()) for tensor in tensors]
         self._contents = [array.tobytes() for array in self._arrays]
 
     @property

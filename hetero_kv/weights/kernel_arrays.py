@@ -14,7 +14,7 @@ NAMES = {np.dtype(kind): np.dtype(kind).name for kind in ARRAY_DTYPES.values()}
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as an array: float32, or the bits of bfloat16."""
+    """The memory of a CPU tensor as an array with its strides: float32, or the bits of bfloat16."""
     return tensor.numpy() if tensor.dtype is torch.float32 else tensor.view(torch.uint16).numpy()
 
 

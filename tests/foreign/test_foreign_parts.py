@@ -207,6 +207,23 @@ def test_a_token_passes_natively_again_when_its_layer_is_plain_again():
     assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
 
 
+def test_a_weight_that_is_not_contiguous_counts_when_it_changes_in_place():
+    models = llama(), llama()
+    for model in models:
+        norm = model.model.layers[0].input_layernorm
+        norm.weight = nn.Parameter(norm.weight.detach().repeat_interleave(2)[::2], requires_grad=False)
+        assert not norm.weight.is_contiguous()
+    model, expected = injected(models[0], weights="q8_0"), models[1]
+    before = computed(model)
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
+    in_place(model.model.layers[0].wrapped.input_layernorm)
+    in_place(expected.model.layers[0].input_layernorm)
+    found = computed(model)
+    assert difference(found, computed(injected(expected, weights="q8_0"))) < 1e-6
+    assert difference(found, before) > 1e-3
+    assert all(isinstance(layer._native, FusedDecodeLayer) for layer in layers(model))
+
+
 def test_hooks_on_every_linear_layer_are_called_where_weights_are_packed():
     model = injected(llama(), weights="q8_0")
     heard = []
