@@ -67,7 +67,7 @@ class FeedForward(ABC):
         """
 
 
-class _GatedMLP(FeedForward):
+class _GatedFeedForward(FeedForward):
     """A gated MLP, of quantized matrices without biases."""
 
     def __init__(self, form: DecoderForm, mlp: GatedMLP) -> None:
@@ -87,7 +87,7 @@ class _GatedMLP(FeedForward):
         )  # fmt: skip
 
 
-class _Mixture(FeedForward):
+class _MixtureFeedForward(FeedForward):
     """A mixture of experts."""
 
     # If two experts are nearly tied, rounding decides between them.
@@ -120,6 +120,6 @@ def feed_forward_of(form: DecoderForm) -> FeedForward | None:
     """The second half of a layer; None for another form."""
     if hasattr(form.mlp, "experts"):
         mixture = MixtureForm.of(form.mlp, form.shared)
-        return None if mixture is None else _Mixture(form, mixture)
+        return None if mixture is None else _MixtureFeedForward(form, mixture)
     mlp = GatedMLP.of(form.mlp) if form.shared is None else None
-    return None if mlp is None or mlp.inner % TILE else _GatedMLP(form, mlp)
+    return None if mlp is None or mlp.inner % TILE else _GatedFeedForward(form, mlp)

@@ -7,6 +7,7 @@ import torch
 
 from hetero_kv import eject
 from tests.support.devices import model_on
+from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.tiny_models import tiny_model
 
 _LLAMA = tiny_model("llama")
@@ -34,6 +35,19 @@ def deep_llama():
 def llama_on_gpu(gpu):
     """A tiny Llama in bfloat16 on the simulated GPU."""
     return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The CUDA graphs whose capture has begun."""
+    found, begin = [], CUDAGraph.capture_begin
+
+    def noted(self, *args, **kwargs):
+        found.append(self)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(CUDAGraph, "capture_begin", noted)
+    return found
 
 
 @pytest.fixture

@@ -13,7 +13,16 @@ from hetero_kv.adapter.footprint import RESIDENT
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.retrieval import indexed_decode
 from hetero_kv.planning.footprint import Footprint
-from tests.operators.resident_models import ALL, BLOCK, injected, llama_on_gpu, random_tokens, rules, told
+from tests.operators.resident_models import (
+    ALL,
+    BLOCK,
+    CHOOSE_ON_CPU,
+    injected,
+    llama_on_gpu,
+    random_tokens,
+    rules,
+    told,
+)
 from tests.operators.test_resident_on_cuda import WAYS, conversation
 from tests.support.devices import simulated_cuda
 from tests.support.launch_counts import counts_of
@@ -114,11 +123,7 @@ def test_a_layer_waits_as_often_as_without():
     ("recipe", "kwargs", "message"),
     [
         ("adaptive", {"block_size": 16}, "estimated attention masses"),
-        ("snapkv", {}, "preselect_block"),
-        ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
-        ("quest", {"token_step": 2}, "token_step"),
-        ("loki", {}, "chooser"),
-        ("self_extend_quest", {}, "positions are grouped"),
+        *CHOOSE_ON_CPU,
     ],
 )
 def test_what_only_the_cpu_chooses_is_refused_by_name(recipe, kwargs, message):

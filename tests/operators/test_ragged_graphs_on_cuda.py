@@ -17,7 +17,6 @@ from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
 from tests.operators.resident_models import BLOCK, bytes_on_gpu, injected, llama_on_gpu, random_tokens, rules, told
 from tests.support.devices import model_on
-from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
@@ -46,19 +45,6 @@ def llama(gpu):
     yield llama_on_gpu(head_dim=32)
     # Caches unlock their memory while the GPU is there.
     gc.collect()
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The captures that have begun."""
-    found, begin = [], CUDAGraph.capture_begin
-
-    def noted(self, *args, **kwargs):
-        found.append(self)
-        begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(CUDAGraph, "capture_begin", noted)
-    return found
 
 
 class Conversations:

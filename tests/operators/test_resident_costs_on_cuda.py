@@ -16,7 +16,6 @@ from hetero_kv.serving.sampling import SamplingParams
 from tests.operators.resident_models import ALL, BLOCK, LAYERS, injected, llama_on_gpu, random_tokens, rules, told
 from tests.support.devices import model_on, simulated_cuda
 from tests.support.simulated_cuda import Copy, Launch
-from tests.support.simulated_cuda.graphs import CUDAGraph
 from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
 
@@ -40,19 +39,6 @@ def recorded(gpu, model, cache, tokens):
         gpu.record.clear()
         model.model(token, past_key_values=cache)
         found.append(list(gpu.record.everything))
-    return found
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """The captures that have begun."""
-    found, begin = [], CUDAGraph.capture_begin
-
-    def noted(self, *args, **kwargs):
-        found.append(self)
-        begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(CUDAGraph, "capture_begin", noted)
     return found
 
 

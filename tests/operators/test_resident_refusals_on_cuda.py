@@ -14,7 +14,7 @@ from hetero_kv.gpu_ops import mapped_memory
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.sampler import LogitsError, Sampler
 from hetero_kv.serving.sampling import SamplingParams
-from tests.operators.resident_models import injected, llama_on_gpu, random_tokens, rules, told
+from tests.operators.resident_models import CHOOSE_ON_CPU, injected, llama_on_gpu, random_tokens, rules, told
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.cuda
@@ -70,11 +70,7 @@ COARSE = {"block_size": 16}
         ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
         ("adaptive", {"block_size": 512}, "block_size is 512"),
         ("adaptive", {**COARSE, "top_k_blocks": 0, "min_blocks": 0}, "top_k_blocks is 0"),
-        ("snapkv", {}, "preselect_block"),
-        ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
-        ("quest", {"token_step": 2}, "token_step"),
-        ("loki", {}, "chooser"),
-        ("self_extend_quest", {}, "positions are grouped"),
+        *CHOOSE_ON_CPU,
     ],
 )
 def test_what_only_the_cpu_does_is_refused_by_name(recipe, kwargs, message):

@@ -83,14 +83,24 @@ def test_kernels_compute_what_the_untouched_model_does(architecture, changes):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("changes", [{}, {"mamba_rms_norm": True}])
-def test_kernels_beside_attention_compute_what_the_untouched_model_does(changes, monkeypatch):
-    model = tiny_model("falcon_h1", **changes)
+@pytest.mark.parametrize(
+    ("architecture", "changes", "other_way"),
+    [
+        *(("falcon_h1", changes, "continues_in_chunks") for changes in ({}, {"mamba_rms_norm": True})),
+        ("jamba", {}, "token_by_token"),
+        ("jamba", {"mamba_conv_bias": False, "mamba_proj_bias": True}, "token_by_token"),
+    ],
+)
+def test_kernels_compute_a_whole_prompt_as_the_untouched_model(architecture, changes, other_way, monkeypatch):
+    """Beside attention, and by scans of all tokens that continue from a state."""
+    model = tiny_model(architecture, **changes)
+    # Behind a cache transformers' Jamba begins a turn with an empty state: all at once.
     expected = model(IDS).logits
     inject(model, "dense", command_line=SETTINGS)
-    monkeypatch.setattr(recurrent, "continues_in_chunks", None)
+    monkeypatch.setattr(recurrent, other_way, None)
     assert relative_error(conversation(model, HeteroCache(model)), expected) < 1e-4
-    assert [type(layer._kernels) for layer in layers(model)] == [KernelMixer] * 3
+    kernels = [layer._native if architecture == "jamba" else layer._kernels for layer in recurrent_layers(model)]
+    assert {type(each) for each in kernels} == {KernelMixer}
 
 
 @torch.no_grad()
@@ -136,18 +146,6 @@ def test_layers_of_packed_weights_are_fused(architecture, changes, monkeypatch):
     monkeypatch.setattr(ChunkedDecoderLayer, "_fused_decode", lambda self: None)
     # A code of 8 bits that is rounded otherwise, among 64 of a row.
     assert relative_error(logits, conversation(model, HeteroCache(model))) < 3e-2
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("changes", [{}, {"mamba_conv_bias": False, "mamba_proj_bias": True}])
-def test_a_scan_of_all_tokens_at_once_continues_from_its_state(changes, monkeypatch):
-    model = tiny_model("jamba", **changes)
-    # Behind a cache transformers' Jamba begins a turn with an empty state: all at once.
-    expected = model(IDS).logits
-    inject(model, "dense", command_line=SETTINGS)
-    monkeypatch.setattr(recurrent, "token_by_token", None)
-    assert relative_error(conversation(model, HeteroCache(model)), expected) < 1e-4
-    assert [type(layer._native) for layer in recurrent_layers(model)] == [KernelMixer] * 2
 
 
 #: The time steps' rank: one that blocks cannot have, and one that they can, whose numbers are unpacked.
