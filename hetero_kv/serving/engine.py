@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +20,7 @@ from hetero_kv.serving.answer_pace import AnswerPace
 from hetero_kv.serving.attended import Attended
 from hetero_kv.serving.checkpoints import Checkpoints
 from hetero_kv.serving.engine_loop import EngineLoop
+from hetero_kv.serving.engine_report import EngineReport
 from hetero_kv.serving.forward import ModelForward
 from hetero_kv.serving.input_processor import InputProcessor
 from hetero_kv.serving.memory import Memory
@@ -30,12 +30,10 @@ from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.prompt_order import PromptOrder
 from hetero_kv.serving.prompt_speed import PromptSpeed
 from hetero_kv.serving.queues import Queues
-from hetero_kv.serving.request import Request
 from hetero_kv.serving.row_decoder import RowDecoder
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation.opening import Guessing, open_speculation
-from hetero_kv.serving.status import EngineStatus, SequenceStatus, State
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
@@ -44,7 +42,7 @@ from hetero_kv.serving.turns import EngineTurn
 _logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(EngineReport):
     """Answers requests from any number of threads and event loops; one thread of the engine computes.
 
     Engines of one process, also of models that share their weights (`hetero_kv.with_rules`), compute in turn.
@@ -198,64 +196,6 @@ class Engine:
             self._scheduler, self._queues, self._prefixes, self._swaps, turn, starts_thread=starts_thread
         )
 
-    # -- requests
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of the model's logits."""
-        return self._inputs.answers.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """Capacity of a request, prompt and answer, tokens."""
-        return self._store.capacity
-
-    @property
-    def speculation(self) -> str:
-        """How tokens are guessed unless a request says; `off` if the model or its rules cannot verify guesses."""
-        return self._speculation.in_effect()
-
-    @property
-    def ways(self) -> Mapping[str, str | None]:
-        """The values of `speculation` that a request may give, each with the reason why it has no effect, or None."""
-        return self._speculation.ways
-
-    def status(self) -> EngineStatus:
-        """The engine's present state. Any thread may call it, also during a step."""
-        store = self._store
-        free = min((each.unused_blocks * each.block_size for each in list(store.allocators.values())), default=None)
-        capacity = store.tokens or store.capacity
-        step_s, row_s = self._speculation.costs.line(self._max_batch)
-        return EngineStatus(
-            tuple(request.status(state) for state, request in self._requests()),
-            kept_prefixes=self._prefixes.kept,
-            capacity=capacity,
-            free=capacity if free is None else min(free, capacity),
-            dram_bytes=store.dram_bytes + self._speculation.dram_bytes,
-            idle_s=time.monotonic() - self._scheduler.active_at,
-            is_open=self._loop.is_open,
-            max_batch=self._max_batch,
-            prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s,
-            decode_step_s=step_s,
-            decode_row_s=row_s,
-            bytes_per_token=self._bytes_per_token,
-            context_failures=0 if self._prefixes.stored is None else self._prefixes.stored.failures,
-        )
-
-    def sequences(self) -> list[SequenceStatus]:
-        """The sequences that later prompts can reuse, now or after the requests; the most recently used first.
-
-        Empty if a prompt that reuses a prefix is not computed exactly. Any thread may call it.
-        """
-        if not self._prefixes.are_shared:
-            return []
-        requests = [request.sequence(state, self._can_roll_back) for state, request in self._requests()]
-        return requests + self._prefixes.sequences(self._can_roll_back)
-
-    def _requests(self) -> list[tuple[State, Request]]:
-        """All requests, each with its state. Any thread may call it."""
-        return [*self._queues.by_state(), *(("waiting", each) for each in self._loop.new)]
-
     def encode(
         self,
         messages: Messages,
@@ -373,11 +313,6 @@ class Engine:
                 tokens, position, prompt_tokens, bins, self._loop.new_stream(), priority=priority, tenant=tenant
             )
         )
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The model's own end-of-turn tokens at this moment."""
-        return self._inputs.answers.ends
 
     # -- computing
 
