@@ -28,7 +28,7 @@ from hetero_kv.engine.resident_prefix import NO_RESIDENT_PREFIX, ResidentPrefix
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.engine.store import Store
 from hetero_kv.engine.token_rows import NewTokens
-from hetero_kv.errors import HeteroKVError, OutOfMemoryError
+from hetero_kv.errors import HeteroKVError
 
 
 class HeteroCache(PrefillProgress, HFInterface):
@@ -347,14 +347,3 @@ class HeteroCache(PrefillProgress, HFInterface):
         """See Batch."""
         with self.alone():
             super().select(rows)
-
-    def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
-        """The error for a forward of `tokens` new tokens of each of `batch` sequences that ran out of memory."""
-        return self._maker.ran_out_of_memory(
-            error,
-            batch,
-            stored=self.columns.count,
-            tokens=tokens,
-            capacity=self.max_seq_len,
-            stored_bytes=self.dram_bytes,
-        )

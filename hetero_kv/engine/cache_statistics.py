@@ -8,6 +8,7 @@ from hetero_kv.engine.batch import Batch
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.store import Store
+from hetero_kv.errors import OutOfMemoryError
 
 
 class CacheStatistics(Batch):
@@ -59,4 +60,15 @@ class CacheStatistics(Batch):
                 sequence for group in self.groups if group.store is store for sequence in group.sequences
             )
             for store in self._stores.values()
+        )
+
+    def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
+        """The error for a forward of `tokens` new tokens of each of `batch` sequences that ran out of memory."""
+        return self._maker.ran_out_of_memory(
+            error,
+            batch,
+            stored=self.columns.count,
+            tokens=tokens,
+            capacity=self.max_seq_len,
+            stored_bytes=self.dram_bytes,
         )
