@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from hetero_kv import HeteroCache, inject
@@ -16,7 +16,6 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.kernel_mixer import KernelMixer
-from hetero_kv.adapter.llama_layer import FastPathOwner
 from hetero_kv.adapter.recurrent_prompt import MixerForward
 from hetero_kv.adapter.selective_form import SelectiveForm
 from hetero_kv.adapter.state_space_form import Mamba2Form
@@ -336,27 +335,6 @@ def test_a_prompt_passes_in_chunks_under_autocast(settings):
     with torch.autocast("cpu", torch.bfloat16):
         logits = conversation(model, HeteroCache(model)).float()
     assert relative_error(logits, expected) < 0.1
-
-
-_MIXERS = {
-    "mamba": {"state_size": 8},
-    "falcon_mamba": {"state_size": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
-}  # fmt: skip
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("architecture", _MIXERS)
-def test_mixers_of_models_that_rules_do_not_take_have_the_form(architecture):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97, **_MIXERS[architecture]}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).eval()
-    mixer = next(module for module in model.modules() if recurrent.is_recurrent(module))
-    for parameter in mixer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    path = KernelMixer.of(mixer, FastPathOwner("mixer", model))
-    assert path is not None
-    assert path.difference_from(mixer) < 1e-4
 
 
 def test_a_mixer_with_another_activation_has_no_form():

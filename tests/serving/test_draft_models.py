@@ -9,7 +9,7 @@ import pytest
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import ConfigError, OutOfMemoryError
 from hetero_kv.models.loading import LoadedModel
-from hetero_kv.serving.speculation import opening, speculation
+from hetero_kv.serving.speculation import speculation
 from hetero_kv.serving.speculation.draft_model import DraftModel
 from hetero_kv.serving.speculation.opening import open_speculation
 from tests.serving.number_tokenizer import Numbers
@@ -292,11 +292,6 @@ def test_a_token_that_a_smaller_vocabulary_lacks_ends_the_guesses(answer, caplog
     assert "is not one of its 90" in caplog.text
 
 
-def test_another_vocabulary_is_refused_by_both_sizes():
-    with pytest.raises(ConfigError, match="has 97 tokens and the draft model's 98, of which 40 is '40' and 'forty'"):
-        guessing(draft_of(tokenizer=Others()))
-
-
 def test_a_request_names_what_the_engine_has_and_no_other_model(same):
     with guessing(same) as engine:
         assert engine.speculation == "small"
@@ -312,28 +307,6 @@ def test_a_request_names_what_the_engine_has_and_no_other_model(same):
             ConfigError, match="speculation is '/other'; it must be one of off, lookup, sparse, auto, small"
         ):
             engine.generate(PROMPT, SHORT, speculation="/other")
-
-
-def test_rules_that_cannot_verify_load_no_draft_model(caplog, monkeypatch):
-    monkeypatch.setattr(opening, "load_draft", lambda *arguments: pytest.fail("it was loaded"))
-    with engine_of("h2o", speculation="./small.gguf") as engine:
-        assert engine.speculation == "off"
-    assert "speculation is off: model.layers.0.self_attn (BoundedAttention)" in caplog.text
-
-
-def test_a_draft_model_that_cannot_take_tokens_back_is_off(caplog):
-    with guessing(draft_of("qwen3_5_text")) as engine:
-        assert engine.speculation == "off"
-    assert "speculation is off: the draft model small: " in caplog.text
-
-
-def test_a_draft_model_that_is_not_there_or_has_no_rules_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a draft model that cannot be loaded: there is no GGUF file"):
-        engine_of(speculation=str(tmp_path / "small.gguf"))
-    with pytest.raises(ConfigError, match="the draft model small has no rules injected"):
-        engine_of(speculation=LoadedModel(tiny_model("llama"), Numbers(), "small", 512))
-    with pytest.raises(ConfigError, match="called 'auto', which is a way"):
-        engine_of(speculation=replace(draft_of(), name="auto"))
 
 
 def test_it_is_planned_beside_the_model_within_the_budget(same, caplog):
