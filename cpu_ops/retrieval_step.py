@@ -148,6 +148,7 @@ class RetrievalStep:
     Attributes:
         stores: whether calls write the token to blocks of these storage types; otherwise it must be stored before.
             Steps with key_offsets do not store.
+        bound_to: `dtype` and `softcapped`.
         group, v_dim: query heads of a kv head, dimension of a value.
         by_token: whether single tokens are chosen.
         estimates: whether calls take `StepEstimates`. The others choose by scores alone, and report none.
@@ -175,7 +176,7 @@ class RetrievalStep:
         )  # fmt: skip
         self.stores = key_offsets is None and token_store.stores(keys.dtype) and token_store.stores(values.dtype)
         self.estimates = has_mean or choice.reduce >= SOFTMAX or pool.group_vectors is not None
-        self.by_token, self.group, self._bound = choice.tokens > 0, group, (dtype, softcapped)
+        self.by_token, self.group, self.bound_to = choice.tokens > 0, group, (dtype, softcapped)
         if has_mean:
             scorer, score_region = 0, mean_scores.region_for(q, representatives.shape, representatives.dtype)
         else:
@@ -243,10 +244,6 @@ class RetrievalStep:
         )
         kernel = list_attention.kernel_for(numbers_of(storage, value_storage), by_token=True)
         return chosen_tokens.choosing_region(), address_of(kernel), address_of(region)
-
-    def fits(self, dtype: Any, softcapped: bool) -> bool:
-        """Whether the step is bound to this dtype and to soft-capped scores or not."""
-        return self._bound == (dtype, softcapped)
 
     def __call__(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ranges: np.ndarray, table: np.ndarray, which: int,

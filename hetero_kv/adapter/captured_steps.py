@@ -106,13 +106,13 @@ class CapturedSteps:
         cache = passed_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
-        memory = self._memory(cache)
-        if self._has_head and not memory.is_whole:
-            return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         tokens = call.inputs
         leaves_early = cache.depth is not None and cache.depth < cache.number_of_layers
         if tokens is None or not tokens.is_cuda or leaves_early:
+            return call.run()
+        memory = self._memory(cache)
+        if self._has_head and not memory.is_whole:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
         rows = padded_rows(inputs, cache.required_batch.sequences) if memory.is_whole else None

@@ -27,7 +27,6 @@ from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strided_prefill import run_strided
 from hetero_kv.engine.batch_slice import BatchSlice
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.rollback import CacheTransaction, rollback_on_error
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.gpu_ops.attention_backend import AttentionBackend, attending_by
@@ -252,7 +251,7 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
     slices = cache.plan_batch(tokens, width)
-    strided_layers = [layer for batch_slice in slices for layer in batch_slice.group.family_layers if layer.is_strided]
+    strided_layers = [layer for batch_slice in slices for layer in batch_slice.group.strided_layers]
     if len(slices) > 1 and _pass_together(cache, slices):
         for layer in strided_layers:
             layer.begin_turn(1)
@@ -284,9 +283,7 @@ def _is_whole(batch_slice: BatchSlice, call: ModelCall) -> bool:
 def _pass_together(cache: HeteroCache, slices: Sequence[BatchSlice]) -> bool:
     """Whether each row has one new token, and every layer takes rows of several lengths in one forward."""
     return len(slices) == len(cache.groups) and all(
-        batch_slice.tokens == 1
-        and all(isinstance(layer, FamilyLayer) and not layer.waits_for_others for layer in batch_slice.group.layers)
-        for batch_slice in slices
+        batch_slice.tokens == 1 and batch_slice.group.takes_other_lengths for batch_slice in slices
     )
 
 

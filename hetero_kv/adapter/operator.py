@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -192,16 +193,14 @@ class AttentionOperator(Operator):
         Args:
             dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
         """
-        prepared: list[Any] = []
-        for step in cache.required_batch.steps:
-            if not step.is_decode:
-                prepared.append((step, None))
-                continue
-            of_step = self.prepare_step(step.group.layers[self.layer_idx], step, dtype, softcap)
-            if of_step is None:
-                return None
-            prepared.append((step, of_step))
-        return prepared
+        steps = cache.required_batch.steps
+        if steps[-1].is_decode:
+            of_steps = self.prepare_steps(steps, dtype, softcap)
+            return None if of_steps is None else list(zip(steps, of_steps, strict=True))
+        # Parts of prompts are last.
+        decoded = [step for step in steps if step.is_decode]
+        of_steps = self.prepare_steps(decoded, dtype, softcap) if decoded else []
+        return None if of_steps is None else list(zip_longest(steps, of_steps))
 
     def attend_arrays(
         self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
@@ -210,8 +209,8 @@ class AttentionOperator(Operator):
 
         Kernels are added to the queue, whose earlier ones compute `arrays.q`, `k` and `v`.
         """
-        parts = [step for step, _ in prepared if not step.is_decode]
-        if parts:
+        if not prepared[-1][0].is_decode:
+            parts = [step for step, _ in prepared if not step.is_decode]
             queue.run()
             # Parts of prompts, the last rows of a mixed forward.
             for step in parts:
@@ -232,8 +231,8 @@ class AttentionOperator(Operator):
                 each[0].show_length()
             self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap, queue)
 
-    def prepare_step(self, layer: Any, step: Step, dtype: Any, softcap: float | None) -> Any:
-        """The part of `prepare_arrays` of one step."""
+    def prepare_steps(self, steps: Sequence[Step], dtype: Any, softcap: float | None) -> list[Any] | None:
+        """`prepare_arrays` for decoded or drafted tokens: something for each step; None if `attend` must compute."""
         return None
 
     def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
@@ -246,9 +245,9 @@ class AttentionOperator(Operator):
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
     ) -> None:
-        """`decode_step` of the rows of neighbouring steps over their `arrays`; prepared: each with `prepare_step`.
+        """`decode_step` of the rows of neighbouring steps over their `arrays`.
 
-        queue: as for `attend_arrays`.
+        prepared: each step with what `prepare_steps` gives for it. queue: as for `attend_arrays`.
         """
         raise NotImplementedError("an operator that prepares arrays attends to them")
 

@@ -31,7 +31,7 @@ def stream_weights(model: Any, device: torch.device) -> None:
 
     Raises UnsupportedModelError when some of the layers are no ChunkedDecoderLayers.
     """
-    layers = decoder_layers(model)
+    layers = decoder_layers(model) if device.type == "cuda" else []
     if not layers or LayerStream.streams(layers[0]) or not any(is_in_dram(each, device) for each in layers):
         return
     others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]

@@ -110,7 +110,7 @@ def run_strided(call: ModelCall, cache: HeteroCache, group: EqualLengthGroup, *,
 
     Raises UnsupportedModelError for an argument that cannot be cut.
     """
-    layers = [layer for layer in group.family_layers if layer.is_strided]
+    layers = group.strided_layers
     total = call.shape[1]
     for layer in layers:
         layer.begin_turn(total)

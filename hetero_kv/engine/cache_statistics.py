@@ -21,7 +21,7 @@ class CacheStatistics(Batch):
     @property
     def strided_layers(self) -> list[Any]:
         """The bounded layers, whose forwards run in strides, group after group."""
-        return [layer for layer in self._family_layers if layer.is_strided]
+        return [layer for group in self.groups for layer in group.strided_layers]
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:

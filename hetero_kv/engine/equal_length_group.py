@@ -43,6 +43,8 @@ class EqualLengthGroup:
     Attributes:
         layers: one cache layer per layer of the model: a family's layer, or transformers' own. Behind them are the
             states of layers that have both (`StateBeside`).
+        family_layers: the families' layers among them.
+        strided_layers: those of them whose forwards run in strides.
         number_of_layers: of the model.
         state_places: layer of the model -> the index in `layers` of its state, for those that have both.
         sequences: one per row; empty before the first tokens.
@@ -62,7 +64,11 @@ class EqualLengthGroup:
         self._bind()
 
     def _bind(self) -> None:
-        self.family_layers = [layer for layer in self.layers if isinstance(layer, FamilyLayer)]
+        self.family_layers = family = [layer for layer in self.layers if isinstance(layer, FamilyLayer)]
+        # Of most classes no layer does more for a token than `FamilyLayer`.
+        self._expecting = [layer for layer in family if type(layer).expect is not FamilyLayer.expect]
+        self._waiting = [layer for layer in family if type(layer).waits_for_others is not FamilyLayer.waits_for_others]
+        self.strided_layers = [layer for layer in family if layer.is_strided]
         self.layouts: dict[Layout, Layout] = {}
         beside = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateBeside)}
         self.state_places = {layer.layer_idx: index for index, layer in beside.items()}
@@ -108,7 +114,15 @@ class EqualLengthGroup:
 
         Returns the layouts whose blocks must all be finalized again.
         """
-        return {layer.layout for layer in self.family_layers if layer.expect(tokens) and layer.layout is not None}
+        return {layer.layout for layer in self._expecting if layer.expect(tokens) and layer.layout is not None}
+
+    @property
+    def takes_other_lengths(self) -> bool:
+        """Whether each layer is a family's, and has no work when a token is through all of them.
+
+        Such layers take a token of rows of several lengths in one forward.
+        """
+        return len(self.family_layers) == len(self.layers) and not any(each.waits_for_others for each in self._waiting)
 
     def unfinalize(self, layouts: Iterable[Layout]) -> None:
         """Make the next step finalize all blocks of these layouts again."""
@@ -252,10 +266,13 @@ class EqualLengthGroup:
     def snapshot(self) -> GroupSnapshot:
         """The present state, for `rollback`."""
         stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
-        layers = [
-            layer.snapshot() if isinstance(layer, FamilyLayer) else hf_cache_layers.snapshot(layer)
-            for layer in self.layers
-        ]
+        if len(self.family_layers) == len(self.layers):
+            layers = [layer.snapshot() for layer in self.family_layers]
+        else:
+            layers = [
+                layer.snapshot() if isinstance(layer, FamilyLayer) else hf_cache_layers.snapshot(layer)
+                for layer in self.layers
+            ]
         return GroupSnapshot(
             self.length, self.prompt_length, stored, dict(self.finalized), _copy(self.shared), tuple(layers)
         )

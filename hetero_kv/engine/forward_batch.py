@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +112,7 @@ class ForwardBatch:
         """The number of sequences of all steps."""
         return sum(len(step.group.sequences) for step in self.steps)
 
-    @property
+    @cached_property
     def decoded_rows(self) -> int:
         """How many of the first rows are decoded or drafted tokens; parts of prompts follow."""
         return next((each.rows.start for each in self.slices if each.part is not None), self.slices[-1].rows.stop)

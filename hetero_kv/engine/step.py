@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class StepBlocks:
         length: tokens in blocks at the end of the step.
         finalized: `layout.finalized` of the sequences at the end of the step.
         newly_finalized: blocks [first, end) that this step finalizes.
+        closes: whether it finalizes any.
         lengths: [num_blocks] int32, tokens written in each block of the pools, for kernels.
     """
 
@@ -51,6 +52,10 @@ class StepBlocks:
     finalized: int
     newly_finalized: tuple[int, int]
     lengths: np.ndarray
+    closes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "closes", self.newly_finalized[0] != self.newly_finalized[1])
 
 
 class Step:

@@ -49,7 +49,7 @@ def test_a_guess_by_arrays_is_that_of_the_wrapped_layer(recipe, monkeypatch):
     monkeypatch.setattr(attention, "attend_natively", lambda *given: (calls.append(given), attend(*given)))
     by_arrays = guesses()
     assert len(calls) == 2 * forward.model.config.num_hidden_layers
-    monkeypatch.setattr(attention.RetrievalAttention, "prepare_step", lambda *given: None)
+    monkeypatch.setattr(attention.RetrievalAttention, "prepare_steps", lambda *given: None)
     own = guesses()
     assert len(calls) == 2 * forward.model.config.num_hidden_layers
     torch.testing.assert_close(by_arrays, own, rtol=0, atol=1e-4)

@@ -6,7 +6,7 @@ Initial and Local, and to the Context blocks whose representatives score best ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from hetero_kv.families.retrieval.decoded_rows import GroupRows
 from hetero_kv.families.retrieval.draft_attention import attend_natively, attend_sparsely
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.indexed_layer import ScoredLayer
-from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer, count_step
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.resident_decode import ResidentDecode
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
@@ -83,11 +83,10 @@ class RetrievalAttention(ResidentDecode):
         self._require_device(layer)
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
         native = self._native_of(layer, blocks, call, dtype)
-        closes = blocks.newly_finalized[0] != blocks.newly_finalized[1]
         is_stored = not native.stores
         if is_stored:
             layer.store_token(step, call.k, call.v)
-        if closes:
+        if blocks.closes:
             self._finalize_blocks(layer, step)
         rows, heads = call.q.shape[:2]
         out = torch.empty((rows, heads, 1, native.v_dim), dtype=dtype)
@@ -97,7 +96,7 @@ class RetrievalAttention(ResidentDecode):
         array = kernel_array(out, dtype)
         group = GroupRows(layer, step, blocks, is_stored)
         counts = self._attend_natively(native, [group], q, k, v, call.scale, call.softcap or 0.0, array, lse)
-        layer.count_step(counts)
+        count_step([layer], counts)
         if call.sink is not None or self.engine.measure_recall:
             out, lse = self._completed(group, call, out, lse, lse if counts.masses is None else counts.masses[0])
         if layer.record is not None:
@@ -108,40 +107,46 @@ class RetrievalAttention(ResidentDecode):
             layer.remember(step.past, call.scale, call.softcap, seen, lse.reshape(rows, heads))
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def prepare_step(
-        self, layer: RetrievalLayer, step: Step, dtype: Any, softcap: float | None
-    ) -> RetrievalStep | None:
-        native = layer.token_step
-        if (
-            native is None
-            # A guess chooses by no estimates.
-            or (step.draft_blocks is not None and native.estimates)
-            or not native.stores
-            or not native.fits(dtype, softcap is not None)
-            or layer.window is not None
-            or layer.record is not None
-            or self.accumulates
-            or self.engine.measure_recall
-        ):
+    # The loops over steps call nothing: they run for every row, layer and token.
+    def prepare_steps(self, steps: Sequence[Step], dtype: Any, softcap: float | None) -> list[RetrievalStep] | None:
+        if self.accumulates or self.engine.measure_recall:
             return None
-        return native
+        index, bound_to, natives = self.layer_idx, (dtype, softcap is not None), []
+        for step in steps:
+            layer = step.group.layers[index]
+            native = layer.token_step
+            if (
+                native is None
+                # A guess chooses by no estimates.
+                or (step.draft_blocks is not None and native.estimates)
+                or not native.stores
+                or native.bound_to != bound_to
+                or layer.window is not None
+                or layer.record is not None
+            ):
+                return None
+            natives.append(native)
+        return natives
 
     def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
         if len(prepared) == 1:
             return True
-        layers = [step.group.layers[self.layer_idx] for step, _ in prepared]
-        pool = layers[0].pool
-        if pool is None or pool.reads_ahead() or any(layer.pool is not pool for layer in layers):
-            # Blocks in files are requested for each group.
-            return False
-        if any(step.draft_blocks is not None for step, _ in prepared):
-            return False
-        if any(step.is_draft and self._closes_drafted(step) for step, _ in prepared):
+        index = self.layer_idx
+        first = prepared[0][0].group.layers[index]
+        pool = first.pool
+        # Blocks in files are requested for each group.
+        if pool is None or pool.reads_ahead():
             return False
         # With a schedule, a selection is stored in each group.
-        if not self._has_schedule and all(layer.state.candidates is None for layer in layers):
-            return True
-        return not any(self._chooses(layers[0].layout.context_blocks(step.length)) for step, _ in prepared)
+        has_own = self._has_schedule
+        for step, _ in prepared:
+            layer = step.group.layers[index]
+            if layer.pool is not pool or step.draft_blocks is not None:
+                return False
+            if step.is_draft and self._closes_drafted(step):
+                return False
+            has_own = has_own or layer.state.candidates is not None
+        return not has_own or not any(self._chooses(first.layout.context_blocks(step.length)) for step, _ in prepared)
 
     def _closes_drafted(self, step: Step) -> bool:
         """Whether a step closes a block with drafted tokens, which are not stored yet if all steps are one call."""
@@ -151,28 +156,27 @@ class RetrievalAttention(ResidentDecode):
     def attend_steps(
         self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
     ) -> None:
-        (first, native), groups = prepared[0], []
+        (first, native), groups, index = prepared[0], [], self.layer_idx
         if first.draft_blocks is not None:
-            layer = first.group.layers[self.layer_idx]
+            layer = first.group.layers[index]
             queue.run()
             attend_natively(native, layer, first, first.draft_blocks, arrays, scale, softcap)
             return
+        # Without a budget nothing is derived from a block.
+        derives = self.budget is not None
         for step, _ in prepared:
-            layer = step.group.layers[self.layer_idx]
+            layer = step.group.layers[index]
             blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
-            # Without a budget nothing is derived from a block.
-            closes = self.budget is not None and blocks.newly_finalized[0] != blocks.newly_finalized[1]
-            if closes:
+            if derives and blocks.closes:
                 if step.is_draft:
                     # Queued kernels may store tokens of these blocks.
                     queue.run()
                 self._finalize_blocks(layer, step)
-            groups.append(GroupRows(layer, step, blocks, is_stored=False))
+            groups.append(GroupRows(layer, step, blocks, False))
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
         counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse, queue=queue)
-        for number, group in enumerate(groups):
-            group.layer.count_step(counts, number)
+        count_step([group.layer for group in groups], counts)
 
     def _completed(
         self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray, attended: np.ndarray

@@ -63,7 +63,7 @@ class RetrievalDecode(RetrievalPrefill):
     ) -> RetrievalStep:
         """The layer's native call; binds a new one if the present one does not fit."""
         native, softcapped = layer.token_step, call.softcap is not None
-        if native is None or not native.fits(ARRAY_DTYPES[dtype], softcapped):
+        if native is None or native.bound_to != (ARRAY_DTYPES[dtype], softcapped):
             assert layer.pool is not None
             group = call.q.shape[1] // call.k.shape[1]
             native = self._bound_step(layer.pool, blocks.lengths, group, softcapped, dtype, self.shares_readings)

@@ -55,10 +55,11 @@ class DecodedRows(NamedTuple):
     def of(cls, groups: list[GroupRows], covering: int | None) -> DecodedRows:
         """Rows of several groups, in the order of the batch; computed once for all layers of a forward.
 
-        covering: up to so many blocks a Context is attended to as a whole; None: any number.
+        All of them are stored, or none. covering: up to so many blocks a Context is attended to as a whole; None: any
+        number.
         """
         first = groups[0]
-        key = id(first.layer.layout), first.layer.window is None, covering, *[group.is_stored for group in groups]
+        key = id(first.layer.layout), first.layer.window is None, covering, first.is_stored
         found = first.step.computed.get(key)
         if found is None:
             found = first.step.computed[key] = cls._joined(groups, covering)
@@ -71,11 +72,15 @@ class DecodedRows(NamedTuple):
         # While others choose, a group that attends to all of its Context has an empty one.
         parts = [_of_group(group, any(chosen) and not chooses) for group, chooses in zip(groups, chosen, strict=True)]
         width = max(table.shape[1] for table, _ in parts)
-        tables = [np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=_PADDING) for t, _ in parts]
-        table = tables[0] if len(tables) == 1 else np.concatenate(tables)
-        ranges = np.concatenate([each for _, each in parts], axis=1)
-        ends = list(accumulate(len(each) for each in tables))
-        rows = [slice(end - len(each), end) for each, end in zip(tables, ends, strict=True)]
+        ends = list(accumulate(len(table) for table, _ in parts))
+        rows = [slice(end - len(table), end) for (table, _), end in zip(parts, ends, strict=True)]
+        if len(parts) == 1:
+            ((table, ranges),) = parts
+        else:
+            table = np.full((ends[-1], width), _PADDING, np.int32)
+            for (own, _), place in zip(parts, rows, strict=True):
+                table[place, : own.shape[1]] = own
+            ranges = np.concatenate([each for _, each in parts], axis=1)
         return cls(table, ranges, DecodedGroups([group.step.length for group in groups], contexts, chosen, rows))
 
 

@@ -14,6 +14,7 @@ from hetero_kv.engine.row_buckets import bucket_of
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.device_context import LayerMemory, SentToken
+from hetero_kv.families.retrieval.layer import count_step
 from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
@@ -180,7 +181,8 @@ class DeviceTokens:
         assert resident is not None
         if layer.reading is None:
             layer.reading = ReadSizes.of(pool, layer.window)
-        layer.count_step(resident.counts(step.length, layer.layout.context_blocks(step.length), rows, sent))
+        counts = resident.counts(step.length, layer.layout.context_blocks(step.length), rows, sent)
+        count_step([layer], counts)
         layer.from_dram = layer.from_dram.plus(int(sent.missed.sum()) * resident.missed_bytes(pool) / rows)
 
     def _split(self, numbers: torch.Tensor) -> list[SentToken]:

@@ -313,21 +313,11 @@ class RetrievalLayer(AccumulatingLayer):
 
     # -- statistics
 
-    def count_step(self, counts: StepCounts, number: int = 0) -> None:
-        """Count a decoded token; `number` is that of this layer's group among those of the counts.
-
-        The kernel that writes the counts may still be queued.
-        """
-        if len(self._uncounted) >= _COUNTED_TOGETHER:
-            # Several tokens of the layer may have the same counts.
-            queued = [each for each in self._uncounted if each[0] is counts]
-            self.state, self.read = self._counted(self._uncounted[: len(self._uncounted) - len(queued)])
-            self._uncounted = queued
-        self._uncounted.append((counts, number))
-
-    def _settle_counts(self) -> None:
-        self.state, self.read = self._counted(self._uncounted)
-        self._uncounted = []
+    def _settle_counts(self, but: StepCounts | None = None) -> None:
+        """Make statistics of the counts of the latest steps; not of `but`, which a queued kernel may still write."""
+        kept = [each for each in self._uncounted if each[0] is but]
+        self.state, self.read = self._counted(self._uncounted[: len(self._uncounted) - len(kept)])
+        self._uncounted = kept
 
     def _counted(self, uncounted: Rows[tuple[StepCounts, int]]) -> tuple[RetrievalState, Tally]:
         """The state and the bytes read, with these counts."""
@@ -342,6 +332,18 @@ class RetrievalLayer(AccumulatingLayer):
     def statistics(self) -> dict[str, float | int | None]:
         state, read = self._counted(list(self._uncounted))
         return {**state.statistics, READ_BYTES.name: read.mean}
+
+
+def count_step(layers: Rows[RetrievalLayer], counts: StepCounts) -> None:
+    """Count a decoded token of each of these layers of a step's groups, in the order of the groups.
+
+    The kernel that writes the counts may still be queued.
+    """
+    for number, layer in enumerate(layers):
+        # Several tokens of a layer may have the same counts.
+        if len(layer._uncounted) >= _COUNTED_TOGETHER:
+            layer._settle_counts(but=counts)
+        layer._uncounted.append((counts, number))
 
 
 def _needs_window(device: torch.device) -> bool:

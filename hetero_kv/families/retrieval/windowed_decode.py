@@ -9,7 +9,7 @@ from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.decoded_rows import GroupRows
-from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer, count_step
 from hetero_kv.families.retrieval.window_step import WindowStep
 from hetero_kv.gpu_ops.merge import apply_sink
 
@@ -66,7 +66,7 @@ class WindowedDecode(RetrievalDecode):
             # NaN, where the mass of everything is not estimated, stays NaN.
             np.logaddexp(masses, window_lse, out=masses, where=~np.isnan(masses))
             attended, counts = torch.from_numpy(masses[0]), counts._replace(masses=masses)
-        layer.count_step(counts)
+        count_step([layer], counts)
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
