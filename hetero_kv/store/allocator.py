@@ -80,6 +80,8 @@ class BlockAllocator:
         An id occurs once for every sequence that needs a private block. A block's last owner needs no copy.
         """
         self._reclaim()
+        if (self._references[ids] == 1).all():
+            return 0
         blocks, counts = np.unique(ids, return_counts=True)
         return int(counts.sum() - (self._references[blocks] == counts).sum())
 

@@ -66,6 +66,23 @@ def test_groups_of_two_stores_attend_one_by_one(monkeypatch):
     assert float((logits - torch.cat(expected)).norm() / logits.norm()) < 1e-4
 
 
+def test_a_layer_whose_groups_attend_one_by_one_reads_the_rows_of_each(monkeypatch):
+    """Beside a layer with the same settings whose groups attend together."""
+    model = tiny_model("qwen2")
+    inject(model, "dense", command_line=SETTINGS | {"weights": "q8_0"})
+    prompts = [prompt(length, seed) for seed, length in enumerate((31, 40, 9))]
+    together = decoded(model, prompts)
+    counts, takes = groups_per_call(monkeypatch), RetrievalAttention.takes_together
+
+    def first_only(self, prepared):
+        return takes(self, prepared) and self.layer_idx == 0
+
+    monkeypatch.setattr(RetrievalAttention, "takes_together", first_only)
+    # Threads share the work of one row otherwise, which rounds sums otherwise.
+    torch.testing.assert_close(decoded(model, prompts), together, rtol=0, atol=1e-4)
+    assert set(counts) == {1, 3}
+
+
 @pytest.mark.parametrize(
     ("recipe", "settings", "groups"),
     [

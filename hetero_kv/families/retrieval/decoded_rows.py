@@ -59,7 +59,7 @@ class DecodedRows(NamedTuple):
         number.
         """
         first = groups[0]
-        key = id(first.layer.layout), first.layer.window is None, covering, first.is_stored
+        key = id(first.layer.layout), first.layer.window is None, covering, first.is_stored, len(groups)
         found = first.step.computed.get(key)
         if found is None:
             found = first.step.computed[key] = cls._joined(groups, covering)
