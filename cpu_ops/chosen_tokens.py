@@ -13,15 +13,13 @@ from hetero_kv.cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
-from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
+from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_log
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from hetero_kv.cpu_ops.top_k import number_above
 
 _HIGHEST, _BITS = np.uint32(1 << 29), 30
 """The highest bit, and the number of bits, of sort keys: the bits of a float32 from 0 to 1, plus one."""
-_SMALLEST = np.float32(2.0**-126)
-"""Shares that are not above it count as zero."""
 _INT3 = types.Array(types.int32, 3, "C")
 _REAL4, _REAL3 = (types.Array(types.float32, dims, "C") for dims in (4, 3))
 
@@ -33,17 +31,18 @@ def choosing_arguments(_: str) -> tuple[Any, ...]:
     (scores, places, blocks, weights, masses, outside_lse, unchoosable_lse, shared, reduce, target, least, most, chosen,
     counts)
 
-    scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; overwritten. places: [rows, 1 if
-    shared, else kv_heads, n] int32, the indices of these blocks in weights and masses; negative for padding. weights,
-    masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's scores, estimated from its mean and
-    computed from its keys. At `places` both are overwritten with the values of the tokens that remain in the block,
-    which its mean represents unchanged. blocks: as places, the blocks' ids in the pool; overwritten with -1 where no
-    token of a block is chosen. outside_lse, unchoosable_lse: [rows, kv_heads, group] float32, the log-sum-exp of what
-    is always attended, and of what cannot be chosen. reduce: as in `chosen_blocks.reduced_scores`, applied to the query
-    heads' shares of the attention. target: 0 to choose `most` tokens; otherwise the share of the attention to reach
-    with as few tokens as possible, `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: the
-    tokens' indices in the pool, block id * block_size + offset. counts: [rows, lists, 3] int32, written: the numbers of
-    chosen tokens, of blocks that have any, and of blocks that are chosen as a whole.
+    scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; overwritten, and of no effect at
+    padding. places: [rows, 1 if shared, else kv_heads, n] int32, the indices of these blocks in weights and masses;
+    negative for padding. weights, masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's
+    scores, estimated from its mean and computed from its keys. At `places` both are overwritten with the values of the
+    tokens that remain in the block, which its mean represents unchanged. blocks: as places, the blocks' ids in the
+    pool; overwritten with -1 where no token of a block is chosen. outside_lse, unchoosable_lse: [rows, kv_heads, group]
+    float32, the log-sum-exp of what is always attended, and of what cannot be chosen. reduce: as in
+    `chosen_blocks.reduced_scores`, applied to the query heads' shares of the attention. target: 0 to choose `most`
+    tokens; otherwise the share of the attention to reach with as few tokens as possible, `least` to `most` of them.
+    chosen: [rows, lists, n * block_size] int32, written: the tokens' indices in the pool, block id * block_size +
+    offset. counts: [rows, lists, 3] int32, written: the numbers of chosen tokens, of blocks that have any, and of
+    blocks that are chosen as a whole.
     """
     integer = types.int64
     flags = types.boolean, integer, types.float64, integer, integer
@@ -63,37 +62,48 @@ def choosing_region() -> int:
         ) = arguments_at("choose tokens", "", arguments)  # fmt: skip
         rows, kv_heads = scores.shape[:2]
         lists, heads = (1, kv_heads) if shared else (kv_heads, 1)
+        size = scores.shape[3] // max(1, places.shape[2])
         largest = reduce in (LARGEST, LARGEST_SOFTMAX)
         for index in range(rows * lists * thread // threads, rows * lists * (thread + 1) // threads):
             row, each = index // lists, index % lists
-            own, first = chosen[row, each], each * heads
+            own, first, its = chosen[row, each], each * heads, _without_padding(places[row, each])
             totals = np.empty((heads, scores.shape[2]), np.float32)
             keys, shares, before = _shares(
-                scores[row, first : first + heads], places[row, each], masses[row, first : first + heads],
+                scores[row, first : first + heads], its, size, masses[row, first : first + heads],
                 outside_lse[row, first : first + heads], unchoosable_lse[row, first : first + heads], largest, totals,
             )  # fmt: skip
             count = _choose(keys, shares, np.float32(target) - before, target > 0, least, most, own)
             taken = np.zeros(places.shape[2], np.int32)
-            is_left = _taken_of(own[:count], taken, scores.shape[3])
+            is_left = _taken_of(own[:count], taken, size, keys.size)
             for head in range(heads):
                 at = row, first + head
-                _leave(scores[at], totals[head], places[row, each], taken, is_left, weights[at], masses[at])
-            _to_pool(own[:count], taken, blocks[row, each], scores.shape[3], counts[row, each])
+                _leave(scores[at], totals[head], its, taken, is_left, weights[at], masses[at])
+            _to_pool(own[:count], taken, blocks[row, each], size, counts[row, each])
         return np.int64(0 * code_version)
 
     return address_of(choose)
 
 
+@device_function
+def _without_padding(places):
+    """Returns the places [n] up to the last one that is not negative."""
+    used = places.size
+    while used > 0 and places[used - 1] < 0:
+        used -= 1
+    return places[:used]
+
+
 @device_function(error_model="numpy")
-def _shares(scores, places, masses, outside_lse, unchoosable_lse, largest, totals):
+def _shares(scores, places, size, masses, outside_lse, unchoosable_lse, largest, totals):
     """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and that of `outside_lse`.
 
+    n: the tokens of the blocks at `places`, of `size` tokens each.
     Shares are means over query heads. Sort keys order tokens by the mean share, or by the largest share of any query
-    head if `largest`. scores: [heads, group, n], overwritten with each query head's shares. places: [scored blocks].
-    masses: [heads, group, blocks]. outside_lse, unchoosable_lse: [heads, group]. totals: [heads, group], written: the
+    head if `largest`. scores: [heads, group, n or more], the first n overwritten with each query head's shares. masses:
+    [heads, group, blocks]. outside_lse, unchoosable_lse: [heads, group]. totals: [heads, group], written: the
     log-sum-exp of all scores.
     """
-    heads, group, n = scores.shape
+    heads, group, n = scores.shape[0], scores.shape[1], places.size * size
     shares, most, before = np.zeros(n, np.float32), np.zeros(n, np.float32), np.float32(0)
     weight = np.float32(1) / np.float32(heads * group)
     for head in range(heads):
@@ -101,11 +111,10 @@ def _shares(scores, places, masses, outside_lse, unchoosable_lse, largest, total
             total = logaddexp(log_sum_exp(masses[head, g]), logaddexp(outside_lse[head, g], unchoosable_lse[head, g]))
             totals[head, g] = total
             before += weight * exp2((outside_lse[head, g] - total) * LOG2_E)
-            _to_shares(scores[head, g], total, weight, shares, most, largest)
+            _to_shares(scores[head, g, :n], total, weight, shares, most, largest)
     # The bits of non-negative floats are ordered as the floats are.
     keys = (most if largest else shares).copy().view(np.uint32)
     keys += np.uint32(1)
-    size = n // max(1, places.size)
     for entry in range(places.size):
         if places[entry] < 0:
             keys[entry * size : (entry + 1) * size] = 0
@@ -157,7 +166,17 @@ def _choose(keys, shares, needed, has_target, least, most, chosen):
             tried = lowest | (_HIGHEST >> np.uint32(bit))
             if number_above(keys, tried - np.uint32(1)) >= count:
                 lowest = tried
-    ties, place = count - number_above(keys, lowest), 0
+    ties, place, threshold = count - number_above(keys, lowest), np.int64(0), np.uint32(lowest)
+    if number_above(keys, lowest - np.uint32(1)) == count:
+        # No ties are left out, and no branch is taken: what is not chosen is overwritten by the next token.
+        end = min(count, keys.size - 1)
+        behind = chosen[end]
+        for token in range(keys.size):
+            chosen[place] = token
+            place += np.int64(keys[token] >= threshold)
+        if count <= end:
+            chosen[end] = behind
+        return count
     for token in range(keys.size):
         if keys[token] >= lowest:
             if keys[token] == lowest:
@@ -170,12 +189,13 @@ def _choose(keys, shares, needed, has_target, least, most, chosen):
 
 
 @device_function
-def _taken_of(chosen, taken, n):
+def _taken_of(chosen, taken, size, n):
     """Count the tokens of each block among `chosen`, ascending indices below n, in taken [blocks], which holds zeros.
 
+    size: a block's tokens.
     Returns [n] float32, 1 for a token that remains and 0 for a chosen one.
     """
-    is_left, size, entry = np.ones(n, np.float32), n // max(1, taken.size), 0
+    is_left, entry = np.ones(n, np.float32), 0
     for index in chosen:
         while index >= (entry + 1) * size:
             entry += 1
@@ -185,12 +205,12 @@ def _taken_of(chosen, taken, n):
 
 
 @device_function
-def _to_pool(chosen, taken, blocks, n, counts):
-    """Turn `chosen`, indices below n, into indices in the pool, and write `counts` (see the region's arguments).
+def _to_pool(chosen, taken, blocks, size, counts):
+    """Turn `chosen`, indices in blocks of `size` tokens, into indices in the pool, and write `counts`.
 
     Sets blocks to -1 where no token of a block is chosen.
     """
-    size, entry = n // max(1, taken.size), 0
+    entry = 0
     counts[0], counts[1], counts[2] = chosen.size, 0, 0
     for place in range(chosen.size):
         while chosen[place] >= (entry + 1) * size:
@@ -203,25 +223,36 @@ def _to_pool(chosen, taken, blocks, n, counts):
             blocks[entry] = -1
 
 
-@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@device_function(error_model="numpy")
 def _leave(shares, totals, places, taken, is_left, weights, masses):
     """Set weights and masses [group, blocks] at `places` to those of the tokens that remain in each block.
 
-    shares: [group, n], fractions of `totals` [group]. taken, is_left: from `_taken_of`.
+    shares: [group, n or more], fractions of `totals` [group]. taken, is_left: from `_taken_of`.
     """
-    group, n = shares.shape
-    size = n // max(1, places.size)
-    for entry in range(places.size):
-        place, count = places[entry], size - taken[entry]
-        if place < 0 or taken[entry] == 0:
-            continue
-        fewer = np.float32(np.log(count / size))
-        for g in range(group):
-            left = np.float32(0)
-            for t in range(entry * size, (entry + 1) * size):
-                left += is_left[t] * shares[g, t]
-            weights[g, place] += fewer
-            masses[g, place] = totals[g] + log2(left) * LN_2 if left > _SMALLEST else np.float32(-np.inf)
+    group, entries = shares.shape[0], places.size
+    size = is_left.size // max(1, entries)
+    fewer, left = np.empty(size + 1, np.float32), np.empty((1, entries), np.float32)
+    for count in range(size + 1):
+        fewer[count] = np.log(count / size)
+    of_blocks = is_left.reshape(entries, size)
+    for g in range(group):
+        _remaining(shares[g, : entries * size].reshape(entries, size), of_blocks, left)
+        row_log(left, 0, entries, totals[g])
+        for entry in range(entries):
+            place = places[entry]
+            if place >= 0 and taken[entry] > 0:
+                weights[g, place] += fewer[size - taken[entry]]
+                masses[g, place] = left[0, entry]
+
+
+@device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _remaining(shares, is_left, left):
+    """Write the sums of shares [blocks, tokens] of each block's tokens that remain to left [1, blocks]."""
+    for entry in range(shares.shape[0]):
+        total = np.float32(0)
+        for t in range(shares.shape[1]):
+            total += is_left[entry, t] * shares[entry, t]
+        left[0, entry] = total
 
 
 @device_function

@@ -134,9 +134,10 @@ def fewest_blocks(scores, shares, before, target, least, most):
 @device_function(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def share_from(keys, shares, lowest):
     """Returns the sum of the shares [n] float32 of blocks whose sort keys [n] uint32 are at least `lowest`."""
-    found = np.float32(0)
+    # Numba widens shifted numbers to 64 bits; keys compare fastest with 32.
+    found, least = np.float32(0), np.uint32(lowest)
     for block in range(keys.size):
-        found += shares[block] if keys[block] >= lowest else np.float32(0)
+        found += shares[block] if keys[block] >= least else np.float32(0)
     return found
 
 

@@ -218,7 +218,6 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
         numbers_into(run.taken, CANDIDATES, places)
     token_scores = np.empty((rows, kv_heads, group, places.shape[2] * size), np.float32)
     every = for_every_head(places, kv_heads)
-    _pad_scores(token_scores, places, size)
     look(run, scores, every, head_rows(token_scores), coarse, settings, calls)
     chosen = run.recorded
     if chosen.size == 0:
@@ -231,20 +230,6 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     )  # fmt: skip
     run_region("choose tokens", "", calls[RUN], calls[CHOOSE_TOKENS], settings.threads, arguments)
     return chosen, counts, blocks
-
-
-@kernel_part
-def _pad_scores(token_scores, places, size):
-    """Set token_scores [rows, kv_heads, group, n * size] of padding among places [rows, lists, n] to -inf."""
-    rows, kv_heads, group, _ = token_scores.shape
-    lists = places.shape[1]
-    for row in range(rows):
-        for head in range(kv_heads):
-            for entry in range(places.shape[2]):
-                if places[row, min(head, lists - 1), entry] < 0:
-                    for g in range(group):
-                        for t in range(entry * size, (entry + 1) * size):
-                            token_scores[row, head, g, t] = -np.inf
 
 
 @kernel_part

@@ -53,10 +53,14 @@ def exp2(x):
 # Coefficients of the polynomial in f that interpolates log2(1 + f) / f at the 10 Chebyshev nodes of
 # [1/sqrt(2) - 1, sqrt(2) - 1]: an error of float32's last bit in log2(1 + f).
 _LOG_NODES = np.sqrt(0.5) * (0.5 * np.cos((np.arange(10) + 0.5) * np.pi / 10) + 1.5) - 1
-_LOG_COEFFICIENTS = np.polynomial.polynomial.polyfit(_LOG_NODES, np.log2(1 + _LOG_NODES) / _LOG_NODES, 9)
-L0, L1, L2, L3, L4, L5, L6, L7, L8, L9 = _LOG_COEFFICIENTS.astype(np.float32)
-_ROOT_HALF = np.int32(0x3F3504F3)
+LOG_COEFFICIENTS = np.polynomial.polynomial.polyfit(_LOG_NODES, np.log2(1 + _LOG_NODES) / _LOG_NODES, 9).astype(
+    np.float32
+)
+L0, L1, L2, L3, L4, L5, L6, L7, L8, L9 = LOG_COEFFICIENTS
+ROOT_HALF = np.int32(0x3F3504F3)
 """The bits of sqrt(1/2)."""
+_SMALLEST = np.float32(2.0**-126)
+"""Of the normal range."""
 
 
 @intrinsic
@@ -83,7 +87,7 @@ def _of_bits(typingctx: Any, bits: Any) -> Any:
 def log2(x):
     """Returns the binary logarithm of a finite float32 x >= 2 ** -126, to an error below 3e-7 * max(1, |log2 x|)."""
     bits = _bits(x)
-    whole = (bits - _ROOT_HALF) >> np.int32(23)
+    whole = (bits - ROOT_HALF) >> np.int32(23)
     f = _of_bits(np.int32(bits - (whole << np.int32(23)))) - np.float32(1)
     upper = (((L9 * f + L8) * f + L7) * f + L6) * f + L5
     return np.float32(whole) + f * (((((upper * f + L4) * f + L3) * f + L2) * f + L1) * f + L0)
@@ -124,3 +128,12 @@ def row_softcap(scores, g, count, cap):
     """Replace scores[g, :count] by cap * tanh(score)."""
     for t in range(count):
         scores[g, t] = cap * tanh(scores[g, t])
+
+
+@device_function(fastmath={"contract", "nsz"}, error_model="numpy")
+def row_log(numbers, g, count, shift):
+    """Replace numbers[g, :count] by ln(number) + shift; by -inf if it is not above 2 ** -126."""
+    for t in range(count):
+        number = numbers[g, t]
+        log = log2(max(number, _SMALLEST)) * LN_2 + shift
+        numbers[g, t] = log if number > _SMALLEST else np.float32(-np.inf)

@@ -11,12 +11,22 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from hetero_kv.cpu_ops import block_rerank  # noqa: F401 (declares the arguments of "candidates")
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
+from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, row_softcap, tanh
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
+from hetero_kv.cpu_ops.key_codes import (
+    CHANNELS,
+    TOKENS,
+    ZERO,
+    bytes_of_block,
+    code_scores,
+    copy_natural,
+    mean_scores_of,
+    row_masses,
+)
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at
 from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.simd import prefetch
@@ -93,11 +103,14 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         quantized = np.zeros((group, steps * CHANNELS), np.int8)
         words = quantized.view(np.int32)
         factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
-        of_means, most, totals = (
+        of_means, of_codes, nothing = (
             scratch(num_tiles, 2 * lanes),
             scratch(num_tiles, 2 * lanes),
-            scratch(num_tiles, 2 * lanes),
+            np.zeros((num_tiles, 2 * lanes), np.float32),
         )
+        # Differences to the block's mean are sums of powers without a look for the largest.
+        are_apart = softcap > 0 or token_scores.shape[3] > 0
+        added_to_codes, added_to_masses = (of_means, nothing) if are_apart else (nothing, of_means)
         listed, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
         in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
         first, last = listed * thread // threads, listed * (thread + 1) // threads
@@ -143,44 +156,34 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     )
                     code_scores(
                         how, steps, group, tile_queries, block_size, at_once, tile, codes, in_codes, words,
-                        factors, zeros, of_means, at, scores,
+                        factors, zeros, added_to_codes, at, scores,
                     )  # fmt: skip
                     if softcap > 0:
                         size_of_tile = at_once * of_tile * block_size
                         row_softcap(scores.reshape(1, scores.size), 0, size_of_tile, np.float32(softcap) * LOG2_E)
                     if token_scores.shape[3] > 0:
                         of_head = token_scores[row, head]
-                        _copy_scores(scores, of_head, tile * tile_queries, of_tile, its, count, block_size)
+                        for block in range(count):
+                            for lane in range(of_tile):
+                                to = (tile * tile_queries + lane) * of_head.shape[1] + its[block] * block_size
+                                own_at = (block * of_tile + lane) * block_size
+                                copy_natural(lanes, block_size, scores, own_at, of_head, to)
                     if masses.shape[3] == 0:
                         continue
-                    row_masses(lanes, group, tile_queries, block_size, at_once, tile, scores, most, totals, at)
-                    for lane in range(rows):
-                        totals[tile, lane] = (most[tile, lane] + log2(totals[tile, lane])) * LN_2
+                    row_masses(
+                        lanes, group, tile_queries, block_size, at_once, tile, scores, added_to_masses, of_codes, at
+                    )
                     for block in range(count):
                         for lane in range(of_tile):
                             cell, g, position = block * of_tile + lane, tile * tile_queries + lane, now[block]
                             mean = of_means[tile, cell]
                             score = np.float32(softcap) * tanh(mean) if softcap > 0 else mean * LN_2
                             weights[row, head, g, position] = score + size
-                            masses[row, head, g, position] = totals[tile, cell]
+                            masses[row, head, g, position] = of_codes[tile, cell]
                 count = 0
         return np.int64(0 * code_version)
 
     return score
-
-
-@device_function(error_model="numpy")
-def _copy_scores(scores, token_scores, first, queries, places, count, block_size):
-    """Copy the scores of `queries` queries from `first` on, block by block, to the places of their tokens.
-
-    scores: rows of block_size, for `count` blocks. Writes token_scores [group, n * block_size] in natural logarithms.
-    """
-    flat = scores.reshape(scores.size)
-    for block in range(count):
-        for lane in range(queries):
-            start, to = (block * queries + lane) * block_size, places[block] * block_size
-            for t in range(block_size):
-                token_scores[first + lane, to + t] = flat[start + t] * LN_2
 
 
 @device_function

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from hetero_kv.cpu_ops.exponential import LN_2
 from hetero_kv.cpu_ops.simd import emit_tile
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES
 from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
@@ -154,41 +155,92 @@ def code_scores(
 
 
 @intrinsic(prefer_literal=True)
-def row_masses(typingctx, lanes, group, queries, tokens, blocks, tile, scores, most, totals, m_at):
-    """Write each row's largest score to `most` and its sum of 2 ** (score - largest) to `totals`.
+def row_masses(typingctx, lanes, group, queries, tokens, blocks, tile, scores, shifts, masses, at_place):
+    """Write ln(sum(2 ** score)) + shift * ln 2 of each row's scores to `masses`.
 
     scores: [rows, tokens], with a row for each of `blocks` blocks and each query of a tile, as from `code_scores`.
-    Whole vectors are written; only as many numbers as there are rows are meaningful.
+    shifts: like `masses`, a number for each row from `at_place` on. Whole vectors are written; only as many numbers as
+    there are rows are meaningful.
     """
     width, of_group, of_tile, size, at_once = (each.literal_value for each in (lanes, group, queries, tokens, blocks))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
         pointer = array_pointer(context, builder, scores, arguments[6], integer(0))
-        most_at, totals_at = (
+        shifts_at, masses_at = (
             array_pointer(context, builder, array, arguments[which], arguments[9])
-            for array, which in ((most, 7), (totals, 8))
+            for array, which in ((shifts, 7), (masses, 8))
         )
 
-        def add(_: ir.Value, of_this: int) -> None:
-            of_rows = [
-                [v.load(offset(builder, pointer, row * size + t)) for t in range(0, size, width)]
-                for row in range(at_once * of_this)
-            ]
-            largest = v.lane_maxima([_joined(v.maximum, row) for row in of_rows])
+        def powers(of_rows: list[list[ir.Value]], largest: ir.Value | None) -> ir.Value:
+            """The sums of 2 ** (score - largest), or of 2 ** min(score, 127)."""
             sums = []
             for g, row in enumerate(of_rows):
-                shift = v.lane_everywhere(largest, g)
-                powers = [v.exp2(builder.fsub(vector, shift), coarse=True) for vector in row]
-                sums.append(_joined(builder.fadd, powers))
-            v.store(largest, most_at)
-            v.store(v.lane_sums(sums), totals_at)
+                if largest is None:
+                    less = [v.minimum(vector, v.constant(127)) for vector in row]
+                else:
+                    shift = v.lane_everywhere(largest, g)
+                    less = [builder.fsub(vector, shift) for vector in row]
+                sums.append(_joined(builder.fadd, [v.exp2(vector, coarse=True) for vector in less]))
+            return v.lane_sums(sums)
+
+        def add(_: ir.Value, of_this: int) -> None:
+            rows = at_once * of_this
+
+            def loaded() -> list[list[ir.Value]]:
+                return [
+                    [v.load(offset(builder, pointer, row * size + t)) for t in range(0, size, width)]
+                    for row in range(rows)
+                ]
+
+            def write(shift: ir.Value, sums: ir.Value) -> None:
+                mass = builder.fadd(shift, v.log2(sums))
+                v.store(builder.fmul(mass, v.constant(float(LN_2))), masses_at)
+
+            shift, sums = v.load(shifts_at), powers(loaded(), None)
+            # Scores that are differences to the block's mean are around 0. Others may leave float32's range.
+            in_range = builder.and_(
+                builder.fcmp_ordered(">", sums, v.constant(2.0**-64)),
+                builder.fcmp_ordered("<", sums, v.constant(2.0**126)),
+            )
+            unused = ir.Constant(in_range.type, [row >= rows for row in range(width)])
+            mask = builder.bitcast(builder.or_(in_range, unused), ir.IntType(width))
+            with builder.if_else(builder.icmp_signed("==", mask, ir.Constant(mask.type, -1)), likely=True) as (
+                near,
+                far,
+            ):
+                with near:
+                    write(shift, sums)
+                with far:
+                    of_rows = loaded()
+                    largest = v.lane_maxima([_joined(v.maximum, row) for row in of_rows])
+                    write(builder.fadd(shift, largest), powers(of_rows, largest))
 
         emit_tile(builder, of_group, of_tile, arguments[5], add)
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(lanes, group, queries, tokens, blocks, at, scores, most, totals, at), codegen
+    return types.none(lanes, group, queries, tokens, blocks, at, scores, shifts, masses, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def copy_natural(typingctx, lanes, count, scores, s_at, target, t_at):
+    """Write target[t_at + i] = scores[s_at + i] * ln 2 for the first `count` numbers, whole vectors of them."""
+    width, number = lanes.literal_value, count.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        source = array_pointer(context, builder, scores, arguments[2], arguments[3])
+        to = array_pointer(context, builder, target, arguments[4], arguments[5])
+        for start in range(0, number, width):
+            v.store(
+                builder.fmul(v.load(offset(builder, source, start)), v.constant(float(LN_2))),
+                offset(builder, to, start),
+            )
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(lanes, count, scores, at, target, at), codegen
 
 
 def _joined(join: Callable[[ir.Value, ir.Value], ir.Value], vectors: list[ir.Value]) -> ir.Value:

@@ -47,9 +47,10 @@ def order(scores, keys):
 @device_function
 def number_above(keys, lowest):
     """Returns how many of keys [n] uint32 are above `lowest`."""
-    found = np.int32(0)
+    # Numba widens shifted numbers to 64 bits; keys compare fastest with 32.
+    found, least = np.int32(0), np.uint32(lowest)
     for i in range(keys.size):
-        found += np.int32(keys[i] > lowest)
+        found += np.int32(keys[i] > least)
     return found
 
 
@@ -58,8 +59,8 @@ def _kth_largest(keys, k):
     """Returns the k-th largest of keys [n] uint32, searched bit by bit from the highest; each pass is vectorised."""
     found = np.uint32(0)
     for bit in range(32):
-        tried = found | (SIGN >> np.uint32(bit))
-        above = np.int32(0)
+        # Numba widens shifted numbers to 64 bits; keys compare fastest with 32.
+        tried, above = np.uint32(found | (SIGN >> np.uint32(bit))), np.int32(0)
         for i in range(keys.size):
             above += np.int32(keys[i] >= tried)
         if above >= k:

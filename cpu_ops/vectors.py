@@ -14,6 +14,8 @@ from hetero_kv.cpu_ops.exponential import (
     COARSE_FRACTION_COEFFICIENTS,
     COEFFICIENTS,
     FRACTION_COEFFICIENTS,
+    LOG_COEFFICIENTS,
+    ROOT_HALF,
 )
 from hetero_kv.cpu_ops.storage import FLOAT, STORAGE_TYPES
 
@@ -125,6 +127,10 @@ class Vectors:
         """The elementwise maximum; the second number unless the first is greater, also if one is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", first, second), first, second)
 
+    def minimum(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        """The elementwise minimum; the second number unless the first is less, also if one is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", first, second), first, second)
+
     def lane_sums(self, vectors: list[ir.Value]) -> ir.Value:
         """The horizontal sums of up to `lanes` vectors as one vector, in their order.
 
@@ -184,6 +190,17 @@ class Vectors:
         biased = builder.add(builder.bitcast(shifted, words), ir.Constant(words, [127] * self.lanes))
         scale = builder.bitcast(builder.shl(biased, ir.Constant(words, [23] * self.lanes)), self.type)
         return builder.fmul(power, scale)
+
+    def log2(self, x: ir.Value) -> ir.Value:
+        """log2 x, as `exponential.log2`."""
+        builder, words = self.builder, ir.VectorType(_WORD, self.lanes)
+        bits = builder.bitcast(x, words)
+        mantissa_bits = ir.Constant(words, [23] * self.lanes)
+        above = builder.sub(bits, ir.Constant(words, [int(ROOT_HALF)] * self.lanes))
+        whole = builder.ashr(above, mantissa_bits)
+        f = builder.bitcast(builder.sub(bits, builder.shl(whole, mantissa_bits)), self.type)
+        f = builder.fsub(f, self.constant(1))
+        return self.call("fmuladd", f, self._polynomial(f, LOG_COEFFICIENTS), builder.sitofp(whole, self.type))
 
     def _polynomial(self, x: ir.Value, coefficients: np.ndarray) -> ir.Value:
         """The polynomial in x with these coefficients, beginning with that of x ** 0."""
