@@ -179,12 +179,13 @@ def multiply_tiles(weights, one, several, per_pass, codes, scales, sums, out, ou
     """
     rows, columns = codes.shape
     stride = out.shape[1] * 4
+    wide = 2 * per_pass
     # Up to half a pass of rows is less work row by row.
-    if per_pass < 2 * rows < 2 * per_pass and first < end:
-        _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
+    of_pass = per_pass if rows <= per_pass else wide
+    if of_pass - per_pass // 2 <= rows < of_pass and 2 * rows > per_pass and first < end:
+        _multiply_few(weights, several, of_pass, codes, scales, sums, out, out_column, first, end)
         return
     # Some rows at a time pass over all tiles, and all passes of these rows over a few tiles at a time.
-    wide = 2 * per_pass
     row_block = rows_in_cache(columns * codes.itemsize, per_pass)
     passes_once = rows in (1, per_pass, wide)
     together = end - first if passes_once else max(1, _CACHED // (TILE * columns))
