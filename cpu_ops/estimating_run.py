@@ -11,6 +11,8 @@ class Run(NamedTuple):
 
     Attributes:
         queries: [rows, kv_heads, group, k_dim] float32.
+        tokens: [rows] int64, positions of the new tokens in their sequences.
+        drafted: whether these are consecutive tokens of one sequence, of which each sees those before itself.
         table, firsts, ends: of these rows, as the call's.
         context: [rows, blocks] int32, the ids of the Context's blocks.
         positions, allowed, which, shared, scale, softcap, outside_lse, recorded: as the call's.
@@ -22,6 +24,8 @@ class Run(NamedTuple):
     """
 
     queries: Any
+    tokens: Any
+    drafted: Any
     table: Any
     firsts: Any
     ends: Any

@@ -240,16 +240,26 @@ def add_rest(run, groups, scores, means, is_known, settings, calls):
     of everything, estimated, is written to `run.mass`.
     """
     total, adds_rest = np.empty(run.lse.shape, np.float32), settings.adds_rest != 0
-    arguments = (
-        calls[RUN], calls[REST], by_head(means[0]), scores.ids, head_rows(scores.weights), head_rows(scores.masses),
-        adds_rest, settings.threads, head_rows(run.attended), head_row(run.lse), head_row(total),
-    )  # fmt: skip
-    call_kernel("rest", UNTYPED, calls[RESTER], arguments)
+    rows, kv_heads = run.lse.shape[:2]
+    # As in calls of their own: threads divide lists elsewhere with more rows, and sums are rounded otherwise.
+    at_once = 1 if run.drafted else rows
+    for start in range(0, rows, at_once):
+        stop = start + at_once
+        weights, masses = scores.weights[start:stop], scores.masses[start:stop]
+        arguments = (
+            calls[RUN], calls[REST], by_head(means[0]), scores.ids[start * kv_heads : stop * kv_heads],
+            head_rows(weights), head_rows(masses), adds_rest, settings.threads, head_rows(run.attended[start:stop]),
+            head_row(run.lse[start:stop]), head_row(total[start:stop]),
+        )  # fmt: skip
+        call_kernel("rest", UNTYPED, calls[RESTER], arguments)
     if is_known:
         copy_into(sums_of_powers(total, scores.unchoosable_lse), run.mass)
     if groups.number > 0 and adds_rest:
-        arguments = (
-            calls[RUN], calls[REST], means[1], groups.ids, groups.weights, groups.masses, adds_rest,
-            settings.threads, run.attended, run.lse, total,
-        )  # fmt: skip
-        call_kernel("rest", UNTYPED, calls[RESTER], arguments)
+        for start in range(0, rows, at_once):
+            stop = start + at_once
+            arguments = (
+                calls[RUN], calls[REST], means[1], groups.ids[start:stop], groups.weights[start:stop],
+                groups.masses[start:stop], adds_rest, settings.threads, run.attended[start:stop], run.lse[start:stop],
+                total[start:stop],
+            )  # fmt: skip
+            call_kernel("rest", UNTYPED, calls[RESTER], arguments)

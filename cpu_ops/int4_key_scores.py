@@ -115,12 +115,13 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
         first, last = listed * thread // threads, listed * (thread + 1) // threads
         number: Any = np.int64(0)
+        # Of all blocks each thread scores its own for every row: together these stay in its cache.
+        own_start, own_stop = np.int64(places * thread // threads), np.int64(places * (thread + 1) // threads)
         for index in range(q.shape[0] * kv_heads):
             row, head = index // kv_heads, index % kv_heads
             own, start, stop = min(head, lists - 1), np.int64(0), np.int64(places)
             if everything:
-                start, stop = max(first - number, start), min(last - number, stop)
-                number += places
+                start, stop = own_start, own_stop
             if start >= stop:
                 continue
             for g in range(group):

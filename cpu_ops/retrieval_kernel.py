@@ -130,12 +130,9 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
             if drafted:
                 stop = end_of_draft(ranges[0], table, used, settings.block_size, start)
                 is_long = used[stop - 1, 0] * settings.block_size >= LONG and calls[CAUSAL] != 0
-                if which != EVERYTHING or stop == start + 1 or not is_long:
-                    # Each attends to its block up to its own token, as in a call of its own.
-                    stop = start + 1
-                for row in range(start, stop):
-                    show_up_to(ranges[0, row], table[row], lengths, settings.block_size)
-                if stop > start + 1:
+                if which == EVERYTHING and stop > start + 1 and is_long:
+                    for row in range(start, stop):
+                        show_up_to(ranges[0, row], table[row], lengths, settings.block_size)
                     nothing, none = np.empty((1, 1, 0), np.int32), np.zeros(1, np.int64)
                     ids, counts = attended_ids(table[stop - 1 : stop], nothing, none, none)
                     if settings.rehearses == 0 and not attend_causally(
@@ -148,22 +145,25 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
                         copy_into(lse[start:stop], masses[1, start:stop])
                     start = stop
                     continue
-            elif estimates:
-                stop = end_of_run(firsts, ends, start)
+            # Drafted tokens choose together.
+            stop = min(stop, end_of_run(firsts, ends, start)) if estimates else start + 1 if drafted else rows
             if estimates:
                 context, counts = contexts(table[start:stop], firsts[start:stop], ends[start:stop])
                 if not are_in_pool(context, counts, len(keys)):
                     return BAD_CONTEXT
                 most = min(positions.shape[2], context.shape[1])
                 run = Run(
-                    queries[start:stop], table[start:stop], firsts[start:stop], ends[start:stop], context,
-                    positions[start:stop], allowed[start:stop], which, shared, scale, softcap, target, most,
-                    outside_lse[start:stop], attended[start:stop], lse[start:stop], masses[0, start:stop],
-                    masses[1, start:stop], taken[start:stop], recorded[start:stop],
+                    queries[start:stop], ranges[0, start:stop], drafted, table[start:stop], firsts[start:stop],
+                    ends[start:stop], context, positions[start:stop], allowed[start:stop], which, shared, scale,
+                    softcap, target, most, outside_lse[start:stop], attended[start:stop], lse[start:stop],
+                    masses[0, start:stop], masses[1, start:stop], taken[start:stop], recorded[start:stop],
                 )  # fmt: skip
                 if not _attend_to_run(run, pool, representatives, coarse, group_vectors, means, settings, calls):
                     return BAD_LISTS
             else:
+                if drafted:
+                    # Each attends to its block up to its own token, as in a call of its own.
+                    show_up_to(ranges[0, start], table[start], lengths, settings.block_size)
                 own = queries[start:stop], table[start:stop], firsts[start:stop], ends[start:stop]
                 places = positions[start:stop]
                 if which == CHOSEN:
@@ -201,9 +201,7 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
     window, window_lse = np.empty(run.attended.shape, np.float32), np.empty(run.lse.shape, np.float32)
     if separate:
         # What is always attended counts for the target, so it is computed first.
-        if not attend(
-            run.queries, pool, ids, counts, run.scale, run.softcap, settings, calls, ATTENDER, window, window_lse
-        ):
+        if not _attend(run, pool, ids, counts, settings, calls, ATTENDER, window, window_lse):
             return False
         outside_lse = sums_of_powers(window_lse, outside_lse)
     if chooses:
@@ -239,9 +237,7 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
             numbers_into(run.taken, column, run.positions)
     if settings.rehearses:
         return True
-    if not attend(
-        run.queries, pool, ids, counts, run.scale, run.softcap, settings, calls, attender, run.attended, run.lse
-    ):
+    if not _attend(run, pool, ids, counts, settings, calls, attender, run.attended, run.lse):
         return False
     if separate:
         merge_into(run.attended, run.lse, window, window_lse)
@@ -258,4 +254,25 @@ def _attend_to_run(run, pool, representatives, coarse, group_vectors, means, set
         # would be too small.
         is_known = run.which == CHOSEN or settings.rerank != 0 or representatives.shape[2] > 1
         add_rest(run, groups, scores, means, is_known, settings, calls)
+    return True
+
+
+@kernel_part
+def _attend(run, pool, ids, counts, settings, calls, attender, out, lse):
+    """`step_stages.attend` for the rows of a run; drafted tokens one by one, each to its block up to itself.
+
+    A drafted token's numbers are then those of a call of its own, bit by bit: sums do not depend on where threads
+    divide the lists of other rows.
+    """
+    rows = len(run.table)
+    at_once = 1 if run.drafted else rows
+    for start in range(0, rows, at_once):
+        stop = start + at_once
+        if run.drafted:
+            show_up_to(run.tokens[start], run.table[start], pool[3], settings.block_size)
+        if not attend(
+            run.queries[start:stop], pool, ids[start:stop], counts[start:stop], run.scale, run.softcap, settings,
+            calls, attender, out[start:stop], lse[start:stop],
+        ):  # fmt: skip
+            return False
     return True

@@ -169,8 +169,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a drafted token sees those behind it",
-        "cpu_ops/retrieval_kernel.py",
-        "show_up_to(ranges[0, row], table[row], lengths, settings.block_size)",
+        "cpu_ops/step_parts.py",
+        "lengths[ids[position // block_size]] = position % block_size + 1",
         "pass",
         ("tests/operators/test_ragged_arrays.py::test_a_draft_has_the_logits_of_its_tokens_one_by_one_bit_by_bit",),
     ),
