@@ -27,15 +27,15 @@ SINGLE_TOKENS = (
     Mutation(
         "what is left of a block counts for all its tokens",
         _FILE,
-        "            weights[g, place] += fewer\n",
+        "                weights[g, place] += fewer[size - taken[entry]]\n",
         "",
         (_REFERENCE,),
     ),
     Mutation(
         "chosen tokens stay in the mass of what is left of their block",
         _FILE,
-        "left += is_left[t] * shares[g, t]",
-        "left += shares[g, t]",
+        "total += is_left[entry, t] * shares[entry, t]",
+        "total += shares[entry, t]",
         (_REFERENCE,),
     ),
     Mutation(
