@@ -35,7 +35,9 @@ from hetero_kv.cpu_ops.tiles import tiles_for
 from hetero_kv.cpu_ops.weight_dots import dot_instruction
 
 _AHEAD = 4
-"""How many blocks ahead the kernel prefetches."""
+"""How many blocks ahead the kernel prefetches those of a list."""
+_CHUNK = 16
+"""How many blocks are scored for all lists before the next ones, which are prefetched meanwhile."""
 _MOST_AT_ONCE = 2
 """Blocks that are scored together, with queries read once; more would exceed the registers."""
 
@@ -99,10 +101,17 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         everything, size = positions.shape[2] == 0, np.log(np.float32(block_size))
         places = table.shape[1] if everything else positions.shape[2]
         factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
-        scaled_q, scores = scratch(group, k_dim), scratch(rows, block_size)
-        quantized = np.zeros((group, steps * CHANNELS), np.int8)
+        each_list, scores = q.shape[0] * kv_heads, scratch(rows, block_size)
+        scaled = scratch(each_list * group, k_dim)
+        quantized = np.zeros((each_list * group, steps * CHANNELS), np.int8)
         words = quantized.view(np.int32)
-        factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
+        factors, zeros = np.empty(each_list * group, np.float32), np.empty(each_list * group, np.int32)
+        for index in range(each_list):
+            its_q, at = q[index // kv_heads, index % kv_heads], index * group
+            for g in range(group):
+                for d in range(k_dim):
+                    scaled[at + g, d] = its_q[g, d] * factor
+            _quantize(its_q, factor, quantized[at : at + group], factors[at : at + group], zeros[at : at + group])
         of_means, of_codes, nothing = (
             scratch(num_tiles, 2 * lanes),
             scratch(num_tiles, 2 * lanes),
@@ -111,23 +120,27 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         # Differences to the block's mean are sums of powers without a look for the largest.
         are_apart = softcap > 0 or token_scores.shape[3] > 0
         added_to_codes, added_to_masses = (of_means, nothing) if are_apart else (nothing, of_means)
-        listed, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
+        listed, now = _number_of(positions, each_list, kv_heads, places), np.zeros(at_once, np.int64)
         in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
         first, last = listed * thread // threads, listed * (thread + 1) // threads
         number: Any = np.int64(0)
-        # Of all blocks each thread scores its own for every row: together these stay in its cache.
-        own_start, own_stop = np.int64(places * thread // threads), np.int64(places * (thread + 1) // threads)
-        for index in range(q.shape[0] * kv_heads):
+        own_start, own_stop, chunk = np.int64(0), np.int64(places), np.int64(places)
+        if everything:
+            # Each thread scores its own blocks for all rows, in the order in which they lie in memory.
+            own_start, own_stop = np.int64(places * thread // threads), np.int64(places * (thread + 1) // threads)
+            chunk = np.int64(_CHUNK)
+        for turn in range(-(-(own_stop - own_start) // chunk) * each_list):
+            index = turn % each_list
+            start = own_start + turn // each_list * chunk
+            stop = min(own_stop, start + chunk)
             row, head = index // kv_heads, index % kv_heads
-            own, start, stop = min(head, lists - 1), np.int64(0), np.int64(places)
-            if everything:
-                start, stop = own_start, own_stop
-            if start >= stop:
-                continue
-            for g in range(group):
-                for d in range(k_dim):
-                    scaled_q[g, d] = q[row, head, g, d] * factor
-            _quantize(q[row, head], factor, quantized, factors, zeros)
+            own, of_list = min(head, lists - 1), slice(index * group, (index + 1) * group)
+            scaled_q, its_words, its_factors, its_zeros = (
+                scaled[of_list],
+                words[of_list],
+                factors[of_list],
+                zeros[of_list],
+            )
             count: Any = 0
             for place in range(start, stop):
                 position = place if everything else np.int64(positions[row, own, place])
@@ -138,7 +151,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                 if position >= 0:
                     now[count], its[count] = position, place
                     count += 1
-                    following = min(place + _AHEAD, stop - 1)
+                    following = min(place + (chunk if everything else np.int64(_AHEAD)), own_stop - 1)
                     ahead: Any = following if everything else np.int64(positions[row, own, following])
                     if ahead >= 0:
                         there = np.int64(table[row, ahead]) * kv_heads + head
@@ -156,8 +169,8 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                         lanes, kind, k_dim, group, tile_queries, at_once, tile, scaled_q, means, in_means, of_means, at
                     )
                     code_scores(
-                        how, steps, group, tile_queries, block_size, at_once, tile, codes, in_codes, words,
-                        factors, zeros, added_to_codes, at, scores,
+                        how, steps, group, tile_queries, block_size, at_once, tile, codes, in_codes, its_words,
+                        its_factors, its_zeros, added_to_codes, at, scores,
                     )  # fmt: skip
                     if softcap > 0:
                         size_of_tile = at_once * of_tile * block_size

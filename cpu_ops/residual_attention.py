@@ -13,7 +13,7 @@ from hetero_kv.cpu_ops.estimated_masses import log_sum_exp, logaddexp
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from hetero_kv.cpu_ops.kernel_address import address_of, called_as
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from hetero_kv.cpu_ops.simd import accumulate_rows_at
+from hetero_kv.cpu_ops.simd import accumulate_rows_at, prefetch
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES, storage_of
 from hetero_kv.cpu_ops.tiles import columns_apart, tiles_for
 
@@ -154,6 +154,9 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
             sums[:] = 0
             for begin in range(start, stop if estimates else start, _AT_ONCE):
                 count = min(_AT_ONCE, stop - begin)
+                for each in range(begin + _AT_ONCE, min(begin + 2 * _AT_ONCE, stop)):
+                    following = np.int64(table[row, each]) * value_means.shape[1] + head
+                    prefetch(value_means, following * value_means.shape[3], value_means.shape[3])
                 for g in range(group):
                     for each in range(count):
                         shares[g, each] = (weights[row, head, g, begin + each] - most[g]) * LOG2_E

@@ -105,17 +105,17 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
     assert len(checked) >= 3 * 3
 
 
-# Exactness of such blocks: test_storage_types.py.
+# Exactness of such blocks: test_storage_types.py. Keys of four bits are scored themselves, others by coarse copies.
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
-def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
+@pytest.mark.parametrize(("kv_type", "nearness"), [("Q8_0", 1e-2), ("Q4_0", 1e-4)])
+def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type, nearness):
     settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
     blocks = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "chunk_size": 64, "top_k_blocks": 2}
     model, cache = injected("llama", {"head_dim": 32}, **settings, **blocks, measure_recall=True)
     logits(model, cache, tokens(150), *answer(20))
     assert len(checked) == 3 * 20
     found = cache.statistics
-    assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
+    assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=nearness)
 
 
 # Of offset keys estimates, and short turns (test_short_turns.py), are tested without these.
@@ -324,7 +324,7 @@ def test_a_covering_budget_is_exact(injected, architecture, settings):
     assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(("kv_type", "has_codes"), with_slow([("FP16", True), ("Q8_0", False)], slow=[("Q8_0", False)]))
+@pytest.mark.parametrize(("kv_type", "has_codes"), [("FP16", True), ("Q8_0", True), ("Q4_0", False)])
 def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected, kv_type, has_codes):
     shape = {} if kv_type == "FP16" else {"head_dim": 32}
     model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=16, sink_tokens=16, top_k_blocks=1)
@@ -333,6 +333,9 @@ def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected, k
     assert (pool.key_codes is not None) == has_codes
     if pool.key_codes is not None:
         ids = cache.layers[0].block_ids(0)[1:3].astype(int)
-        keys = pool.keys[ids].float()
-        differences = keys - pool.representatives[ids][:, :, :1].float()
+        keys, means = (
+            pool.key_storage.decode(pool.keys[ids]),
+            pool.representative_storage.decode(pool.representatives[ids]),
+        )
+        differences = keys.float() - means[:, :, :1].float()
         torch.testing.assert_close(pool.key_codes[ids], encode(differences), rtol=0, atol=0)

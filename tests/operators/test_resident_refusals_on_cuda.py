@@ -61,7 +61,7 @@ COARSE = {"block_size": 16}
     ("recipe", "kwargs", "message"),
     [
         ("adaptive", {}, "keys in FP32 in blocks of 8 have no coarse copies"),
-        ("adaptive", {"kv_type": "Q8_0", **COARSE}, "keys in Q8_0 in blocks of 16 have no coarse copies"),
+        ("adaptive", {"kv_type": "Q8_0", **COARSE}, "single tokens are chosen of keys in Q8_0"),
         ("adaptive", {**COARSE, "attend_to": "blocks"}, "whole blocks are chosen by estimated attention masses"),
         ("adaptive", {**COARSE, "group_reduce": "max"}, "group_reduce is max"),
         ("adaptive", {**COARSE, "head_select_mode": "SHARED"}, "head_select_mode is SHARED"),

@@ -28,9 +28,8 @@ class Derived(NamedTuple):
 
     @classmethod
     def of(cls, settings: RetrievalSettings) -> Derived:
-        """The arrays that the settings need. Low-bit keys and keys of small blocks need no coarse copies."""
-        is_coarse = settings.key_storage.for_representatives != settings.key_storage
-        has_codes = settings.rerank != 1 and not is_coarse and has_key_codes(settings.block_size)
+        """The arrays that the settings need. Keys of four bits and keys of small blocks need no coarse copies."""
+        has_codes = settings.rerank != 1 and not settings.key_storage.is_coarse and has_key_codes(settings.block_size)
         return cls(settings.residual_attention == "estimate", has_codes, settings.group_blocks > 1)
 
 

@@ -85,6 +85,8 @@ class ResidentDecode(IndexedDecode):
             return "residual_attention is drop where attention masses are estimated"
         if settings.offset_keys:
             return "single tokens are chosen of keys that are stored as differences (key_offset)"
+        if not settings.key_storage.is_plain:
+            return f"single tokens are chosen of keys in {settings.key_storage.name} (key_type)"
         if settings.block_size > LARGEST_BLOCK:
             return f"block_size is {settings.block_size}, and single tokens are chosen in blocks of {LARGEST_BLOCK}"
         if not Derived.of(settings).key_codes:
