@@ -134,7 +134,9 @@ def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tens
     """Raise DamagedContextError unless the file has the run with the layers' arrays, in their dtypes and shapes."""
     there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
     if there.keys() != arrays.keys():
-        raise DamagedContextError(f"{file.where} lacks the blocks of these layers")
+        raise DamagedContextError(
+            f"{file.where} lacks the blocks of these layers, or another version of hetero-kv saved it with other arrays"
+        )
     for name, array in arrays.items():
         entry = there[name]
         fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]

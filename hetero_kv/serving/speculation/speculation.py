@@ -101,8 +101,10 @@ class Speculation:
         ]
         lengths = draft_lengths(self.costs, odds, [0.0 if each is None else each.guess_s for each in drafters])
         # Somebody may have put hooks into the model meanwhile.
-        if not any(lengths) or self._forward.why_no_drafts is not None or not (has_room is None or has_room(lengths)):
+        if not any(lengths) or self._forward.why_no_drafts is not None:
             return [[] for _ in drafters]
+        while has_room is not None and any(lengths) and not has_room(lengths):
+            lengths = [length // 2 for length in lengths]
         counts = [_fitting(cache, length) if length else 0 for cache, length in zip(caches, lengths, strict=True)]
         return self._guesses(drafters, caches, counts, left)
 
