@@ -29,12 +29,27 @@ def arguments(_: str) -> tuple[Any, ...]:
     `least` to `most` of them (`estimated_masses.fewest_blocks`). The shares come from masses [rows, kv_heads, group,
     blocks], outside_lse and unchoosable_lse [rows, kv_heads, group] float32 (`estimated_shares`). times: multiplies the
     number of blocks that are taken, up to all of them.
-    positions: [rows, 1 if shared, else kv_heads, n] int32, written: the chosen blocks, ascending, padded with -1.
+    counts: [rows] int32, each row's blocks; what lies behind them is not read. positions: [rows, 1 if shared, else
+    kv_heads, n] int32, written: the chosen blocks, ascending, padded with -1.
     """
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, integer = types.Array(types.int32, 3, "C"), types.int64
     flags = types.boolean, integer, types.float64, integer, integer, integer
-    return real4, real4, types.boolean, real3, real3, int3, *flags, int3
+    counts = types.Array(types.int32, 1, "C")
+    return real4, real4, types.boolean, real3, real3, int3, *flags, counts, int3
+
+
+@device_function
+def _first_blocks(numbers, count):
+    """Returns the first `count` blocks of numbers [1, heads, group, blocks], which is returned if these are all."""
+    _, heads, group, blocks = numbers.shape
+    if count == blocks:
+        return numbers
+    found = np.empty((1, heads, group, count), np.float32)
+    for head in range(heads):
+        for query in range(group):
+            found[0, head, query] = numbers[0, head, query, :count]
+    return found
 
 
 @device_function
@@ -51,15 +66,18 @@ def _choose(
     least,
     most,
     times,
+    count,
     positions,
 ):
-    """Choose blocks for one list of one row; arrays as for the region, positions [1, n]."""
+    """Choose among the first `count` blocks for one list of one row; arrays as for the region, positions [1, n]."""
     if by_mass and reduce >= SOFTMAX and target > 0:
-        reduced, shares, before = softmax_and_shares(masses, outside_lse, unchoosable_lse, shared, reduce != SOFTMAX)
+        own = _first_blocks(masses, count)
+        reduced, shares, before = softmax_and_shares(own, outside_lse, unchoosable_lse, shared, reduce != SOFTMAX)
     else:
-        reduced = reduced_scores(scores, shared, reduce)
+        reduced = reduced_scores(_first_blocks(scores, count), shared, reduce)
         if target > 0:
-            shares, before = estimated_shares(masses, outside_lse, unchoosable_lse, shared)
+            own = _first_blocks(masses, count)
+            shares, before = estimated_shares(own, outside_lse, unchoosable_lse, shared)
     blocks = reduced.shape[1]
     among = blocks
     if allowed.shape[2] > 0:
@@ -93,6 +111,7 @@ def region() -> int:
             least,
             most,
             times,
+            counts,
             positions,
         ) = arguments_at("choose", "", arguments)
         rows, kv_heads, group, blocks = scores.shape
@@ -111,7 +130,7 @@ def region() -> int:
             _choose(
                 score_rows[each : each + 1], mass_rows[each : each + 1], by_mass, outside_rows[each : each + 1],
                 unchoosable_rows[each : each + 1], allowed_rows if anything else allowed_rows[each : each + 1],
-                shared, reduce, target, least, most, times, chosen[each],
+                shared, reduce, target, least, most, times, counts[each * rows // lists], chosen[each],
             )  # fmt: skip
         return np.int64(0 * code_version)
 

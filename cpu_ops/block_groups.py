@@ -44,14 +44,16 @@ def groups_of(positions, size, groups, opened):
 
 
 @kernel_part
-def opened_entries(opened, size, groups, blocks):
+def opened_entries(opened, size, groups, counts):
     """Returns the positions of the blocks of opened groups and of those in no group.
 
     opened: [rows, lists, most] int32, ascending, padded with -1. groups: their number; 0 if every block is scored.
+    counts: [rows], each row's blocks.
 
     Returns [rows, lists, entries] int32, padded with -1.
     """
     rows, lists, most = opened.shape
+    blocks = counts.max()
     entries = np.full((rows, lists, most * size + blocks - groups * size), -1, np.int32)
     for row in range(rows):
         for each in range(lists):
@@ -61,7 +63,7 @@ def opened_entries(opened, size, groups, blocks):
                     for block in range(group * size, (group + 1) * size):
                         entries[row, each, place] = block
                         place += 1
-            for block in range(groups * size, blocks):
+            for block in range(groups * size, counts[row]):
                 entries[row, each, place] = block
                 place += 1
     return entries

@@ -28,25 +28,26 @@ _REAL4, _REAL3 = (types.Array(types.float32, dims, "C") for dims in (4, 3))
 def choosing_arguments(_: str) -> tuple[Any, ...]:
     """The region's arguments.
 
-    (scores, places, blocks, weights, masses, outside_lse, unchoosable_lse, shared, reduce, target, least, most, chosen,
-    counts)
+    (scores, places, blocks, weights, masses, scored, outside_lse, unchoosable_lse, shared, reduce, target, least, most,
+    chosen, counts)
 
     scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; overwritten, and of no effect at
     padding. places: [rows, 1 if shared, else kv_heads, n] int32, the indices of these blocks in weights and masses;
     negative for padding. weights, masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's
     scores, estimated from its mean and computed from its keys. At `places` both are overwritten with the values of the
-    tokens that remain in the block, which its mean represents unchanged. blocks: as places, the blocks' ids in the
-    pool; overwritten with -1 where no token of a block is chosen. outside_lse, unchoosable_lse: [rows, kv_heads, group]
-    float32, the log-sum-exp of what is always attended, and of what cannot be chosen. reduce: as in
-    `chosen_blocks.reduced_scores`, applied to the query heads' shares of the attention. target: 0 to choose `most`
-    tokens; otherwise the share of the attention to reach with as few tokens as possible, `least` to `most` of them.
-    chosen: [rows, lists, n * block_size] int32, written: the tokens' indices in the pool, block id * block_size +
-    offset. counts: [rows, lists, 3] int32, written: the numbers of chosen tokens, of blocks that have any, and of
-    blocks that are chosen as a whole.
+    tokens that remain in the block, which its mean represents unchanged. scored: [rows] int32, each row's blocks; what
+    lies behind them is not read. blocks: as places, the blocks' ids in the pool; overwritten with -1 where no token of
+    a block is chosen. outside_lse, unchoosable_lse: [rows, kv_heads, group] float32, the log-sum-exp of what is always
+    attended, and of what cannot be chosen. reduce: as in `chosen_blocks.reduced_scores`, applied to the query heads'
+    shares of the attention. target: 0 to choose `most` tokens; otherwise the share of the attention to reach with as
+    few tokens as possible, `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: the tokens'
+    indices in the pool, block id * block_size + offset. counts: [rows, lists, 3] int32, written: the numbers of chosen
+    tokens, of blocks that have any, and of blocks that are chosen as a whole.
     """
     integer = types.int64
     flags = types.boolean, integer, types.float64, integer, integer
-    return _REAL4, _INT3, _INT3, _REAL4, _REAL4, _REAL3, _REAL3, *flags, _INT3, _INT3
+    scored = types.Array(types.int32, 1, "C")
+    return _REAL4, _INT3, _INT3, _REAL4, _REAL4, scored, _REAL3, _REAL3, *flags, _INT3, _INT3
 
 
 @cache
@@ -57,8 +58,8 @@ def choosing_region() -> int:
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def choose(thread, threads, arguments):
         (
-            scores, places, blocks, weights, masses, outside_lse, unchoosable_lse, shared, reduce, target, least, most,
-            chosen, counts,
+            scores, places, blocks, weights, masses, scored, outside_lse, unchoosable_lse, shared, reduce, target,
+            least, most, chosen, counts,
         ) = arguments_at("choose tokens", "", arguments)  # fmt: skip
         rows, kv_heads = scores.shape[:2]
         lists, heads = (1, kv_heads) if shared else (kv_heads, 1)
@@ -69,7 +70,7 @@ def choosing_region() -> int:
             own, first, its = chosen[row, each], each * heads, _without_padding(places[row, each])
             totals = np.empty((heads, scores.shape[2]), np.float32)
             keys, shares, before = _shares(
-                scores[row, first : first + heads], its, size, masses[row, first : first + heads],
+                scores[row, first : first + heads], its, size, masses[row, first : first + heads], scored[row],
                 outside_lse[row, first : first + heads], unchoosable_lse[row, first : first + heads], largest, totals,
             )  # fmt: skip
             count = _choose(keys, shares, np.float32(target) - before, target > 0, least, most, own)
@@ -94,21 +95,22 @@ def _without_padding(places):
 
 
 @device_function(error_model="numpy")
-def _shares(scores, places, size, masses, outside_lse, unchoosable_lse, largest, totals):
+def _shares(scores, places, size, masses, scored, outside_lse, unchoosable_lse, largest, totals):
     """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and that of `outside_lse`.
 
     n: the tokens of the blocks at `places`, of `size` tokens each.
     Shares are means over query heads. Sort keys order tokens by the mean share, or by the largest share of any query
     head if `largest`. scores: [heads, group, n or more], the first n overwritten with each query head's shares. masses:
-    [heads, group, blocks]. outside_lse, unchoosable_lse: [heads, group]. totals: [heads, group], written: the
-    log-sum-exp of all scores.
+    [heads, group, blocks], of which the first `scored` count. outside_lse, unchoosable_lse: [heads, group]. totals:
+    [heads, group], written: the log-sum-exp of all scores.
     """
     heads, group, n = scores.shape[0], scores.shape[1], places.size * size
     shares, most, before = np.zeros(n, np.float32), np.zeros(n, np.float32), np.float32(0)
     weight = np.float32(1) / np.float32(heads * group)
     for head in range(heads):
         for g in range(group):
-            total = logaddexp(log_sum_exp(masses[head, g]), logaddexp(outside_lse[head, g], unchoosable_lse[head, g]))
+            inside = log_sum_exp(masses[head, g, :scored])
+            total = logaddexp(inside, logaddexp(outside_lse[head, g], unchoosable_lse[head, g]))
             totals[head, g] = total
             before += weight * exp2((outside_lse[head, g] - total) * LOG2_E)
             _to_shares(scores[head, g, :n], total, weight, shares, most, largest)

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 
 class Run(NamedTuple):
-    """Neighbouring rows whose Contexts have equally many blocks, and what their call says.
+    """Neighbouring rows that choose together (`step_parts.end_of_run`), and what their call says.
 
     Attributes:
         queries: [rows, kv_heads, group, k_dim] float32.
         tokens: [rows] int64, positions of the new tokens in their sequences.
         drafted: whether these are consecutive tokens of one sequence, of which each sees those before itself.
         table, firsts, ends: of these rows, as the call's.
-        context: [rows, blocks] int32, the ids of the Context's blocks.
+        context: [rows, blocks] int32, the ids of the Contexts' blocks, padded with -1.
+        counts: [rows] int32, the numbers of these.
         positions, allowed, which, shared, scale, softcap, outside_lse, recorded: as the call's.
         target: as in `retrieval_step.BlockChoice`.
         most: the most blocks of a list, or blocks that single tokens are chosen from.
@@ -30,6 +31,7 @@ class Run(NamedTuple):
     firsts: Any
     ends: Any
     context: Any
+    counts: Any
     positions: Any
     allowed: Any
     which: Any
@@ -72,6 +74,7 @@ class Scores(NamedTuple):
         entries: [rows, lists, n] int32, their positions in the Context, padded with -1.
         ids: [rows * kv_heads, n] int32, where each kv head's part of them lies.
         likely: [rows, kv_heads, group, n] float32, scores of representatives.
+        counts: [rows] int32, how many of the n count for a row: all, but in a run of several lengths.
         weights, masses: the same, the log-sum-exp of a block's scores if all were equal to the mean's, and estimated;
             n = 0 without means.
         unchoosable_lse: [rows, kv_heads, group] float32, the log-sum-exp of groups that are not opened.
@@ -81,6 +84,7 @@ class Scores(NamedTuple):
     entries: Any
     ids: Any
     likely: Any
+    counts: Any
     weights: Any
     masses: Any
     unchoosable_lse: Any

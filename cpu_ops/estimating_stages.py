@@ -88,7 +88,7 @@ def score_groups(run, group_vectors, settings, calls):
     elif number > 0:
         choose_args = (
             likely, likely, False, run.outside_lse, run.outside_lse, run.allowed, run.shared, settings.reduce, 0.0,
-            np.int64(0), most, np.int64(1), opened,
+            np.int64(0), most, np.int64(1), np.full(rows, number, np.int32), opened,
         )  # fmt: skip
         run_region("choose", "", calls[RUN], calls[CHOOSE], settings.threads, choose_args)
     return Groups(number, ids, opened, weights, masses)
@@ -101,7 +101,7 @@ def score_blocks(run, groups, vectors, coarse, settings, calls):
     vectors: representatives, as bound. coarse: the keys and means by which candidates are scored.
     """
     rows, kv_heads, group, k_dim = run.queries.shape
-    entries = opened_entries(groups.opened, settings.group_blocks, groups.number, run.context.shape[1])
+    entries = opened_entries(groups.opened, settings.group_blocks, groups.number, run.counts)
     count, each_row = entries.shape[2], rows * kv_heads
     ids = entry_ids(run.context, entries, kv_heads)
     likely = np.empty((rows, kv_heads, group, count), np.float32)
@@ -119,7 +119,8 @@ def score_blocks(run, groups, vectors, coarse, settings, calls):
         )  # fmt: skip
         run_region("mean scores", UNTYPED, calls[RUN], calls[SCORE], settings.threads, mean_args)
     unchoosable_lse = np.full((rows, kv_heads, group), -np.inf, np.float32)
-    found = Scores(entries, ids, likely, weights, masses, unchoosable_lse, looks_at_all)
+    counts = run.counts if groups.number == 0 else np.full(rows, count, np.int32)
+    found = Scores(entries, ids, likely, counts, weights, masses, unchoosable_lse, looks_at_all)
     if looks_at_all:
         numbers_into(run.taken, CANDIDATES, entries)
         every, unread = np.empty((each_row, 1, 0), np.int32), np.empty((each_row, 1, group, 0), np.float32)
@@ -188,7 +189,7 @@ def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
         proposed = np.empty((rows, lists, min(most * settings.rerank, room)), np.int32)
     choose_args = (
         by, scores.masses, scores.looks_at_all, outside_lse, scores.unchoosable_lse, among, run.shared, settings.reduce,
-        run.target, settings.least, top_k, times, proposed,
+        run.target, settings.least, top_k, times, scores.counts, proposed,
     )  # fmt: skip
     run_region("choose", "", calls[RUN], calls[CHOOSE], settings.threads, choose_args)
     if looks and not by_token:
@@ -197,7 +198,7 @@ def choose_blocks(run, scores, outside_lse, coarse, settings, calls):
         numbers_into(run.taken, CANDIDATES, proposed)
         choose_args = (
             scores.masses, scores.masses, True, outside_lse, scores.unchoosable_lse, proposed, run.shared,
-            settings.reduce, run.target, settings.least, most, np.int64(1), places,
+            settings.reduce, run.target, settings.least, most, np.int64(1), scores.counts, places,
         )  # fmt: skip
         run_region("choose", "", calls[RUN], calls[CHOOSE], settings.threads, choose_args)
     run.positions[:] = -1
@@ -225,8 +226,9 @@ def choose_tokens(run, scores, places, outside_lse, coarse, settings, calls):
     counts = np.empty((rows, lists, 3), np.int32)
     blocks = pool_blocks(places, scores.entries, run.context)
     arguments = (
-        token_scores, places, blocks, scores.weights, scores.masses, outside_lse, scores.unchoosable_lse, run.shared,
-        settings.reduce, run.target, settings.least * size, settings.tokens, chosen, counts,
+        token_scores, places, blocks, scores.weights, scores.masses, scores.counts, outside_lse,
+        scores.unchoosable_lse, run.shared, settings.reduce, run.target, settings.least * size, settings.tokens, chosen,
+        counts,
     )  # fmt: skip
     run_region("choose tokens", "", calls[RUN], calls[CHOOSE_TOKENS], settings.threads, arguments)
     return chosen, counts, blocks
@@ -246,8 +248,9 @@ def add_rest(run, groups, scores, means, is_known, settings, calls):
     for start in range(0, rows, at_once):
         stop = start + at_once
         weights, masses = scores.weights[start:stop], scores.masses[start:stop]
+        counts = scores.counts[start:stop].repeat(kv_heads)
         arguments = (
-            calls[RUN], calls[REST], by_head(means[0]), scores.ids[start * kv_heads : stop * kv_heads],
+            calls[RUN], calls[REST], by_head(means[0]), scores.ids[start * kv_heads : stop * kv_heads], counts,
             head_rows(weights), head_rows(masses), adds_rest, settings.threads, head_rows(run.attended[start:stop]),
             head_row(run.lse[start:stop]), head_row(total[start:stop]),
         )  # fmt: skip
@@ -257,8 +260,9 @@ def add_rest(run, groups, scores, means, is_known, settings, calls):
     if groups.number > 0 and adds_rest:
         for start in range(0, rows, at_once):
             stop = start + at_once
+            counts = np.full(stop - start, groups.number, np.int32)
             arguments = (
-                calls[RUN], calls[REST], means[1], groups.ids[start:stop], groups.weights[start:stop],
+                calls[RUN], calls[REST], means[1], groups.ids[start:stop], counts, groups.weights[start:stop],
                 groups.masses[start:stop], adds_rest, settings.threads, run.attended[start:stop], run.lse[start:stop],
                 total[start:stop],
             )  # fmt: skip

@@ -23,17 +23,18 @@ _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 
 
 
 def _input_types(numbers: str) -> tuple[Any, ...]:
-    """The types of (value_means, table, weights, masses, estimates)."""
+    """The types of (value_means, table, counts, weights, masses, estimates)."""
     pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
-    return pool, types.Array(types.int32, 2, "C"), _REAL4, _REAL4, types.boolean
+    table, counts = (types.Array(types.int32, dims, "C") for dims in (2, 1))
+    return pool, table, counts, _REAL4, _REAL4, types.boolean
 
 
 @region_arguments("rest")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """The regions' arguments: (value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
-    whole_out, whole_lse, whole_mass).
+    """The regions' arguments: (value_means, table, counts, weights, masses, estimates, parts, part_out, part_lse,
+    part_mass, whole_out, whole_lse, whole_mass).
 
-    The first five are those of the kernels (`signature`); the region writes the others. Threads divide the blocks of
+    The first six are those of the kernels (`signature`); the region writes the others. Threads divide the blocks of
     all lists, one list per row and kv head. A thread writes its result for a list that it processes alone to whole_out
     [rows, kv_heads, group, v_dim], whole_lse and whole_mass [rows, kv_heads, group]. It writes results for shared lists
     to its two parts, part_out [2 * threads, group, v_dim], part_lse and part_mass [2 * threads, group]; parts [2 *
@@ -44,16 +45,17 @@ def arguments(numbers: str) -> tuple[Any, ...]:
 
 @called_as("rest")
 def signature(numbers: str) -> Any:
-    """The kernels' signature: (run, region, value_means, table, weights, masses, estimates, threads, out, lse, total).
+    """The kernels' signature: (run, region, value_means, table, counts, weights, masses, estimates, threads, out, lse,
+    total).
 
     They merge residual attention into the attention to attended tokens, by log-sum-exps.
 
-    value_means: [num_blocks, kv_heads, 1, v_dim], viewed as `numbers`. table: [rows, blocks] int32, ids in the pool.
-    weights, masses: [rows, kv_heads, group, blocks] float32, log-sum-exps of each block's scores; weights weight its
-    mean value, and masses estimate the attention that it receives; both are -inf for an attended block. out: [rows,
-    kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the attention to attended tokens, updated
-    in place if `estimates`. total: [rows, kv_heads, group] float32, written: the log-sum-exp of the former lse and of
-    the masses.
+    value_means: [num_blocks, kv_heads, 1, v_dim], viewed as `numbers`. table: [rows, blocks] int32, ids in the pool, of
+    which each row's first counts [rows] int32 are read. weights, masses: [rows, kv_heads, group, blocks] float32,
+    log-sum-exps of each block's scores; weights weight its mean value, and masses estimate the attention that it
+    receives; both are -inf for an attended block. out: [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads,
+    group] float32, the attention to attended tokens, updated in place if `estimates`. total: [rows, kv_heads, group]
+    float32, written: the log-sum-exp of the former lse and of the masses.
     """
     integer = types.int64
     return integer(integer, integer, *_input_types(numbers), integer, _REAL4, _REAL3, _REAL3)
@@ -70,7 +72,7 @@ def kernel_for(numbers: str) -> Any:
     code_version = CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
-    def add_rest(run, region, value_means, table, weights, masses, estimates, threads, out, lse, total):
+    def add_rest(run, region, value_means, table, counts, weights, masses, estimates, threads, out, lse, total):
         rows, kv_heads, group, v_dim = out.shape
         parts = np.full(2 * threads, -1, np.int64)
         part_out = np.empty((2 * threads, group, v_dim), np.float32)
@@ -78,7 +80,7 @@ def kernel_for(numbers: str) -> Any:
         whole_out = np.empty(out.shape, np.float32)
         whole_lse, whole_mass = np.full(lse.shape, -np.inf, np.float32), np.full(lse.shape, -np.inf, np.float32)
         region_args = (
-            value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
+            value_means, table, counts, weights, masses, estimates, parts, part_out, part_lse, part_mass,
             whole_out, whole_lse, whole_mass,
         )  # fmt: skip
         run_region("rest", numbers, run, region, threads, region_args)
@@ -131,7 +133,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def estimate(thread, threads, arguments):
         (
-            value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
+            value_means, table, counts, weights, masses, estimates, parts, part_out, part_lse, part_mass,
             whole_out, whole_lse, whole_mass,
         ) = arguments_at("rest", numbers, arguments)  # fmt: skip
         rows, kv_heads = weights.shape[:2]
@@ -143,10 +145,11 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
         lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
         largest, of_rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE + 1, np.int64)
         for index in range(lists):
-            start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
+            row, head = index // kv_heads, index % kv_heads
+            own = np.int64(counts[row])
+            start, stop = max(first - index * blocks, 0), min(last - index * blocks, own)
             if start >= stop:
                 continue
-            row, head = index // kv_heads, index % kv_heads
             for g in range(group):
                 mass[g] = log_sum_exp(masses[row, head, g, start:stop])
                 lse[g] = log_sum_exp(weights[row, head, g, start:stop]) if estimates else np.float32(-np.inf)
@@ -180,7 +183,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                     lanes, storage, v_dim, group, tile_queries, row_size, columns, factors, _AT_ONCE * row_size,
                     value_means, of_rest, found, sums,
                 )  # fmt: skip
-            if stop - start == blocks:
+            if stop - start == own:
                 _keep(sums, lse, mass, whole_out[row, head], whole_lse[row, head], whole_mass[row, head])
             else:
                 part = 2 * thread + (0 if index * blocks < first else 1)

@@ -146,7 +146,10 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
                     start = stop
                     continue
             # Drafted tokens choose together.
-            stop = min(stop, end_of_run(firsts, ends, start)) if estimates else start + 1 if drafted else rows
+            if estimates:
+                stop = min(stop, end_of_run(firsts, ends, start, settings.group_blocks > 1))
+            elif drafted:
+                stop = start + 1
             if estimates:
                 context, counts = contexts(table[start:stop], firsts[start:stop], ends[start:stop])
                 if not are_in_pool(context, counts, len(keys)):
@@ -154,8 +157,8 @@ def kernel_for(dtype: str, estimates: bool) -> Any:
                 most = min(positions.shape[2], context.shape[1])
                 run = Run(
                     queries[start:stop], ranges[0, start:stop], drafted, table[start:stop], firsts[start:stop],
-                    ends[start:stop], context, positions[start:stop], allowed[start:stop], which, shared, scale,
-                    softcap, target, most, outside_lse[start:stop], attended[start:stop], lse[start:stop],
+                    ends[start:stop], context, counts, positions[start:stop], allowed[start:stop], which, shared,
+                    scale, softcap, target, most, outside_lse[start:stop], attended[start:stop], lse[start:stop],
                     masses[0, start:stop], masses[1, start:stop], taken[start:stop], recorded[start:stop],
                 )  # fmt: skip
                 if not _attend_to_run(run, pool, representatives, coarse, group_vectors, means, settings, calls):

@@ -119,10 +119,19 @@ def show_up_to(position, ids, lengths, block_size):
 
 
 @kernel_part
-def end_of_run(firsts, ends, start):
-    """Returns the end of the run of rows from `start` on whose Contexts [first, end) have equally many blocks."""
+def end_of_run(firsts, ends, start, are_alike):
+    """Returns the end of the run of rows from `start` on that choose together.
+
+    Their Contexts [first, end) have equally many blocks; or, unless `are_alike`, numbers of blocks of which the
+    smallest is at least 7/8 of the largest: what is computed for missing blocks costs less than a run of its own.
+    """
+    least = most = ends[start] - firsts[start]
     stop = start + 1
-    while stop < len(firsts) and ends[stop] - firsts[stop] == ends[start] - firsts[start]:
+    while stop < len(firsts):
+        blocks = ends[stop] - firsts[stop]
+        least, most = min(least, blocks), max(most, blocks)
+        if least < most and (are_alike or 8 * least < 7 * most):
+            break
         stop += 1
     return stop
 

@@ -98,7 +98,7 @@ def choose_by_scores(queries, representatives, context, counts, positions, allow
         zeros, unrestricted = np.zeros((rows, kv_heads, group), np.float32), np.empty((rows, 1, 0), np.int32)
         choose_args = (
             block_scores, block_scores, False, zeros, zeros, unrestricted, shared, settings.reduce, 0.0, np.int64(0),
-            np.int64(positions.shape[2]), np.int64(1), positions,
+            np.int64(positions.shape[2]), np.int64(1), np.full(rows, among, np.int32), positions,
         )  # fmt: skip
         run_region("choose", "", calls[RUN], calls[CHOOSE], threads, choose_args)
         if candidates > 0:

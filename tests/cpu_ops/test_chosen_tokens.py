@@ -142,7 +142,7 @@ def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, 
     beside, elsewhere = np.full((1, 1, 2), math.log(2), np.float32), np.full((1, 1, 2), -np.inf, np.float32)
     chosen, counts = np.empty((1, 1, 4 * BLOCK), np.int32), np.empty((1, 1, 3), np.int32)
     most = 6 if target == 0 else 12
-    inputs = scores, places, blocks, weights, masses, beside, elsewhere
+    inputs = scores, places, blocks, weights, masses, np.array([3], np.int32), beside, elsewhere
     arguments = *inputs, False, SOFTMAX, target, 0, most, chosen, counts
     call_region("choose tokens", "", chosen_tokens.choosing_region(), arguments, threads=1)
     every = [block * BLOCK + t for block in (5, 3, 4) for t in range(BLOCK)]
