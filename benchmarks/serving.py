@@ -109,12 +109,15 @@ def by_rows(engine: Engine, context: int, most: int, repeats: int) -> dict[int, 
 
 
 def llama_by_rows(program: str, model: str, context: int, most: int) -> dict[int, float]:
-    """llama.cpp's tokens per second by number of rows, of `context` tokens each, by its own benchmark."""
+    """llama.cpp's tokens per second by number of rows, of `context` tokens each, by its own benchmark.
+
+    It computes one prompt and copies its cache for each row.
+    """
     counts, file = sorted(row_counts(most)), locate(model, None, None).gguf
     room = most * (context + STEPS) + 64
     command = [
         program, "-m", str(file), "-c", str(room), "-npp", str(context), "-ntg", str(STEPS),
-        "-npl", ",".join(map(str, counts)), "-t", str(torch.get_num_threads()), "--output-format", "jsonl",
+        "-pps", "-npl", ",".join(map(str, counts)), "-t", str(torch.get_num_threads()), "--output-format", "jsonl",
     ]  # fmt: skip
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
