@@ -115,7 +115,7 @@ def _prepared(
     effort = (getattr(body, "output_config", None) or {}).get("effort")
     if not isinstance(effort, str | None):
         raise ApiError(400, f"output_config.effort is {shown(effort, 80)}; give a word")
-    dialogue = Dialogue(found, question, thinks=thinks, effort=effort)
+    dialogue = Dialogue(found, question, thinks=thinks, effort=effort, effort_field="output_config.effort")
     return choice, prompt_of(served, choice.shown(dialogue)), others
 
 

@@ -61,7 +61,10 @@ class ChatRequest(SamplingFields):
         found = chat_messages(self.messages, lambda file_id: host.files.text(file_id, key))
         thinks = self.enable_thinking if self.enable_thinking is not None else host.defaults.thinks
         variables = self.chat_template_kwargs or {}
-        return Dialogue(found.messages, found.question, thinks, self.reasoning_effort, variables, unused=found.unused)
+        return Dialogue(
+            found.messages, found.question, thinks, self.reasoning_effort, variables, unused=found.unused,
+            thinks_field="enable_thinking",
+        )  # fmt: skip
 
 
 @router.post("/v1/chat/completions", response_model=None)

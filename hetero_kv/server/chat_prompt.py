@@ -29,6 +29,7 @@ class Dialogue:
         variables: further variables of the template.
         tools: functions in OpenAI's format.
         unused: names of the request's fields without effect.
+        thinks_field, effort_field: the names that `thinks` and `effort` have in the request, for headers and errors.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -38,6 +39,8 @@ class Dialogue:
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] = ()
     unused: tuple[str, ...] = ()
+    thinks_field: str = "thinking"
+    effort_field: str = "reasoning_effort"
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any],
         elif effort not in _EFFORTS:
             raise ApiError(
                 400, f"the reasoning effort is {shown(effort, 80)}; give one of {', '.join(_EFFORTS)}",
-                param="reasoning_effort",
+                param=dialogue.effort_field,
             )  # fmt: skip
         elif thinks is None:
             thinks = effort not in _NO_EFFORT
@@ -109,6 +112,6 @@ def _variables(served: ServedModel, dialogue: Dialogue) -> tuple[dict[str, Any],
         try:
             given.setdefault(thinking_variable(served.tokenizer), thinks)
         except HeteroKVError:
-            unused.append("thinking" if effort is None else "reasoning_effort")
+            unused.append(dialogue.thinks_field if effort is None else dialogue.effort_field)
     unused += [name for name in given if name not in known]
     return {name: value for name, value in given.items() if name in known}, tuple(unused)

@@ -125,6 +125,8 @@ def chat_messages(messages: Sequence[Any], file_text: Callable[[str], str]) -> C
             if message.get(name):
                 raise ApiError(400, f"{place} has {name}; {remedy}", param=place)
         text = message.get("content")
+        if text is None and message.get("role") != "assistant":
+            raise ApiError(400, f"{place} has no content; give a text or a list of parts", param=place)
         content = content_text(message.get("refusal") if text is None else text, place, file_text)
         known = _FIELDS if message.get("role") == "tool" else _FIELDS - {"name"}
         unused |= {f"messages.{key}" for key, value in message.items() if value and key not in known}

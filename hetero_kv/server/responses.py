@@ -145,7 +145,7 @@ def _prepared(
     effort = (body.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         raise ApiError(400, f"reasoning.effort is {shown(effort, 80)}; give a word", param="reasoning")
-    dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort)
+    dialogue = Dialogue(messages, question, thinks=host.defaults.thinks, effort=effort, effort_field="reasoning.effort")
     prompt = prompt_of(served, choice.shown(dialogue))
     return list(items), others, choice, prompt, choice.masks(served, prompt, body, 1)
 

@@ -201,6 +201,12 @@ def test_an_error_names_the_field_that_was_sent(http, route, fields, param):
         ("responses", {"input": "x", "top_logprobs": 2}, "log-probabilities"),
         ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}, "log-probabilities"),
         ("responses", {"input": [{}]}, "input[0] has no content"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0] has no content"),
+        (
+            "chat/completions",
+            {"messages": [*QUESTION, {"role": "tool", "content": None}]},
+            "messages[1] has no content",
+        ),
         ("responses", {"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort is 5"),
         ("responses", {"input": "x", "reasoning": {"effort": "huge"}}, "the reasoning effort is 'huge'"),
         ("chat/completions", {"messages": QUESTION, "reasoning_effort": "huge"}, "the reasoning effort is 'huge'"),
@@ -219,6 +225,7 @@ def test_a_conversation_that_would_lack_something_is_refused(http, route, fields
     [
         ({"messages": [{**QUESTION[0], "name": "Bob"}]}, "messages.name"),
         ({"stream_options": {"include_usage": True}}, "stream_options (stream is false)"),
+        ({"enable_thinking": False}, "enable_thinking"),
         (
             {"return_progress": True, "return_tokens": True},
             "return_progress (stream is false),return_tokens (stream is f",
@@ -236,7 +243,8 @@ def test_what_has_no_effect_is_named(http, fields, ignored):
     [
         ("responses", {"stream_options": {"a": 1}}, "stream_options"),
         ("responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.encrypted_content"),
-        ("messages", {"output_config": {"effort": "low", "a": 1}}, "reasoning_effort,output_config.a"),
+        ("messages", {"output_config": {"effort": "low", "a": 1}}, "output_config.effort,output_config.a"),
+        ("responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ("chat/completions", {"stream": True, "stream_options": {"include_usage": True, "a": 1}}, "stream_options.a"),
     ],
 )
