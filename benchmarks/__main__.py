@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 
@@ -18,9 +19,13 @@ BENCHMARKS = (
 )
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or BENCHMARKS
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description="Run benchmarks that need no GPU; python -m benchmarks.NAME takes flags."
+    )
+    parser.add_argument("names", nargs="*", help=f"all if none is named: {', '.join(BENCHMARKS)}")
+    chosen = parser.parse_args().names or BENCHMARKS
     if unknown := set(chosen) - set(BENCHMARKS):
-        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
     for name in chosen:
         sys.argv = [name]
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
