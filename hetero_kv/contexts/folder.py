@@ -24,15 +24,15 @@ def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore
     if is_missing and not makes:
         raise ContextError(f"there is no folder {folder} (context_folder); name one that holds contexts")
     return contexts_at(
-        folder, gigabytes(settings.context_cache_gb), gigabytes(settings.context_local_gb), settings.context_wait_s,
+        folder, settings.context_cache_gb, settings.context_local_gb, settings.context_wait_s,
         makes=makes,
     )  # fmt: skip
 
 
 def contexts_at(
     place: str | Path,
-    limit: int | None = None,
-    local_limit: int | None = None,
+    cache_gb: float | str | None = None,
+    local_gb: float | str | None = None,
     wait_s: float = 10.0,
     *,
     makes: bool = True,
@@ -40,13 +40,14 @@ def contexts_at(
     """The contexts in a folder, or at an fsspec address.
 
     Args:
-        limit: bytes that all of them may take; None for no limit.
-        local_limit: bytes that the disk cache in front of an address may take; None for no limit.
+        cache_gb: GB that all of them may take; None or "all" for no limit.
+        local_gb: GB that the disk cache in front of an address may take; None or "all" for no limit.
         wait_s: the longest wait for an address, seconds.
         makes: whether a missing folder or index is created.
 
     Raises ContextError if the folder cannot be used, and ConfigError for an address that fsspec cannot use.
     """
+    limit, local_limit = _bytes(cache_gb), _bytes(local_gb)
     if not is_address(place):
         return ContextStore(place, limit, makes=makes)
     # Imported here, because a folder needs none of it.
@@ -57,6 +58,6 @@ def contexts_at(
     return SharedContextStore(address, limit, cache_home() / "context_cache" / name, local_limit, wait_s)
 
 
-def gigabytes(setting: float | str | None) -> int | None:
+def _bytes(setting: float | str | None) -> int | None:
     """A setting in GB as bytes; None for "all"."""
     return None if setting is None or isinstance(setting, str) else round(setting * 1e9)

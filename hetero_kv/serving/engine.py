@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
-from hetero_kv.contexts.folder import contexts_at, gigabytes
-from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
+from hetero_kv.contexts.folder import contexts_at
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.messages import Messages
@@ -34,6 +31,7 @@ from hetero_kv.serving.row_decoder import RowDecoder
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation.opening import Guessing, open_speculation
+from hetero_kv.serving.status import EngineStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
@@ -42,7 +40,7 @@ from hetero_kv.serving.turns import EngineTurn
 _logger = logging.getLogger(__name__)
 
 
-class Engine(EngineReport):
+class Engine:
     """Answers requests from any number of threads and event loops; one thread of the engine computes.
 
     Engines of one process, also of models that share their weights (`hetero_kv.with_rules`), compute in turn.
@@ -101,6 +99,9 @@ class Engine(EngineReport):
 
     Attributes:
         tokenizer: the model's.
+        vocab_size: number of its logits.
+        max_seq_len: capacity of a request, prompt and answer, tokens.
+        report: the engine's state and its sequences.
 
     Raises HeteroKVError when the model has no rules, or the draft model does not fit it, and OutOfMemoryError when
     `max_seq_len` does not fit.
@@ -130,17 +131,17 @@ class Engine(EngineReport):
             raise HeteroKVError(
                 f"Engine: {model.name} has no rules injected; load it by hetero_kv.load_model(name, config='adaptive')"
             )
-        _require_at_least(
+        for name, value, least in (
             ("max_seq_len", max_seq_len, 1), ("max_batch", max_batch, 1), ("kv_tokens", kv_tokens, 1),
             ("kept_prefixes", kept_prefixes, 0), ("checkpoint_gb", checkpoint_gb, 0),
             ("context_cache_gb", context_cache_gb, 0), ("context_local_gb", context_local_gb, 0),
             ("contexts_per_tenant", contexts_per_tenant, 1), ("part", part, 1),
-        )  # fmt: skip
+        ):  # fmt: skip
+            if value is not None and not value >= least:
+                raise HeteroKVError(f"Engine: {name} is {value}; it must be at least {least}")
         for name, seconds in (("context_wait_s", context_wait_s), ("longest_gap_s", longest_gap_s)):
             if not seconds > 0:
                 raise HeteroKVError(f"Engine: {name} is {seconds}; it must be more than 0")
-        # Compile the kernels that draw tokens now, so that no request waits for them.
-        drawn(filtered_weights(np.zeros(2, np.float32), 1.0, 1, 0.5, 0.0), 0.0)
         self.tokenizer = model.tokenizer
         injection.placed(max_batch, max_seq_len)
         forward = ModelForward(model.model, model.tokenizer)
@@ -149,52 +150,60 @@ class Engine(EngineReport):
             longest_gap_s=longest_gap_s,
         )  # fmt: skip
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
-        operators = list(injection.attention_operators())
-        layers = injection.cache_layers()
-        splits = (
-            all(each.prefills_exactly for each in operators)
-            and not any(getattr(layer, "is_strided", False) for layer in layers)
-            and not forward.longest_rotates_all
-        )
-        self._prefixes = ResidentPrefixes([] if forward.longest_rotates_all else operators, kept_prefixes)
-        if context_folder is not None:
-            empty = forward.new_cache(self._store)
-            if self._prefixes.can_share(empty):
-                contexts = contexts_at(
-                    context_folder, gigabytes(context_cache_gb), gigabytes(context_local_gb), context_wait_s
-                )
-                self._prefixes.stored = StoredPrefixes(contexts, empty, self._store, contexts_per_tenant)
-            else:
-                _logger.warning(
-                    "context_folder %s is not used: under these rules a prompt that reuses a stored prefix is not "
-                    "computed exactly as a whole one",
-                    context_folder,
-                )
-        self._swaps = SwapFolder(injection)
-        self._queues = Queues()
-        memory = Memory(self._store, self._prefixes, self._swaps)
+        operators = [] if forward.longest_rotates_all else list(injection.attention_operators())
+        self._prefixes = ResidentPrefixes(operators, kept_prefixes)
         empty = forward.new_cache(self._store)
-        self._can_roll_back, self._bytes_per_token = empty.is_croppable, injection.bytes_per_token()
-        checkpoints = Checkpoints(round(checkpoint_gb * 1e9) if self._prefixes.can_share(empty) else 0, empty)
+        shares = self._prefixes.can_share(empty)
+        if context_folder is not None and shares:
+            contexts = contexts_at(context_folder, context_cache_gb, context_local_gb, context_wait_s)
+            self._prefixes.stored = StoredPrefixes(contexts, empty, self._store, contexts_per_tenant)
+        elif context_folder is not None:
+            _logger.warning("context_folder %s is not used: these rules cannot reuse a prefix exactly", context_folder)
+        self._swaps, self._queues = SwapFolder(injection), Queues()
+        checkpoints = Checkpoints(round(checkpoint_gb * 1e9) if shares else 0, empty)
         speed = PromptSpeed()
         order = PromptOrder(self._queues, self._prefixes, speed)
         admission = Admission(
-            self._queues, memory, self._swaps, self._prefixes, order, lambda: forward.new_cache(self._store),
-            checkpoints, max_batch,
+            self._queues, Memory(self._store, self._prefixes, self._swaps), self._swaps, self._prefixes, order,
+            lambda: forward.new_cache(self._store), checkpoints, max_batch,
         )  # fmt: skip
-        self._max_batch = max_batch
         draft, size = self._speculation.draft, PartSize(longest_gap_s, part)
         turn = EngineTurn(rules=injection, draft_rules=None if draft is None else draft.rules)
         outputs = OutputProcessor(self._queues, self._prefixes)
         decoder = RowDecoder(forward, self._queues, outputs, size, self._speculation, admission)
         self._scheduler = Scheduler(
             forward, self._queues, admission, outputs, checkpoints, order, size, speed, turn,
-            AnswerPace(longest_gap_s), decoder, splits_prompts=splits,
+            AnswerPace(longest_gap_s), decoder,
         )  # fmt: skip
+        self.max_seq_len = self._store.capacity
         self._inputs = InputProcessor(model, injection, self.max_seq_len, self._speculation)
+        self.vocab_size = self._inputs.answers.vocab_size
         self._loop = EngineLoop(
             self._scheduler, self._queues, self._prefixes, self._swaps, turn, starts_thread=starts_thread
         )
+        self.report = EngineReport(
+            self._store, self._queues, self._prefixes, self._scheduler, self._speculation, self._loop, max_batch,
+            injection.bytes_per_token(), empty.is_croppable,
+        )  # fmt: skip
+
+    @property
+    def speculation(self) -> str:
+        """How tokens are guessed unless a request says; `off` if the model or its rules cannot verify guesses."""
+        return self._speculation.in_effect()
+
+    @property
+    def ways(self) -> Mapping[str, str | None]:
+        """The values of `speculation` that a request may give, each with the reason why it has no effect, or None."""
+        return self._speculation.ways
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The model's own end-of-turn tokens at this moment."""
+        return self._inputs.answers.ends
+
+    def status(self) -> EngineStatus:
+        """The engine's present state. Any thread may call it, also during a step."""
+        return self.report.status()
 
     def encode(
         self,
@@ -314,8 +323,6 @@ class Engine(EngineReport):
             )
         )
 
-    # -- computing
-
     def step(self) -> bool:
         """Compute one step: a part of a prompt, and a token of every request whose prompt is computed.
 
@@ -341,10 +348,3 @@ class Engine(EngineReport):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _require_at_least(*arguments: tuple[str, float | None, int]) -> None:
-    """Raise HeteroKVError for an argument (name, value, least) whose value is below the least; None always passes."""
-    for name, value, least in arguments:
-        if value is not None and not value >= least:
-            raise HeteroKVError(f"Engine: {name} is {value}; it must be at least {least}")

@@ -1,92 +1,73 @@
-"""What an engine tells about itself: its model, its capacity, its requests and its sequences."""
+"""What an engine is doing: its capacity, its requests and its sequences."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hetero_kv.engine.store import Store
 from hetero_kv.serving.engine_loop import EngineLoop
-from hetero_kv.serving.input_processor import InputProcessor
 from hetero_kv.serving.prefixes import ResidentPrefixes
 from hetero_kv.serving.queues import Queues
 from hetero_kv.serving.request import Request
 from hetero_kv.serving.scheduler import Scheduler
-from hetero_kv.serving.speculation.opening import Speculation
+from hetero_kv.serving.speculation.speculation import Speculation
 from hetero_kv.serving.status import EngineStatus, SequenceStatus, State
 
 
+@dataclass(frozen=True)
 class EngineReport:
-    """The part of an engine that reads its state; it changes nothing."""
+    """Reads the parts of an engine, and changes nothing. Any thread may call it, also during a step.
 
-    _store: Store
-    _queues: Queues
-    _prefixes: ResidentPrefixes
-    _scheduler: Scheduler
-    _speculation: Speculation
-    _inputs: InputProcessor
-    _loop: EngineLoop
-    _max_batch: int
-    _bytes_per_token: float
-    _can_roll_back: bool
+    Attributes:
+        store, queues, prefixes, scheduler, speculation, loop: the engine's.
+        max_batch: the most requests that are answered at a time.
+        bytes_per_token: of keys and values, bytes.
+        can_roll_back: whether all layers can roll back to any token.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of the model's logits."""
-        return self._inputs.answers.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """Capacity of a request, prompt and answer, tokens."""
-        return self._store.capacity
-
-    @property
-    def speculation(self) -> str:
-        """How tokens are guessed unless a request says; `off` if the model or its rules cannot verify guesses."""
-        return self._speculation.in_effect()
-
-    @property
-    def ways(self) -> Mapping[str, str | None]:
-        """The values of `speculation` that a request may give, each with the reason why it has no effect, or None."""
-        return self._speculation.ways
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The model's own end-of-turn tokens at this moment."""
-        return self._inputs.answers.ends
+    store: Store
+    queues: Queues
+    prefixes: ResidentPrefixes
+    scheduler: Scheduler
+    speculation: Speculation
+    loop: EngineLoop
+    max_batch: int
+    bytes_per_token: float
+    can_roll_back: bool
 
     def status(self) -> EngineStatus:
-        """The engine's present state. Any thread may call it, also during a step."""
-        store = self._store
+        """The engine's present state."""
+        store, stored = self.store, self.prefixes.stored
         free = min((each.unused_blocks * each.block_size for each in list(store.allocators.values())), default=None)
         capacity = store.tokens or store.capacity
-        step_s, row_s = self._speculation.costs.line(self._max_batch)
+        step_s, row_s = self.speculation.costs.line(self.max_batch)
         return EngineStatus(
             tuple(request.status(state) for state, request in self._requests()),
-            kept_prefixes=self._prefixes.kept,
+            kept_prefixes=self.prefixes.kept,
             capacity=capacity,
             free=capacity if free is None else min(free, capacity),
-            dram_bytes=store.dram_bytes + self._speculation.dram_bytes,
-            idle_s=time.monotonic() - self._scheduler.active_at,
-            is_open=self._loop.is_open,
-            max_batch=self._max_batch,
-            prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s,
+            dram_bytes=store.dram_bytes + self.speculation.dram_bytes,
+            idle_s=time.monotonic() - self.scheduler.active_at,
+            is_open=self.loop.is_open,
+            max_batch=self.max_batch,
+            prefill_tokens_per_s=self.scheduler.prefill_tokens_per_s,
             decode_step_s=step_s,
             decode_row_s=row_s,
-            bytes_per_token=self._bytes_per_token,
-            context_failures=0 if self._prefixes.stored is None else self._prefixes.stored.failures,
+            bytes_per_token=self.bytes_per_token,
+            context_failures=0 if stored is None else stored.failures,
         )
 
     def sequences(self) -> list[SequenceStatus]:
         """The sequences that later prompts can reuse, now or after the requests; the most recently used first.
 
-        Empty if a prompt that reuses a prefix is not computed exactly. Any thread may call it.
+        Empty if a prompt that reuses a prefix is not computed exactly.
         """
-        if not self._prefixes.are_shared:
+        if not self.prefixes.are_shared:
             return []
-        requests = [request.sequence(state, self._can_roll_back) for state, request in self._requests()]
-        return requests + self._prefixes.sequences(self._can_roll_back)
+        requests = [request.sequence(state, self.can_roll_back) for state, request in self._requests()]
+        return requests + self.prefixes.sequences(self.can_roll_back)
 
     def _requests(self) -> list[tuple[State, Request]]:
-        """All requests, each with its state. Any thread may call it."""
-        return [*self._queues.by_state(), *(("waiting", each) for each in self._loop.new)]
+        """All requests, each with its state."""
+        return [*self.queues.by_state(), *(("waiting", each) for each in self.loop.new)]

@@ -102,6 +102,15 @@ class ModelForward:
         found = (f"{each.path} ({type(each).__name__})" for each in _operators(self.model) if not _is_exact(each))
         return next(found, None)
 
+    @cached_property
+    def splits_prompts(self) -> bool:
+        """Whether a prompt that is computed in parts gives what it gives as a whole."""
+        return (
+            all(each.prefills_exactly for each in _operators(self.model))
+            and not any(getattr(each, "is_strided", False) for each in self.model.hetero_kv_injection.cache_layers())
+            and not self.longest_rotates_all
+        )
+
     @property
     def mixes(self) -> bool:
         """Whether parts of prompts can be computed in one forward with decoded tokens."""

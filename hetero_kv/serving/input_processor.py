@@ -7,6 +7,9 @@ from functools import partial
 from operator import index
 from typing import Any
 
+import numpy as np
+
+from hetero_kv.cpu_ops.token_sampling import drawn, filtered_weights
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.models.chat_template import thinking_variable
@@ -38,6 +41,8 @@ class InputProcessor:
     """
 
     def __init__(self, model: LoadedModel, injection: Injection, max_seq_len: int, speculation: Speculation) -> None:
+        # Compile the kernels that draw tokens now, so that no request waits for them.
+        drawn(filtered_weights(np.zeros(2, np.float32), 1.0, 1, 0.5, 0.0), 0.0)
         self.answers = ModelAnswers(model.model, model.tokenizer)
         self._tokenizer, self._turns = model.tokenizer, TurnTokens(model.tokenizer)
         self._injection, self._max_seq_len, self._speculation = injection, max_seq_len, speculation

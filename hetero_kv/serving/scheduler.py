@@ -60,16 +60,15 @@ class Scheduler:
         speed: is told how fast prompts are computed.
         turn: this engine's turn, during which `step` is called.
         decoder: decodes the tokens of answers.
-        splits_prompts: whether prompts are computed in parts; otherwise each is computed whole.
     """
 
     def __init__(
         self, forward: ModelForward, queues: Queues, admission: Admission, outputs: OutputProcessor,
         checkpoints: Checkpoints, order: PromptOrder, part_size: PartSize, speed: PromptSpeed, turn: EngineTurn,
-        pace: AnswerPace, decoder: RowDecoder, *, splits_prompts: bool,
+        pace: AnswerPace, decoder: RowDecoder,
     ) -> None:  # fmt: skip
         self.forward, self.queues, self.admission = forward, queues, admission
-        self._outputs, self._part_size, self._splits_prompts = outputs, part_size, splits_prompts
+        self._outputs, self._part_size = outputs, part_size
         self._order, self._prompt_speed, self._pace, self._decoder = order, speed, pace, decoder
         self._checkpoints, self._turn = checkpoints, turn
         self._has_warned = False
@@ -141,8 +140,8 @@ class Scheduler:
 
     def _splits(self) -> bool:
         """Whether prompts are computed in parts; not under foreign hooks, which may depend on all tokens."""
-        if not self._splits_prompts or not self.forward.is_hooked:
-            return self._splits_prompts
+        if not self.forward.splits_prompts or not self.forward.is_hooked:
+            return self.forward.splits_prompts
         if not self._has_warned:
             self._has_warned = True
             _logger.warning("prompts are computed whole, and delay other requests, because the model has foreign hooks")

@@ -50,7 +50,7 @@ def test_a_short_prompt_overtakes_a_long_one_and_no_answer_changes(recipe):
         long = engine.generate(LONGEST, ANSWER)
         steps(engine, 2)
         streams = [long, engine.generate(SHORT, ANSWER), engine.generate(PROMPTS[1], ANSWER)]
-        if engine._scheduler._splits_prompts:
+        if engine._scheduler.forward.splits_prompts:
             assert order_of_first_tokens(engine, streams) == [1, 2, 0]
         answers = [each.result().tokens for each in streams]
         assert answers == [alone(engine, tokens, 8) for tokens in (LONGEST, SHORT, PROMPTS[1])]
