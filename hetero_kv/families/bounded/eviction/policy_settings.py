@@ -11,6 +11,7 @@ from hetero_kv.families.bounded.eviction.settings import (
     StridedSettings,
     WholePromptSettings,
     policy_setting,
+    sink_setting,
 )
 from hetero_kv.families.retrieval.settings import LONGEST_QUESTION
 from hetero_kv.settings.declaration import OperatorDeclaration, Pieces
@@ -80,9 +81,7 @@ class CascadeSettings(StridedSettings):
     stride: int = setting(
         4096, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
     )
-    sink_tokens: int = setting(
-        64, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
+    sink_tokens: int = sink_setting(64)
     sub_caches: int = setting(
         4, "parts of the budget after the sinks; each accepts half of what the one before evicts", minimum=1
     )
@@ -103,9 +102,7 @@ class D2OSettings(WholePromptSettings):
     """D2O: heavy hitters and the newest tokens, the evicted merged into them, more of them where attention is dense."""
 
     policy: str = policy_setting("d2o")
-    sink_tokens: int = setting(
-        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
+    sink_tokens: int = sink_setting(4)
     recent_ratio: float = setting(
         0.25, "share of the budget without the sinks for the newest tokens", minimum=0, maximum=1
     )
@@ -293,9 +290,7 @@ class SirLLMSettings(StridedSettings):
     """SirLLM: attention sinks, the least expected tokens and the newest."""
 
     policy: str = policy_setting("sirllm")
-    sink_tokens: int = setting(
-        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
+    sink_tokens: int = sink_setting(4)
     recent_ratio: float = setting(0.25, "share of the budget for the newest tokens", minimum=0, maximum=1)
     decay_ratio: float = setting(
         1.0, "factor of the entropy of earlier tokens at every new turn; 1: memory does not fade", minimum=0, maximum=1
@@ -316,9 +311,7 @@ class StreamingLLMSettings(StridedSettings):
     """StreamingLLM: the first tokens and the newest."""
 
     policy: str = policy_setting("streaming_llm")
-    sink_tokens: int = setting(
-        4, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",)
-    )
+    sink_tokens: int = sink_setting(4)
 
     @property
     def min_budget(self) -> int:

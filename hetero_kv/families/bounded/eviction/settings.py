@@ -21,6 +21,11 @@ def policy_setting(name: str) -> Any:
     return setting(name, "which entries stay", choices=_policies, names_method="policy {}")
 
 
+def sink_setting(tokens: int) -> Any:
+    """The field `sink_tokens` in the settings of a policy that keeps `tokens` attention sinks by default."""
+    return setting(tokens, "first tokens of the sequence, always kept", unit="tokens", minimum=0, formerly=("sinks",))
+
+
 @dataclass(frozen=True)
 class BoundedSettings(Settings):
     """A fixed number of entries per layer and kv head."""
