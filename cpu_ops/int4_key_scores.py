@@ -98,41 +98,46 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
             "candidates", numbers, arguments
         )
         kv_heads, lists = q.shape[1], positions.shape[1]
-        everything, size = positions.shape[2] == 0, np.log(np.float32(block_size))
-        places = table.shape[1] if everything else positions.shape[2]
+        scores_all, size = positions.shape[2] == 0, np.log(np.float32(block_size))
+        places = table.shape[1] if scores_all else positions.shape[2]
         factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
-        each_list, scores = q.shape[0] * kv_heads, scratch(rows, block_size)
-        scaled = scratch(each_list * group, k_dim)
-        quantized = np.zeros((each_list * group, steps * CHANNELS), np.int8)
+        list_count, scores = q.shape[0] * kv_heads, scratch(rows, block_size)
+        scaled = scratch(list_count * group, k_dim)
+        quantized = np.zeros((list_count * group, steps * CHANNELS), np.int8)
         words = quantized.view(np.int32)
-        factors, zeros = np.empty(each_list * group, np.float32), np.empty(each_list * group, np.int32)
-        for index in range(each_list):
+        factors, zeros = np.empty(list_count * group, np.float32), np.empty(list_count * group, np.int32)
+        for index in range(list_count):
             its_q, at = q[index // kv_heads, index % kv_heads], index * group
             for g in range(group):
                 for d in range(k_dim):
                     scaled[at + g, d] = its_q[g, d] * factor
             _quantize(its_q, factor, quantized[at : at + group], factors[at : at + group], zeros[at : at + group])
-        of_means, of_codes, nothing = (
+        mean_scores, block_masses, no_shifts = (
             scratch(num_tiles, 2 * lanes),
             scratch(num_tiles, 2 * lanes),
             np.zeros((num_tiles, 2 * lanes), np.float32),
         )
-        # Differences to the block's mean are sums of powers without a look for the largest.
-        are_apart = softcap > 0 or token_scores.shape[3] > 0
-        added_to_codes, added_to_masses = (of_means, nothing) if are_apart else (nothing, of_means)
-        listed, now = _number_of(positions, each_list, kv_heads, places), np.zeros(at_once, np.int64)
-        in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
-        first, last = listed * thread // threads, listed * (thread + 1) // threads
+        # Codes hold keys less their block's mean key, whose score is added to each token's score where these are read,
+        # else to the mass alone: sums of powers of differences need no maximum.
+        shifts_scores = softcap > 0 or token_scores.shape[3] > 0
+        code_shifts, mass_shifts = (mean_scores, no_shifts) if shifts_scores else (no_shifts, mean_scores)
+        num_candidates, batch = _number_of(positions, list_count, kv_heads, places), np.zeros(at_once, np.int64)
+        mean_offsets, code_offsets, batch_places = (
+            np.empty(at_once, np.int64),
+            np.empty(at_once, np.int64),
+            np.zeros(at_once, np.int64),
+        )
+        first, last = num_candidates * thread // threads, num_candidates * (thread + 1) // threads
         number: Any = np.int64(0)
-        own_start, own_stop, chunk = np.int64(0), np.int64(places), np.int64(places)
-        if everything:
+        first_place, end_place, chunk = np.int64(0), np.int64(places), np.int64(places)
+        if scores_all:
             # Each thread scores its own blocks for all rows, in the order in which they lie in memory.
-            own_start, own_stop = np.int64(places * thread // threads), np.int64(places * (thread + 1) // threads)
+            first_place, end_place = np.int64(places * thread // threads), np.int64(places * (thread + 1) // threads)
             chunk = np.int64(_CHUNK)
-        for turn in range(-(-(own_stop - own_start) // chunk) * each_list):
-            index = turn % each_list
-            start = own_start + turn // each_list * chunk
-            stop = min(own_stop, start + chunk)
+        for turn in range(-(-(end_place - first_place) // chunk) * list_count):
+            index = turn % list_count
+            start = first_place + turn // list_count * chunk
+            stop = min(end_place, start + chunk)
             row, head = index // kv_heads, index % kv_heads
             own, of_list = min(head, lists - 1), slice(index * group, (index + 1) * group)
             scaled_q, its_words, its_factors, its_zeros = (
@@ -143,16 +148,16 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
             )
             count: Any = 0
             for place in range(start, stop):
-                position = place if everything else np.int64(positions[row, own, place])
-                if not everything:
+                position = place if scores_all else np.int64(positions[row, own, place])
+                if not scores_all:
                     number += position >= 0
                     if position < 0 or number <= first or number > last:
                         position = np.int64(-1)
                 if position >= 0:
-                    now[count], its[count] = position, place
+                    batch[count], batch_places[count] = position, place
                     count += 1
-                    following = min(place + (chunk if everything else np.int64(_AHEAD)), own_stop - 1)
-                    ahead: Any = following if everything else np.int64(positions[row, own, following])
+                    following = min(place + (chunk if scores_all else np.int64(_AHEAD)), end_place - 1)
+                    ahead: Any = following if scores_all else np.int64(positions[row, own, following])
                     if ahead >= 0:
                         there = np.int64(table[row, ahead]) * kv_heads + head
                         prefetch(codes, there * code_bytes, code_bytes)
@@ -161,16 +166,27 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     continue
                 # An incomplete last batch is filled up with its first block.
                 for each in range(at_once):
-                    block = np.int64(table[row, now[each if each < count else 0]]) * kv_heads + head
-                    in_means[each], in_codes[each] = block * (means.shape[2] * mean_units), block * code_bytes
+                    block = np.int64(table[row, batch[each if each < count else 0]]) * kv_heads + head
+                    mean_offsets[each], code_offsets[each] = block * (means.shape[2] * mean_units), block * code_bytes
                 for tile in range(num_tiles):
                     of_tile, at = min(tile_queries, group - tile * tile_queries), tile * 2 * lanes
                     mean_scores_of(
-                        lanes, kind, k_dim, group, tile_queries, at_once, tile, scaled_q, means, in_means, of_means, at
+                        lanes,
+                        kind,
+                        k_dim,
+                        group,
+                        tile_queries,
+                        at_once,
+                        tile,
+                        scaled_q,
+                        means,
+                        mean_offsets,
+                        mean_scores,
+                        at,
                     )
                     code_scores(
-                        how, steps, group, tile_queries, block_size, at_once, tile, codes, in_codes, its_words,
-                        its_factors, its_zeros, added_to_codes, at, scores,
+                        how, steps, group, tile_queries, block_size, at_once, tile, codes, code_offsets, its_words,
+                        its_factors, its_zeros, code_shifts, at, scores,
                     )  # fmt: skip
                     if softcap > 0:
                         size_of_tile = at_once * of_tile * block_size
@@ -179,21 +195,21 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                         of_head = token_scores[row, head]
                         for block in range(count):
                             for lane in range(of_tile):
-                                to = (tile * tile_queries + lane) * of_head.shape[1] + its[block] * block_size
+                                to = (tile * tile_queries + lane) * of_head.shape[1] + batch_places[block] * block_size
                                 own_at = (block * of_tile + lane) * block_size
                                 copy_natural(lanes, block_size, scores, own_at, of_head, to)
                     if masses.shape[3] == 0:
                         continue
                     row_masses(
-                        lanes, group, tile_queries, block_size, at_once, tile, scores, added_to_masses, of_codes, at
+                        lanes, group, tile_queries, block_size, at_once, tile, scores, mass_shifts, block_masses, at
                     )
                     for block in range(count):
                         for lane in range(of_tile):
-                            cell, g, position = block * of_tile + lane, tile * tile_queries + lane, now[block]
-                            mean = of_means[tile, cell]
+                            cell, g, position = block * of_tile + lane, tile * tile_queries + lane, batch[block]
+                            mean = mean_scores[tile, cell]
                             score = np.float32(softcap) * tanh(mean) if softcap > 0 else mean * LN_2
                             weights[row, head, g, position] = score + size
-                            masses[row, head, g, position] = of_codes[tile, cell]
+                            masses[row, head, g, position] = block_masses[tile, cell]
                 count = 0
         return np.int64(0 * code_version)
 
@@ -201,12 +217,12 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
 
 
 @device_function
-def _number_of(positions, each, kv_heads, places):
-    """Returns the number of candidates in `each` lists."""
+def _number_of(positions, list_count, kv_heads, places):
+    """Returns the number of candidates in `list_count` lists."""
     if positions.shape[2] == 0:
-        return np.int64(each * places)
+        return np.int64(list_count * places)
     found, lists = np.int64(0), positions.shape[1]
-    for index in range(each):
+    for index in range(list_count):
         for place in range(places):
             found += positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
     return found
