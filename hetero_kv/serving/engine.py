@@ -31,7 +31,7 @@ from hetero_kv.serving.row_decoder import RowDecoder
 from hetero_kv.serving.sampling import SamplingParams
 from hetero_kv.serving.scheduler import Scheduler
 from hetero_kv.serving.speculation.opening import Guessing, open_speculation
-from hetero_kv.serving.status import EngineStatus
+from hetero_kv.serving.status import EngineStatus, SequenceStatus
 from hetero_kv.serving.stored_prefixes import StoredPrefixes
 from hetero_kv.serving.stream import ResultStream, Stream
 from hetero_kv.serving.swapped import SwapFolder
@@ -101,7 +101,6 @@ class Engine:
         tokenizer: the model's.
         vocab_size: number of its logits.
         max_seq_len: capacity of a request, prompt and answer, tokens.
-        report: the engine's state and its sequences.
 
     Raises HeteroKVError when the model has no rules, or the draft model does not fit it, and OutOfMemoryError when
     `max_seq_len` does not fit.
@@ -181,7 +180,7 @@ class Engine:
         self._loop = EngineLoop(
             self._scheduler, self._queues, self._prefixes, self._swaps, turn, starts_thread=starts_thread
         )
-        self.report = EngineReport(
+        self._report = EngineReport(
             self._store, self._queues, self._prefixes, self._scheduler, self._speculation, self._loop, max_batch,
             injection.bytes_per_token(), empty.is_croppable,
         )  # fmt: skip
@@ -203,7 +202,11 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """The engine's present state. Any thread may call it, also during a step."""
-        return self.report.status()
+        return self._report.status()
+
+    def sequences(self) -> list[SequenceStatus]:
+        """The sequences that later prompts can reuse, as `EngineReport.sequences`; any thread may call it."""
+        return self._report.sequences()
 
     def encode(
         self,
@@ -332,10 +335,7 @@ class Engine:
         return self._loop.step()
 
     def save_kept(self) -> None:
-        """Write the kept sequences to `context_folder` now, so that other engines find them there.
-
-        Requests wait until that is done. A failure is logged.
-        """
+        """Write the kept sequences to `context_folder` now, for other engines; requests wait, a failure is logged."""
         self._loop.save_kept()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Reporter:
 
     def report(self) -> ReplicaReport:
         """The engine at this moment."""
-        status, sequences = self._engine.status(), self._engine.report.sequences()
+        status, sequences = self._engine.status(), self._engine.sequences()
         # A waiting prompt takes over what one before it computes, so it counts as far as it is new.
         known = {each for sequence in sequences if sequence.state != "waiting" for each in self._usable(sequence)}
         queued = 0
