@@ -1,5 +1,7 @@
 """The parallel parts of a mixture's experts: gate and up projections, down projections, the sums of the outputs.
 
+Experts without gates (`SQUARED_RELU`) have the up projection in place of the gate's, and no other.
+
 A run is an expert with the rows that are routed to it. Threads divide the tiles of all runs by the passes over weights
 that these take. A thread gathers a run's rows, applies the activation to its own outputs and quantizes them, so that
 all this stays in its core's cache. Results do not depend on the number of threads.
@@ -15,7 +17,7 @@ from hetero_kv.cpu_ops.activations import quantize_group
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
-from hetero_kv.cpu_ops.gates import gated
+from hetero_kv.cpu_ops.gates import SQUARED_RELU, activated, gated
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from hetero_kv.cpu_ops.quantized_linear import multiply_tiles
@@ -91,7 +93,8 @@ def gates_region(kind: int, dtype: str) -> int:
     the biases. Tiles are in pairs, so that a thread has whole groups to quantize.
     """
     code_version = CODE_VERSION
-    pair = GROUP // TILE
+    pair, has_gate = GROUP // TILE, kind != SQUARED_RELU
+    parts = 1 + has_gate
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def compute(thread, threads, arguments):
@@ -122,23 +125,29 @@ def gates_region(kind: int, dtype: str) -> int:
                     x_scales[row] = scales[token]
                     x_sums[row] = sums[token]
             width, ahead = (end - first) * GROUP, first * GROUP
-            both = np.empty((rows, 2 * width), np.float32)
+            both = np.empty((rows, parts * width), np.float32)
             tile, end_tile = first * pair, end * pair
             multiply_tiles(weights, one, several, per_pass, x, x_scales, x_sums, both, -ahead, tile, end_tile)
-            multiply_tiles(up, up_one, up_several, per_pass, x, x_scales, x_sums, both, width - ahead, tile, end_tile)
+            if has_gate:
+                at_up = width - ahead
+                multiply_tiles(up, up_one, up_several, per_pass, x, x_scales, x_sums, both, at_up, tile, end_tile)
             for row in range(rows):
                 gates, ups = both[row, :width], both[row, width:]
                 if expert >= 0 and gate_bias.size:
                     for i in range(width):
                         gates[i] += number(gate_bias[expert, ahead + i])
-                        ups[i] += number(up_bias[expert, ahead + i])
+                        if has_gate:
+                            ups[i] += number(up_bias[expert, ahead + i])
                 for i in range(width):
-                    gates[i] = gated(gates[i], ups[i], kind, sharpness, limit)
+                    if has_gate:
+                        gates[i] = gated(gates[i], ups[i], kind, sharpness, limit)
+                    else:
+                        gates[i] = activated(gates[i], kind)
                 at = code + row * inner + ahead
                 for group in range(end - first):
                     target = at // GROUP + group
                     quantize_group(
-                        both, 2 * row * width + group * GROUP, inner_codes, target * GROUP, inner_scales, target,
+                        both, parts * row * width + group * GROUP, inner_codes, target * GROUP, inner_scales, target,
                         inner_sums, 2 * target,
                     )  # fmt: skip
         return np.int64(0 * code_version)

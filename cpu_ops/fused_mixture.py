@@ -30,11 +30,12 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
     `bfloat16_bits.NUMBERS`. All arrays but the experts' biases are C-contiguous.
 
     (run, multiply, route, regions, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm, epsilon,
-    factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias, down_bias, shared,
-    shared_gate, sharpness, limit, out, per_pass, threads)
+    factor, mixture_factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias, down_bias,
+    shared, shared_gate, sharpness, limit, out, per_pass, threads)
 
     hidden, out: [rows, width], float32 or the bits of bfloat16. mixed, gates, matrix, bias, after_norm, factor: as for
-    `fused_layer_parts.add_mixed`; norm, after_mixture_norm, epsilon: as for `fused_decode_layer.attention_output`.
+    `fused_layer_parts.add_mixed`; a mixture alone has a `mixed` without columns. norm, after_mixture_norm, epsilon: as
+    for `fused_decode_layer.attention_output`. mixture_factor: of the mixture's output.
     route: from `routing.router_region`. router: [experts, width], and router_bias: [experts] float32, of length 0 for
     none. correction, form, scale: as for `routing.choose_experts`. k: experts of a row. regions, matrices, biases,
     shared, sharpness, limit: as for `expert_products.add_experts`. shared_gate: [width] float32: the shared expert's
@@ -45,21 +46,24 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
     router_type, biases = types.Array(NUMBERS[router_dtype], 2, "C"), biases_type(biases_dtype)
     signature = types.void(
         integer, integer, integer, INTEGER1, numbers_type, numbers_type, REAL2, INTEGER2, REAL1, REAL1, REAL1, REAL1,
-        real, real, router_type, REAL1, REAL1, INTEGER1, real, integer, INTEGER2, biases, biases,
+        real, real, real, router_type, REAL1, REAL1, INTEGER1, real, integer, INTEGER2, biases, biases,
         biases, INTEGER2, REAL1, real, real, numbers_type, integer, integer,
     )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
     def output(
         run, multiply, route, regions, hidden, mixed, gates, matrix, bias, after_norm, norm, after_mixture_norm,
-        epsilon, factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias, down_bias,
-        shared, shared_gate, sharpness, limit, out, per_pass, threads,
+        epsilon, factor, mixture_factor, router, router_bias, correction, form, scale, k, matrices, gate_bias, up_bias,
+        down_bias, shared, shared_gate, sharpness, limit, out, per_pass, threads,
     ):  # fmt: skip
         rows, width = hidden.shape
         experts = router.shape[0]
         x, normed_x = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
         widened(hidden, x)
-        add_mixed(run, multiply, mixed, gates, matrix, bias, after_norm, epsilon, factor, x, rows, per_pass, threads)
+        if mixed.shape[1]:
+            add_mixed(
+                run, multiply, mixed, gates, matrix, bias, after_norm, epsilon, factor, x, rows, per_pass, threads
+            )
         normed(x, norm, epsilon, normed_x)
         logits = np.empty((rows, experts), np.float32)
         run_region("router products", router_dtype, run, route, threads, (router, normed_x, logits))
@@ -85,7 +89,7 @@ def mixture_output(dtype: str, router_dtype: str, biases_dtype: str) -> Any:
             biases_dtype, run, regions, codes, scales, sums, chosen, shares, experts, matrices, gate_bias, up_bias,
             down_bias, shared, shared_shares, sharpness, limit, mixture, per_pass, threads,
         )  # fmt: skip
-        add_normed(mixture, after_mixture_norm, epsilon, factor, x)
+        add_normed(mixture, after_mixture_norm, epsilon, mixture_factor, x)
         for row in range(rows):
             for i in range(width):
                 out[row, i] = rounded(out, x[row, i])

@@ -1,12 +1,12 @@
-"""Activation functions of an MLP's gate, for kernels."""
+"""Activation functions of an MLP, mostly of its gate, for kernels."""
 
 import numpy as np
 
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LOG2_E, exp2, tanh
 
-SILU, GELU_TANH, CLAMPED_SWIGLU = 0, 1, 2
-"""The kinds of `gated`; `activated` has the first two."""
+SILU, GELU_TANH, CLAMPED_SWIGLU, SQUARED_RELU = 0, 1, 2, 3
+"""The kinds of activations: `gated` has the first three, the last is of MLPs without gates (arXiv:2109.08668)."""
 
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")
@@ -35,7 +35,11 @@ def softplus(x):
 
 @device_function(fastmath={"contract", "nsz"}, error_model="numpy")
 def activated(gate, kind):
-    """Returns the activation of a float32."""
+    """Returns the activation of a float32; `kind` is not CLAMPED_SWIGLU."""
+    if kind == SQUARED_RELU:
+        # NaN remains NaN.
+        positive = np.float32(0) if gate <= np.float32(0) else gate
+        return positive * positive
     if kind == GELU_TANH:
         bent = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
         return np.float32(0.5) * gate * (np.float32(1) + tanh(bent))

@@ -131,28 +131,30 @@ def mamba2(dtype: str) -> Any:
     dtype: of the hidden states and the convolution's state, a key of `bfloat16_bits.NUMBERS`. All arrays are
     C-contiguous.
 
-    (run, multiply, update, hidden, norm, epsilon, projection, bias, conv_state, weight, weight_bias, decay, time_bias,
-    skip, state, groups, head_norm, head_epsilon, norm_groups, gates_last, mixed, per_pass, threads)
+    (run, multiply, update, hidden, norm, epsilon, projection, bias, factors, conv_state, weight, weight_bias, decay,
+    time_bias, skip, state, groups, head_norm, head_epsilon, norm_groups, gates_last, mixed, per_pass, threads)
 
     update: from `update_region`. hidden: [rows, width]. norm: [width] float32. projection: [1, 5] int64,
     `PackedMatrix.call` of the matrix of the gates [inner], x, B and C (the convolution's channels) and time steps
-    [heads]. bias: of the matrix, float32; length 0 for none. conv_state: [rows, channels, taps], weight: [channels,
-    taps] and weight_bias: [channels] float32, of length 0 for none. decay, time_bias, skip: [heads] float32,
-    -exp(A_log), the time step's bias and D. state: [rows, heads, head_dim, state_dim] float32. groups: of heads that
-    share B and C. head_norm, head_epsilon, norm_groups, gates_last: as for `gate_and_norm`. mixed: [rows, inner],
-    written. Both states are updated.
+    [heads]. bias, factors: of the matrix's outputs, float32; length 0 for none. conv_state: [rows, channels, taps],
+    weight: [channels, taps] and weight_bias: [channels] float32, of length 0 for none. decay, time_bias, skip: [heads]
+    float32, -exp(A_log), the time step's bias and D. state: [rows, heads, head_dim, state_dim] float32. groups: of
+    heads that share B and C. head_norm, head_epsilon, norm_groups, gates_last: as for `gate_and_norm`. mixed: [rows,
+    inner], written. Both states are updated.
     """
     code_version = CODE_VERSION
     real, integer = types.float32, types.int64
     rows_type = types.Array(NUMBERS[dtype], 2, "C")
     signature = types.void(
-        integer, integer, integer, rows_type, _REAL1, real, _TABLE, _REAL1, *_types_of_step(dtype), integer, integer
-    )
+        integer, integer, integer, rows_type, _REAL1, real, _TABLE, _REAL1, _REAL1, *_types_of_step(dtype), integer,
+        integer,
+    )  # fmt: skip
 
     @njit(signature, nogil=True, cache=True, error_model="numpy")
     def step(
-        run, multiply, update, hidden, norm, epsilon, projection, bias, conv_state, weight, weight_bias, decay,
-        time_bias, skip, state, groups, head_norm, head_epsilon, norm_groups, gates_last, mixed, per_pass, threads,
+        run, multiply, update, hidden, norm, epsilon, projection, bias, factors, conv_state, weight, weight_bias,
+        decay, time_bias, skip, state, groups, head_norm, head_epsilon, norm_groups, gates_last, mixed, per_pass,
+        threads,
     ):  # fmt: skip
         rows, width = hidden.shape
         normed_x = np.empty((rows, width + 0 * code_version), np.float32)
@@ -162,6 +164,10 @@ def mamba2(dtype: str) -> Any:
             for row in range(rows):
                 for i in range(bias.size):
                     out[row, i] += bias[i]
+        if factors.size:
+            for row in range(rows):
+                for i in range(factors.size):
+                    out[row, i] *= factors[i]
         _stepped(
             run, update, out, conv_state, weight, weight_bias, decay, time_bias, skip, state, groups, head_norm,
             head_epsilon, norm_groups, gates_last, mixed, threads,

@@ -146,8 +146,9 @@ def multiply_rows_by_tiles(kernel, weights, tiles, columns, words, out, out_colu
 
 
 @device_function(error_model="numpy")
-def gate_by_tiles(kind, table, columns, words, rows, gated_words, first, end):
-    """Write activation(gate) * up of the laid-out `rows` rows of `columns` numbers to `gated_words`, laid out too.
+def gate_by_tiles(kind, factor, table, columns, words, rows, gated_words, first, end):
+    """Write activation(factor * gate) * up of the laid-out `rows` rows of `columns` numbers to `gated_words`, laid out
+    too.
 
     kind: of the activation (`cpu_ops.gates`). table: of the gate and of the up projection, as for the region
     "multiply". first, end: blocks of `BLOCK` rows of both matrices, whose last tiles are full.
@@ -175,5 +176,5 @@ def gate_by_tiles(kind, table, columns, words, rows, gated_words, first, end):
                     at = (block * BLOCK + row % BLOCK) * BLOCK
                     own, other = gates[place : place + BLOCK], ups[place : place + BLOCK]
                     for i in range(BLOCK):
-                        own[i] = activated(own[i], kind) * other[i]
+                        own[i] = activated(own[i] * factor, kind) * other[i]
                     round_numbers(BLOCK, gates, place, halves, at)

@@ -15,6 +15,7 @@ from hetero_kv.adapter.cache_argument import passed_cache
 from hetero_kv.adapter.declarations import CHUNKED_DECODER_LAYER
 from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.fused_decode_layer import FusedDecodeLayer
+from hetero_kv.adapter.fused_feed_forward_layer import FusedFeedForwardLayer
 from hetero_kv.adapter.fused_prefill_layer import FusedPrefillLayer, is_plain_but_for_projections
 from hetero_kv.adapter.fused_recurrent_layer import FusedRecurrentLayer
 from hetero_kv.adapter.kernel_mixer import KernelMixer
@@ -94,6 +95,8 @@ class ChunkedDecoderLayer(Operator):
             self._fused_prefill()
         if self.is_recurrent:
             self._fused_recurrent()
+        elif self._attention is None:
+            self._fused_feed_forward()
 
     @property
     def multiplies_by_tiles(self) -> bool:
@@ -114,9 +117,13 @@ class ChunkedDecoderLayer(Operator):
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
             native = self._fused_decode()
-            if native is not None and not args and native.fits(hidden_states, kwargs, batch.decoded_rows):
+            if native is not None and not args and native.fits(hidden_states, cache, kwargs, batch.decoded_rows):
                 return self._kept(cache, batch, native(hidden_states, cache, kwargs, batch.decoded_rows))
         if (replaced or attention is None) and not is_prefill:
+            if attention is None and not self.is_recurrent:
+                block = self._fused_feed_forward()
+                if block is not None and not args and block.fits(hidden_states):
+                    return self._kept(cache, batch, block(hidden_states, batch.queue))
             step = self._fused_recurrent() if self.is_recurrent else None
             if isinstance(step, FusedRecurrentLayer) and not args and step.fits(hidden_states, cache, kwargs):
                 return self._kept(cache, batch, step(hidden_states, cache, batch.queue))
@@ -196,6 +203,15 @@ class ChunkedDecoderLayer(Operator):
             else:
                 native = _FOREIGN
             self.__dict__["_native" if self._attention is None else "_kernels"] = native
+        return None if native is _FOREIGN else native
+
+    def _fused_feed_forward(self) -> FusedFeedForwardLayer | None:
+        """The fused decode step of a layer of an MLP or of experts alone; None if it has, at present, none."""
+        native = self._native
+        if native is _UNTRIED or (isinstance(native, FusedFeedForwardLayer) and not native.is_current):
+            owner = FastPathOwner(self.path, self.engine)
+            is_theirs = not is_plain(self.wrapped)
+            self._native = native = _FOREIGN if is_theirs else FusedFeedForwardLayer.of(self.wrapped, owner)
         return None if native is _FOREIGN else native
 
     def _fused_prefill(self) -> FusedPrefillLayer | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import has_own_numbers
 from hetero_kv.adapter.llama_layer import GATES
+from hetero_kv.adapter.packed_mlp import ACTIVATIONS
 from hetero_kv.cpu_ops.expert_products import expert_regions, experts_output
 from hetero_kv.cpu_ops.gates import CLAMPED_SWIGLU, SILU
 from hetero_kv.cpu_ops.parallel_region import all_threads
@@ -34,7 +35,7 @@ class ExpertProducts:
 
     Attributes:
         experts: their number.
-        matrices: [3, 5] int64, of the gate, up and down projections.
+        matrices: [3, 5] int64, of the gate, up and down projections; without gates the up projection is twice in it.
         biases: of the three projections, [experts, outputs], views of the module's memory; empty for none.
         dtype: numpy's name of the dtype of the biases.
         regions: from `cpu_ops.expert_products.expert_regions`, for the experts' activation.
@@ -56,18 +57,20 @@ class ExpertProducts:
         The activation is the one that the module's attributes name; a trial must confirm it.
         """
         gate_up = sorted(gate_up, key=lambda part: part[0].start or 0)
-        halves = _halves(gate_up, form.is_concatenated)
-        if not form.has_gate or halves is None or len(down) != 1:
+        halves = _halves(gate_up, form)
+        if halves is None or len(down) != 1 or (form.has_bias and not form.has_gate):
             return None
         (gate, _), (up, _), last = *halves, down[0][1]
         inner, columns = last.shape[1], gate.shape[1]
         weights = gate, up, last
+        if not form.has_gate and (gate.shape[0] != inner or has_own_numbers(module)):
+            return None
         if inner % GROUP or columns % GROUP or any(FORMATS[each.name].number for each in weights):
             return None
         if any(each.data.device.type != "cpu" for each in weights):
             return None
         biases = _biases(module, form, [outputs for outputs, _ in gate_up], inner)
-        kind = _activation(module)
+        kind = _activation(module) if form.has_gate else ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
         if biases is None or kind is None:
             return None
         matrices = [_call(each, first) for each, first in (*halves, (last, 0))]
@@ -99,13 +102,15 @@ class ExpertProducts:
             )  # fmt: skip
 
 
-def _halves(gate_up: _Parts, is_concatenated: bool) -> list[tuple[ExpertWeights, int]] | None:
+def _halves(gate_up: _Parts, form: ExpertsForm) -> list[tuple[ExpertWeights, int]] | None:
     """The weights of the gate and of the up projection, and the first row of each within them."""
+    if not form.has_gate:
+        return [(weights, 0) for _, weights in gate_up] * 2 if len(gate_up) == 1 else None
     if len(gate_up) == 2:
         return [(weights, 0) for _, weights in gate_up]
     ((_, weights),) = gate_up
     width = weights.shape[0] // 2
-    return [(weights, 0), (weights, width)] if is_concatenated and width % TILE == 0 else None
+    return [(weights, 0), (weights, width)] if form.is_concatenated and width % TILE == 0 else None
 
 
 def _call(weights: ExpertWeights, first: int) -> list[int]:

@@ -139,11 +139,11 @@ class FusedPrefillLayer:
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from the layer's output for random input."""
         trial = Trial.of(layer, self.operator, *_TRIED)
-        reference = trial.call
-        if reference is None or reference.sink is not None or trial.behind is not None:
+        reference, embeddings = trial.call, trial.embeddings
+        if reference is None or embeddings is None or reference.sink is not None or trial.behind is not None:
             return float("inf")
         self.call_settings = (reference.scale, reference.softcap, reference.sliding_window, None)
-        call = self._call(self._normed(trial.hidden), trial.embeddings)
+        call = self._call(self._normed(trial.hidden), embeddings)
         mine = call.q, call.k, call.v, self._output(trial.hidden, trial.attended)
         return largest_difference(mine, (reference.q, reference.k, reference.v, trial.output))
 

@@ -12,12 +12,14 @@ import inspect
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import nn
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
@@ -36,11 +38,12 @@ GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_
 READ_NUMBERS = (
     "variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantized", "residual_multiplier", "top_k",
     "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "route_scale", "n_group", "topk_group",
-    "group_size", "n_groups", "norm_before_gate", "activation", "ssm_in_multiplier",
+    "group_size", "n_groups", "norm_before_gate", "activation", "num_group", "ssm_in_multiplier", "ssm_out_multiplier",
+    "attention_in_multiplier", "attn_out_multiplier", "key_multiplier", "gate_multiplier", "down_multiplier",
 )  # fmt: skip
 NONE = np.empty(0, np.float32)
 # Names of the norm of a layer's input.
-_FIRST_NORMS = "input_layernorm", "operator_norm"
+_FIRST_NORMS = "input_layernorm", "operator_norm", "norm"
 _FIRST_POSITION = 7
 
 
@@ -115,7 +118,7 @@ class Trial:
 
     Attributes:
         hidden: [rows, tokens, width].
-        embeddings: cos and sin, [rows, tokens, dim] each.
+        embeddings: cos and sin, [rows, tokens, dim] each; None for a layer that does not rotate.
         call: the layer's call of its attention function.
         attended: the random result of that call, [rows, heads, tokens, dim].
         output: of the layer; empty when it is no tensor, or the layer calls attention more than once.
@@ -123,7 +126,7 @@ class Trial:
     """
 
     hidden: torch.Tensor
-    embeddings: tuple[torch.Tensor, torch.Tensor]
+    embeddings: tuple[torch.Tensor, torch.Tensor] | None
     generator: torch.Generator
     call: bridge.AttentionCall | None = None
     attended: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -133,27 +136,31 @@ class Trial:
     @classmethod
     @torch.no_grad()
     def of(
-        cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int, rotated: int | None = None, seed: int = 0
-    ) -> Trial:
+        cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int, rotated: int | None = None, seed: int = 0,
+        replaced: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> Trial:  # fmt: skip
         """Run the layer on random input, in its dtype.
 
         Args:
             rotated: numbers of a head that are rotated; None for all.
+            replaced: other modules of the layer, by their names, in place of its own.
         """
         attention: Any = operator.wrapped
         weight = next(norm for name, norm in layer.named_children() if name in _FIRST_NORMS).weight
         generator = torch.Generator().manual_seed(operator.layer_idx + (seed << 16))
         hidden = torch.randn(rows, tokens, len(weight), generator=generator).to(weight.dtype)
         positions = _FIRST_POSITION + torch.arange(rows * tokens).view(rows, tokens, 1)
-        angles = positions * torch.logspace(0, -3, (rotated or attention.head_dim) // 2)
+        angles = positions * torch.logspace(0, -3, (attention.head_dim if rotated is None else rotated) // 2)
         angles = torch.cat([angles, angles], -1)
-        trial = cls(hidden, (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)), generator)
+        embeddings = None if rotated == 0 else (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+        trial = cls(hidden, embeddings, generator)
         # A copy with the same modules: other threads may use this layer meanwhile.
         copied = copy.copy(layer)
-        copied._modules = layer._modules | {"self_attn": attention}
+        name = next(name for name, module in layer.named_children() if module is operator)
+        copied._modules = layer._modules | {name: attention} | dict(replaced)
         with bridge.handled_by(trial) as service:
             output = copied.forward(
-                hidden, position_embeddings=trial.embeddings, attention_mask=None, use_cache=True,
+                hidden, attention_mask=None, use_cache=True, **as_embeddings(copied.forward, embeddings),
                 **as_cache(copied.forward, trial),
             )  # fmt: skip
         output, trial.behind = parted(output)
@@ -173,6 +180,12 @@ class Trial:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See transformers' caches: the past is empty, so that only the new tokens return."""
         return keys, values
+
+
+def as_embeddings(forward: Callable[..., Any], embeddings: Any) -> dict[str, Any]:
+    """The keyword argument that passes position embeddings to a layer; empty for None and a layer that takes none."""
+    is_passed = embeddings is not None or "position_embeddings" in inspect.signature(forward).parameters
+    return {"position_embeddings": embeddings} if is_passed else {}
 
 
 def parted(output: Any) -> tuple[Any, tuple[None, ...] | None]:

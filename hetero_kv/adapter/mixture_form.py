@@ -20,7 +20,7 @@ from torch import nn
 
 from hetero_kv.adapter.decoder_form import floats_of
 from hetero_kv.adapter.expert_products import ExpertProducts
-from hetero_kv.adapter.gated_mlp import GatedMLP
+from hetero_kv.adapter.packed_mlp import PackedMLP
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.cpu_ops.routing import SIGMOID, SOFTMAX
 from hetero_kv.cpu_ops.weight_formats import GROUP
@@ -246,7 +246,10 @@ def _shared_matrices(shared: Any, experts: QuantizedExperts) -> np.ndarray | Non
     """The calls of a shared expert's matrices; empty without one, None for an unsupported form."""
     if shared is None:
         return np.empty((0, 5), np.int64)
-    mlp = GatedMLP.of(shared)
+    mlp = PackedMLP.of(shared)
     if mlp is None or type(mlp.activation) is not type(getattr(experts.wrapped, "act_fn", None)):
         return None
-    return mlp.calls if mlp.inner % GROUP == 0 else None
+    if mlp.inner % GROUP or mlp.has_gate != experts.form.has_gate or (mlp.gate_factor, mlp.factor) != (1, 1):
+        return None
+    # Without gates the first matrix is that of the up projection, and the second is not read.
+    return mlp.calls if mlp.has_gate else mlp.calls[[0, 0, 1]]

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from hetero_kv.adapter.decoder_form import DecoderForm, applied_norm, are_packed, floats_of
+from hetero_kv.adapter.decoder_form import applied_norm, are_packed, floats_of
 from hetero_kv.adapter.foreign import PLAIN_TENSORS
 from hetero_kv.adapter.llama_layer import float32_array, norm_of
 from hetero_kv.adapter.mixer_form import is_depthwise
@@ -180,7 +179,11 @@ class Mamba2(RecurrentStep):
         mixer = form.mixer
         super().__init__(norm, [mixer.in_proj])
         self.inner = form.inner
+        factors, epsilon = self._norm
+        # A product with one changes no number.
+        self._norm = factors * np.float32(form.factor), epsilon
         self._form, self._bias = form, floats_of(mixer.in_proj.bias)
+        self._factors = floats_of(form.factors if form.has_factors else None)
         biases = [] if mixer.in_proj.bias is None else [mixer.in_proj.bias]
         self.copied, self.views = (*form.copied, *biases), form.views
         self.prompt = form.forward()
@@ -189,9 +192,7 @@ class Mamba2(RecurrentStep):
     def of(cls, norm: Any, mixer: Any) -> Mamba2 | None:
         """The step of a mixer; None for another form."""
         form = Mamba2Form.of(mixer)
-        if form is None or form.has_factors:
-            return None
-        if not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
+        if form is None or not are_packed([mixer.in_proj]) or not are_packed([mixer.out_proj], in_any_order=True):
             return None
         return cls(norm, form)
 
@@ -202,8 +203,8 @@ class Mamba2(RecurrentStep):
         form, (conv_state, state) = self._form, states
         queue.add(
             mamba2(NAMES[hidden.dtype]), *self._addresses, update_region(), hidden, *self._norm, self._matrices,
-            self._bias, conv_state, form.weight, form.weight_bias, *form.numbers, state, form.groups, *form.norm, mixed,
-            rows_per_pass(), at_most(torch.get_num_threads()),
+            self._bias, self._factors, conv_state, form.weight, form.weight_bias, *form.numbers, state, form.groups,
+            *form.norm, mixed, rows_per_pass(), at_most(torch.get_num_threads()),
         )  # fmt: skip
 
 
@@ -285,36 +286,12 @@ def _by_key_head(mixer: Any, starts: np.ndarray) -> np.ndarray:
 # Number of matrices -> the columns of their outputs.
 _PLACES = {4: _apart, 2: _by_key_head}
 _STEPS = ShortConvolution, DeltaNet, Mamba2, Selective
-#: The names of a layer's parts: norm, mixer, the MLP's norm, MLP, and an MLP beside it that all tokens take.
-_LAYERS = (
-    ("operator_norm", "conv", "ffn_norm", "feed_forward"),
-    ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp"),
-    # Bamba and Jamba.
-    ("input_layernorm", "mamba", "pre_ff_layernorm", "feed_forward"),
-    # Granite 4.
-    ("input_layernorm", "mamba", "post_attention_layernorm", "shared_mlp"),
-    ("input_layernorm", "mamba", "post_attention_layernorm", "block_sparse_moe", "shared_mlp"),
-)
 
 
-def recurrent_form(layer: nn.Module) -> tuple[DecoderForm, RecurrentStep] | None:
-    """The parts of a layer with a recurrent mixer, and the mixer's step; None for another form."""
-    if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
-        return None
-    parts: dict[str, Any] = dict(layer.named_children())
-    names = next((each for each in _LAYERS if parts.keys() == set(each)), None)
-    if names is None:
-        return None
-    norm, mixer, mlp_norm, mlp, *shared = (parts[name] for name in names)
-    norms = [applied_norm(each) for each in (norm, mlp_norm)]
-    if not all(weight.size for weight, _ in norms) or norms[0][1] != norms[1][1]:
-        return None
+def recurrent_step(norm: Any, mixer: Any) -> RecurrentStep | None:
+    """The step of a mixer behind a norm; None for another form."""
     step = next((step for step in (kind.of(norm, mixer) for kind in _STEPS) if step is not None), None)
-    if step is None or step.inner % GROUP:
-        return None
-    factor = float(getattr(layer, "residual_multiplier", 1.0))
-    form = DecoderForm(mixer, norm, None, mlp_norm, None, (mixer.out_proj,), (None, None), mlp, factor, False, *shared)
-    return form, step
+    return None if step is None or step.inner % GROUP else step
 
 
 def _is_plain_matrix(weight: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hetero_kv.cpu_ops.activations import quantize_rows
 from hetero_kv.cpu_ops.cpu_features import available, forced_isa
 from hetero_kv.cpu_ops.expert_products import expert_regions, experts_output
-from hetero_kv.cpu_ops.gates import SILU
+from hetero_kv.cpu_ops.gates import SILU, SQUARED_RELU
 from hetero_kv.cpu_ops.parallel_region import all_threads
 from hetero_kv.cpu_ops.quantized_linear import PackedMatrix
 from hetero_kv.cpu_ops.threads import one_kernel_at_a_time
@@ -49,7 +49,7 @@ def routed(rows, seed=0):
     return x, chosen.astype(np.int64), generator.random((rows, 2)).astype(np.float32)
 
 
-def output(stacks, x, chosen, shares, threads):
+def output(stacks, x, chosen, shares, threads, kind=SILU):
     matrices = np.empty((3, 5), np.int64)
     for part, (data, name, (_, rows, columns)) in enumerate(stacks):
         address, tiles, one, several = PackedMatrix(data[0], name, rows, columns).call[:4]
@@ -57,14 +57,14 @@ def output(stacks, x, chosen, shares, threads):
     out = np.empty_like(x)
     with one_kernel_at_a_time:
         experts_output("float32")(
-            all_threads(), expert_regions(SILU, "float32"), x, chosen, shares, EXPERTS, matrices, NONE, NONE, NONE,
+            all_threads(), expert_regions(kind, "float32"), x, chosen, shares, EXPERTS, matrices, NONE, NONE, NONE,
             np.float32(0), np.float32(0), out, rows_per_pass(), threads,
         )  # fmt: skip
     return out
 
 
-def reference(numbers, x, chosen, shares):
-    """By numbers, with activations of 8 bits."""
+def reference(numbers, x, chosen, shares, kind=SILU):
+    """By numbers, with activations of 8 bits; without gates the first matrix is the up projection."""
     out = np.zeros_like(x)
     for row, choice in np.ndindex(chosen.shape):
         if chosen[row, choice] < EXPERTS:
@@ -72,24 +72,29 @@ def reference(numbers, x, chosen, shares):
             own = eight_bits(x[row : row + 1])
             gates = own @ gate.T
             inner = gates * (1 + np.tanh(gates / 2)) / 2 * (own @ up.T)
+            inner = np.maximum(gates, 0) ** 2 if kind == SQUARED_RELU else inner
             out[row] += shares[row, choice] * (eight_bits(inner.astype(np.float32)) @ down.T)[0]
     return out
 
 
+@pytest.mark.parametrize("kind", [SILU, SQUARED_RELU])
 @pytest.mark.parametrize("isa", available()[:2])
-def test_experts_give_what_their_numbers_give(isa):
+def test_experts_give_what_their_numbers_give(isa, kind):
     stacks, numbers = random_experts()
     with forced_isa(isa):
         for rows in (1, 3, 41):
             x, chosen, shares = routed(rows)
-            expected = reference(numbers, x, chosen, shares)
+            expected = reference(numbers, x, chosen, shares, kind)
+            difference = output(stacks, x, chosen, shares, 2, kind) - expected
             # An activation between two codes may be rounded otherwise.
-            assert np.linalg.norm(output(stacks, x, chosen, shares, 2) - expected) < 2e-3 * np.linalg.norm(expected)
+            assert np.linalg.norm(difference) < 2e-3 * np.linalg.norm(expected)
 
 
-def test_neither_threads_nor_other_rows_change_a_bit():
+@pytest.mark.parametrize("kind", [SILU, SQUARED_RELU])
+def test_neither_threads_nor_other_rows_change_a_bit(kind):
     stacks, _ = random_experts()
     x, chosen, shares = routed(41)
-    alone = [output(stacks, x[row : row + 1], chosen[row : row + 1], shares[row : row + 1], 1) for row in range(41)]
+    parts = [[each[row : row + 1] for each in (x, chosen, shares)] for row in range(41)]
+    alone = [output(stacks, *part, 1, kind) for part in parts]
     for threads in (1, 2, 3):
-        assert (output(stacks, x, chosen, shares, threads) == np.concatenate(alone)).all()
+        assert (output(stacks, x, chosen, shares, threads, kind) == np.concatenate(alone)).all()

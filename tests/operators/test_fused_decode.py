@@ -100,8 +100,8 @@ def test_a_layer_that_computes_something_else_is_noticed(caplog):
 def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
     made = FusedDecodeLayer.__init__
 
-    def seeded(self, layer, operator, form, feed_forward):
-        made(self, layer, operator, form, feed_forward)
+    def seeded(self, layer, operator, form, feed_forward, *beside):
+        made(self, layer, operator, form, feed_forward, *beside)
         of = feed_forward if wrong == "_gate_up" else self
         value = getattr(of, wrong)
         setattr(of, wrong, {"_gate_up": gate_region(GELU_TANH), "_epsilon": value + 0.5}.get(wrong, value * 1.2 + 0.1))
