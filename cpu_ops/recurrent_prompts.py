@@ -12,10 +12,10 @@ from numba import njit, types
 
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
-from hetero_kv.cpu_ops.gates import sigmoid
+from hetero_kv.cpu_ops.gates import sigmoid, softplus
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from hetero_kv.cpu_ops.recurrent_steps import STEEP, TINY
+from hetero_kv.cpu_ops.recurrent_steps import TINY
 
 _REAL1, _REAL2, _REAL3, _STATES = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
@@ -121,8 +121,7 @@ def prompt_rule_region(dtype: str) -> int:
                     keys[token, i] = k[i] * scale_k
                 written[token] = sigmoid(number(inputs[first + token, channels + inner + head]))
                 time = number(inputs[first + token, channels + inner + heads + head]) + time_bias[head]
-                time = np.log1p(np.exp(time)) if time <= STEEP else time
-                kept[token] = np.exp(decay[head] * time)
+                kept[token] = np.exp(decay[head] * softplus(time))
             for j in range(v_dim):
                 row = states[head, j]
                 for token in range(tokens):

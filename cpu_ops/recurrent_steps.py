@@ -15,7 +15,7 @@ from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.fused_layer_parts import coded, normed, products_table, widened
-from hetero_kv.cpu_ops.gates import sigmoid
+from hetero_kv.cpu_ops.gates import sigmoid, softplus
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from hetero_kv.cpu_ops.weight_formats import TILE
@@ -25,8 +25,6 @@ _STATES = types.Array(types.float32, 4, "C")
 _PLACES, _TABLE = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 # Added to the sum of squares of a query or key, as in the model's own l2norm.
 TINY = np.float32(1e-6)
-# Above this threshold softplus returns its argument, as in torch.
-STEEP = np.float32(20)
 
 
 @device_function
@@ -239,9 +237,7 @@ def delta_net(dtype: str, small_dtype: str) -> Any:
                     if part == 0:
                         beta[row, head] = sigmoid(found)
                     else:
-                        time = found + time_bias[head]
-                        time = np.log1p(np.exp(time)) if time <= STEEP else time
-                        kept[row, head] = np.exp(decay[head] * time)
+                        kept[row, head] = np.exp(decay[head] * softplus(found + time_bias[head]))
         region_args = qkv, z, kept, beta, state, head_norm, head_epsilon, key_heads, mixed
         run_region("delta rule", dtype, run, rule, threads, region_args)
 
