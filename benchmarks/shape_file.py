@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,8 +14,26 @@ _SCALES: dict[Kind, dict[int, float]] = {
     Kind.Q4_K: {0: 1e-4, 2: 7.5e-4},
     Kind.Q6_K: {208: 2e-5},
     Kind.Q8_0: {0: 2e-4},
+    Kind.Q5_0: {0: 1.6e-3},
 }
 _SMALL_EXPONENT = 119
+
+
+def more_bits(layer: int) -> Kind:
+    """As Q4_K_M has it: every second matrix of values, and that down, has six bits."""
+    return Kind.Q6_K if layer % 2 else Kind.Q4_K
+
+
+def attention_keys(heads: int, groups: Any, dim: int, base: float) -> dict[str, Any]:
+    """Metadata of attention; groups: the number of heads of keys, or of those of each layer."""
+    return {
+        "attention.head_count": heads,
+        "attention.head_count_kv": groups,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.freq_base": base,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
 
 
 class ShapeFile:
@@ -74,3 +93,19 @@ class ShapeFile:
         self.matrix(f"{prefix}ffn_gate{suffix}", inner, width)
         self.matrix(f"{prefix}ffn_up{suffix}", inner, width)
         self.matrix(f"{prefix}ffn_down{suffix}", width, inner, down)
+
+    def mamba2(
+        self, prefix: str, width: int, heads: int, dim: int, state: int, groups: int, kind: Kind = Kind.Q4_K,
+        normed: bool = True,
+    ) -> None:  # fmt: skip
+        """Add a Mamba-2 mixer; its output projection is of Q4_K. normed: whether its result is normalised in groups."""
+        inner, channels = heads * dim, heads * dim + 2 * groups * state
+        self.matrix(f"{prefix}ssm_in", inner + channels + heads, width, kind)
+        self.numbers(f"{prefix}ssm_conv1d.weight", channels, 4, scale=0.3)
+        self.numbers(f"{prefix}ssm_conv1d.bias", channels)
+        self.numbers(f"{prefix}ssm_dt.bias", heads)
+        self.numbers(f"{prefix}ssm_a", heads, 1, mean=-1.0, scale=0.1)
+        self.numbers(f"{prefix}ssm_d", heads, 1, mean=1.0)
+        if normed:
+            self.numbers(f"{prefix}ssm_norm.weight", groups, inner // groups, mean=1.0)
+        self.matrix(f"{prefix}ssm_out", width, inner)

@@ -19,7 +19,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import pre_tokenizers
 
-from benchmarks.shape_file import ShapeFile
+from benchmarks.shape_file import ShapeFile, attention_keys, more_bits
+from benchmarks.state_space_shapes import FALCON_H1, falcon_h1, nemotron, nemotron_keys
 
 _END = "<|endoftext|>"
 _NORMAL, _CONTROL = 1, 3
@@ -52,27 +53,11 @@ class Shape:
     last_norm: str = "output_norm"
 
 
-def _more_bits(layer: int) -> Kind:
-    """As Q4_K_M has it: every second matrix of values, and that down, has six bits."""
-    return Kind.Q6_K if layer % 2 else Kind.Q4_K
-
-
-def _attention_keys(heads: int, groups: Any, dim: int, base: float) -> dict[str, Any]:
-    return {
-        "attention.head_count": heads,
-        "attention.head_count_kv": groups,
-        "attention.key_length": dim,
-        "attention.value_length": dim,
-        "rope.freq_base": base,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-    }
-
-
 def _qwen3(file: ShapeFile, layer: int) -> None:
     prefix = f"blk.{layer}."
     file.norms(prefix, attn_norm=2048, ffn_norm=2048, attn_q_norm=128, attn_k_norm=128)
-    file.attention(prefix, 2048, 4096, 512, values=_more_bits(layer))
-    file.experts(prefix, 2048, 128, 768, down=_more_bits(layer))
+    file.attention(prefix, 2048, 4096, 512, values=more_bits(layer))
+    file.experts(prefix, 2048, 128, 768, down=more_bits(layer))
 
 
 def _qwen35(file: ShapeFile, layer: int) -> None:
@@ -80,7 +65,7 @@ def _qwen35(file: ShapeFile, layer: int) -> None:
     file.norms(prefix, attn_norm=2048, post_attention_norm=2048)
     if layer % 4 == 3:
         file.norms(prefix, attn_q_norm=256, attn_k_norm=256)
-        file.attention(prefix, 2048, 4096, 512, values=_more_bits(layer), gated=True)
+        file.attention(prefix, 2048, 4096, 512, values=more_bits(layer), gated=True)
     else:
         file.matrix(f"{prefix}attn_qkv", 8192, 2048)
         file.matrix(f"{prefix}attn_gate", 4096, 2048)
@@ -91,7 +76,7 @@ def _qwen35(file: ShapeFile, layer: int) -> None:
         file.numbers(f"{prefix}ssm_dt.bias", 32)
         file.numbers(f"{prefix}ssm_conv1d.weight", 8192, 4, scale=0.3)
         file.norms(prefix, ssm_norm=128)
-    file.experts(prefix, 2048, 256, 512, down=_more_bits(layer))
+    file.experts(prefix, 2048, 256, 512, down=more_bits(layer))
     file.gated(prefix, 2048, 512, suffix="_shexp")
     file.numbers(f"{prefix}ffn_gate_inp_shexp.weight", 2048)
 
@@ -115,8 +100,8 @@ def _gemma3(file: ShapeFile, layer: int) -> None:
         prefix, attn_norm=3840, post_attention_norm=3840, ffn_norm=3840, post_ffw_norm=3840, attn_q_norm=256,
         attn_k_norm=256,
     )  # fmt: skip
-    file.attention(prefix, 3840, 4096, 2048, values=_more_bits(layer))
-    file.gated(prefix, 3840, 15360, down=_more_bits(layer))
+    file.attention(prefix, 3840, 4096, 2048, values=more_bits(layer))
+    file.gated(prefix, 3840, 15360, down=more_bits(layer))
 
 
 def _llama31(file: ShapeFile, layer: int) -> None:
@@ -127,8 +112,8 @@ def _llama31(file: ShapeFile, layer: int) -> None:
         kept = np.clip((turns - 1) / 3, 0, 1)
         file.writer.add_tensor("rope_freqs.weight", (1 / (kept + (1 - kept) / 8)).astype(np.float32))
     file.norms(prefix, attn_norm=4096, ffn_norm=4096)
-    file.attention(prefix, 4096, 4096, 1024, values=_more_bits(layer))
-    file.gated(prefix, 4096, 14336, down=_more_bits(layer))
+    file.attention(prefix, 4096, 4096, 1024, values=more_bits(layer))
+    file.gated(prefix, 4096, 14336, down=more_bits(layer))
 
 
 def _attends(layer: int) -> bool:
@@ -140,15 +125,15 @@ def _lfm2(file: ShapeFile, layer: int) -> None:
     file.norms(prefix, attn_norm=2048, ffn_norm=2048)
     if _attends(layer):
         file.norms(prefix, attn_q_norm=64, attn_k_norm=64)
-        file.attention(prefix, 2048, 2048, 512, values=_more_bits(layer))
+        file.attention(prefix, 2048, 2048, 512, values=more_bits(layer))
     else:
         file.numbers(f"{prefix}shortconv.conv.weight", 2048, 3, scale=0.5)
         file.matrix(f"{prefix}shortconv.in_proj", 3 * 2048, 2048)
         file.matrix(f"{prefix}shortconv.out_proj", 2048, 2048)
     if layer < 2:
-        file.gated(prefix, 2048, 7168, down=_more_bits(layer))
+        file.gated(prefix, 2048, 7168, down=more_bits(layer))
         return
-    file.experts(prefix, 2048, 32, 1792, down=_more_bits(layer))
+    file.experts(prefix, 2048, 32, 1792, down=more_bits(layer))
     file.numbers(f"{prefix}exp_probs_b.bias", 32)
 
 
@@ -159,7 +144,7 @@ _QWEN3 = {
     "expert_count": 128,
     "expert_used_count": 8,
     "expert_feed_forward_length": 768,
-    **_attention_keys(32, 4, 128, 1e6),
+    **attention_keys(32, 4, 128, 1e6),
 }
 _QWEN35 = {
     "context_length": 1 << 18,
@@ -176,7 +161,7 @@ _QWEN35 = {
     "ssm.time_step_rank": 32,
     "ssm.inner_size": 4096,
     "full_attention_interval": 4,
-    **_attention_keys(16, 2, 256, 1e7),
+    **attention_keys(16, 2, 256, 1e7),
 }
 _GPT_OSS = {
     "context_length": 1 << 17,
@@ -189,7 +174,7 @@ _GPT_OSS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 32.0,
     "rope.scaling.original_context_length": 4096,
-    **_attention_keys(64, 8, 64, 1.5e5),
+    **attention_keys(64, 8, 64, 1.5e5),
 }
 _GEMMA3 = {
     "context_length": 1 << 17,
@@ -198,14 +183,14 @@ _GEMMA3 = {
     "attention.sliding_window": 1024,
     "rope.scaling.type": "linear",
     "rope.scaling.factor": 8.0,
-    **_attention_keys(16, 8, 256, 1e6),
+    **attention_keys(16, 8, 256, 1e6),
 }
 _LLAMA31 = {
     "context_length": 1 << 17,
     "embedding_length": 4096,
     "feed_forward_length": 14336,
     "rope.dimension_count": 128,
-    **_attention_keys(32, 8, 128, 5e5),
+    **attention_keys(32, 8, 128, 5e5),
 }
 _LFM2 = {
     "context_length": 1 << 17,
@@ -220,11 +205,10 @@ _LFM2 = {
     "vocab_size": 65536,
     **{
         key: value
-        for key, value in _attention_keys(32, 8, 64, 1e6).items()
+        for key, value in attention_keys(32, 8, 64, 1e6).items()
         if key not in ("attention.key_length", "attention.value_length")
     },
 }
-
 SHAPES = {
     "qwen3-30b-a3b": Shape("qwen3moe", 151936, "qwen2", 2048, lambda layers: _QWEN3, _qwen3),
     "qwen3.5-35b-a3b": Shape("qwen35moe", 248320, "qwen35", 2048, lambda layers: _QWEN35, _qwen35),
@@ -237,6 +221,10 @@ SHAPES = {
         "lfm2moe", 65536, "lfm2", 2048,
         lambda layers: {**_LFM2, "attention.head_count_kv": [8 * _attends(layer) for layer in range(layers)]},
         _lfm2, Kind.Q6_K, None, "token_embd_norm",
+    ),
+    "falcon-h1-1.5b": Shape("falcon-h1", 65537, "falcon-h1", 2048, lambda layers: FALCON_H1, falcon_h1),
+    "nemotron-nano-9b-v2": Shape(
+        "nemotron_h", 131072, "tekken", 4480, nemotron_keys, nemotron, Kind.Q5_0, Kind.Q8_0
     ),
 }  # fmt: skip
 """By name."""
