@@ -52,6 +52,42 @@ def placed_in_torch(
     return after, misses.masked_fill(behind, NONE), into.masked_fill(behind, NONE)
 
 
+def divided(
+    ids: AnyMemory, misses: torch.Tensor, into: torch.Tensor, missed: torch.Tensor, share: float, attended: AnyMemory,
+    listed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `divided_in_torch`, which defines the result, by one Triton kernel."""
+    from hetero_kv.gpu_ops.triton_kernels import resident_slots
+
+    with torch.cuda.device(misses.device):
+        return resident_slots.divide(ids, misses, into, missed, share, attended, listed)
+
+
+def divided_in_torch(
+    ids: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, missed: torch.Tensor, share: float,
+    attended: torch.Tensor, listed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Divide missing chunks between the bus and the CPU, which attends to the first ones.
+
+    Args:
+        ids, misses, into, missed: as after `placed`.
+        share: of each head's missing chunks that are read over the bus before the GPU attends, 0 to 1.
+        attended: as `ids`; receives the chunk in each slot, or `NONE` where the CPU attends to it.
+        listed: [batch, kv_heads, n] int32, receives the chunks that the CPU attends to, padded with -1.
+
+    Returns `misses` for `fetch` in two parts: what is read before the GPU attends, and what is read behind that.
+    """
+    number = missed.view(misses.shape[:2])[..., None]
+    of_cpu = number - (number.float() * share + 0.5).int()
+    is_late = torch.arange(misses.shape[2], device=misses.device) < of_cpu
+    attended.copy_(ids)
+    row, head, place = is_late.nonzero(as_tuple=True)
+    attended[row, head, into[row, head, place]] = NONE
+    late = misses.masked_fill(~is_late, NONE)
+    listed.copy_(late)
+    return misses.masked_fill(is_late, NONE), late
+
+
 def fetch(stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, out: Memory) -> None:
     """As `fetch_in_torch`, which defines the result, by one Triton kernel that reads `stored` over the bus."""
     from hetero_kv.gpu_ops.triton_kernels import resident_slots

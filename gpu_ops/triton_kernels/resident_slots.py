@@ -1,7 +1,8 @@
 """Finds missing chunks on the GPU, and reads their values directly from DRAM.
 
-`gpu_ops.resident_slots.placed_in_torch` and `fetch_in_torch` define the results. The memory in DRAM is page-locked, so
-the GPU has an address for it: no byte passes the CPU, and the host need not know which rows are read.
+`gpu_ops.resident_slots.placed_in_torch`, `divided_in_torch` and `fetch_in_torch` define the results. The memory in DRAM
+is page-locked, so the GPU has an address for it: no byte passes the CPU, and the host need not know which rows are
+read.
 """
 
 from __future__ import annotations
@@ -65,6 +66,31 @@ def _place(
 
 
 @triton.jit
+def _divide(
+    ids, misses, into, missed, attended, listed, early, late, count, kv_heads, share,
+    SLOTS: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    each = tl.program_id(0).to(tl.int64)
+    first, row, of_row = each * count, each // kv_heads, kv_heads * count
+    slots = tl.where(has_row(ids, row, ALIGNMENT), count, 0)
+    ids = row_of(ids, row, of_row, tl.int64, ALIGNMENT) + each % kv_heads * count
+    attended = row_of(attended, row, of_row, tl.int64, ALIGNMENT) + each % kv_heads * count
+    place = tl.arange(0, SLOTS)
+    is_listed = place < count
+    tl.store(attended + place, tl.load(ids + place, mask=place < slots, other=-1), mask=place < slots)
+    number = tl.load(missed + each)
+    is_late = is_listed & (place < number - (number.to(tl.float32) * share + 0.5).to(tl.int32))
+    chunk = tl.load(misses + first + place, mask=is_listed, other=-1)
+    slot = tl.load(into + first + place, mask=is_listed, other=-1)
+    tl.debug_barrier()
+    tl.store(attended + slot, tl.full([SLOTS], -1, tl.int64), mask=is_late & (place < slots))
+    of_cpu = tl.where(is_late, chunk, -1)
+    tl.store(listed + first + place, of_cpu.to(tl.int32), mask=is_listed)
+    tl.store(late + first + place, of_cpu, mask=is_listed)
+    tl.store(early + first + place, tl.where(is_late, -1, chunk), mask=is_listed)
+
+
+@triton.jit
 def _fetch(
     stored, table, misses, into, out, count, heads, blocks, width, out_head,
     BLOCK: tl.constexpr, KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -96,6 +122,20 @@ def place(
         ALIGNMENT=alignment(resident),
     )  # fmt: skip
     return after, misses, into
+
+
+def divide(
+    ids: AnyMemory, misses: torch.Tensor, into: torch.Tensor, missed: torch.Tensor, share: float, attended: AnyMemory,
+    listed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `gpu_ops.resident_slots.divided_in_torch`, for contiguous tensors."""
+    batch, kv_heads, count = misses.shape
+    early, late = torch.empty_like(misses), torch.empty_like(misses)
+    _divide[(batch * kv_heads,)](
+        pointer(ids), misses, into, missed, pointer(attended), listed, early, late, count, kv_heads, share,
+        SLOTS=max(16, triton.next_power_of_2(count)), ALIGNMENT=alignment(ids, attended),
+    )  # fmt: skip
+    return early, late
 
 
 def fetch(stored: torch.Tensor, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, out: Memory) -> None:

@@ -152,6 +152,11 @@ def placing() -> None:
     resident_slots.place(chunks, chunks, torch.zeros(8, dtype=torch.int32))
 
 
+def dividing() -> None:
+    chunks, numbers = torch.zeros(1, 8, 256, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+    resident_slots.divide(chunks, chunks, chunks, numbers, 0.3, chunks, torch.zeros(1, 8, 256, dtype=torch.int32))
+
+
 def fetching(stored: torch.dtype, dtype: torch.dtype) -> Callable[[], Any]:
     chunks, table = torch.zeros(1, 8, 256, dtype=torch.int64), torch.zeros(1, 500, dtype=torch.int32)
     strided = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
@@ -230,6 +235,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "attend to slots in Q4_0, float16": attending_resident(HALF, DIM, 256, None, bits=4),
     "attend to a window alone, bfloat16": attending_resident(BRAIN, DIM, 0, None),
     "place": placing,
+    "divide": dividing,
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),
     "gather": gathering,

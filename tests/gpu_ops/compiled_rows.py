@@ -31,6 +31,9 @@ def of_rows(dtype: torch.dtype, bits: int) -> dict[str, Callable[[], Any]]:
         ),
         f"fetch to addresses, {kind}": lambda: resident_slots.fetch(stored, *lists, as_words(slots)),
         f"score at addresses, {kind}": lambda: block_choice.score(q, vectors, numbers[:, 2], True, 0.1, None, None),
+        f"divide at addresses, {kind}": lambda: resident_slots.divide(
+            ids, chunks, chunks, torch.zeros(32, dtype=torch.int32), 0.3, ids, torch.zeros(4, 8, 256, dtype=torch.int32)
+        ),
         f"place at addresses, {kind}": lambda: resident_slots.place(ids, chunks, torch.zeros(32, dtype=torch.int32)),
     }
 

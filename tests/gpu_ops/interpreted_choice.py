@@ -8,7 +8,7 @@ import torch
 
 from hetero_kv.gpu_ops.block_choice import best_blocks_in_torch, block_scores_in_torch
 from hetero_kv.gpu_ops.resident_attention import attend_in_torch
-from hetero_kv.gpu_ops.resident_slots import placed_in_torch
+from hetero_kv.gpu_ops.resident_slots import divided_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.triton_kernels import block_choice, resident_attention, resident_slots, window_step
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch
@@ -193,6 +193,18 @@ def padded(count: int, real: int) -> bool:
     return torch.equal(*missed) and all(torch.equal(actual, expected) for actual, expected in pairs)
 
 
+def divided(count: int, real: int, share: float) -> bool:
+    """Missing blocks, padding among them, of which the CPU attends to some."""
+    resident, chosen = (torch.rand(2, 2, 50, generator=GENERATOR).argsort(dim=2)[..., :count] for _ in range(2))
+    chosen = torch.where(torch.arange(count) < real, chosen, -3 - torch.arange(count))
+    missed, results = torch.zeros(4, dtype=torch.int32), []
+    ids, misses, into = placed_in_torch(resident, chosen, missed)
+    for divide in (resident_slots.divide, divided_in_torch):
+        attended, listed = torch.zeros_like(ids), torch.zeros(2, 2, count, dtype=torch.int32)
+        results.append((*divide(ids, misses, into, missed, share, attended, listed), attended, listed))
+    return all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
+
+
 def of_choice() -> dict[str, dict[str, Any]]:
     """Of each kernel, by case, how far apart they are, or whether they are the same."""
     pairs = [(dtype, stored) for dtype in DTYPES for stored in dict.fromkeys((dtype, torch.float16))]
@@ -204,4 +216,8 @@ def of_choice() -> dict[str, dict[str, Any]]:
         "chosen": {f"{kind}, {case}": chosen(kind, case) for kind, case in multiplied(KINDS, CHOSEN)},
         "resident": {f"{dtype}, {case}": resident(dtype, case) for dtype, case in multiplied(DTYPES, RESIDENT)},
         "padded": {f"{count}, {real}": padded(count, real) for count, real in ((7, 4), (40, 0), (40, 39))},
+        "divided": {
+            f"{count}, {real}, {share}": divided(count, real, share)
+            for count, real, share in ((7, 4, 0.3), (40, 40, 0.0), (40, 39, 0.5), (40, 30, 1.0), (16, 0, 0.5))
+        },
     }

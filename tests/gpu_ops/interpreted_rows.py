@@ -90,10 +90,11 @@ def attended(is_packed: bool, count: int) -> bool:
 
 
 def loaded(is_packed: bool) -> bool:
-    """Blocks are scored, chosen, placed, and fetched."""
+    """Blocks are scored, chosen, placed, divided between the bus and the CPU, and fetched."""
     q, blocks = queries(), packed if is_packed else random
     vectors = Lying(random(3, CAPACITY, HEADS, 2, 32).movedim(1, 2))
     ids = Lying(torch.randint(0, 20, (3, HEADS, 1), generator=GENERATOR) + torch.arange(5))
+    attended_ids = Lying(torch.zeros(3, HEADS, 5, dtype=torch.int64))
     slots, stored = Lying(blocks(3, HEADS, 5, SIZE, 32)), blocks(50, HEADS, SIZE, 32)
     table = torch.randint(0, 50, (4, CAPACITY), generator=GENERATOR).int()
     results, after = [], []
@@ -103,14 +104,19 @@ def loaded(is_packed: bool) -> bool:
         chosen = block_choice.choose(scores, number, 5, False, False, False)
         missed = torch.full((batch * HEADS,), 9, dtype=torch.int32)
         placed, misses, into = resident_slots.place(getattr(ids, way), chosen, missed)
-        resident_slots.fetch(stored, own_table, misses, into, getattr(slots, way))
-        results.append((chosen, missed.view(batch, HEADS), misses, into))
+        listed = torch.full((batch, HEADS, 5), 9, dtype=torch.int32)
+        where = placed, misses, into, missed
+        early, late = resident_slots.divide(*where, 0.5, getattr(attended_ids, way), listed)
+        for part in (early, late):
+            resident_slots.fetch(stored, own_table, part, into, getattr(slots, way))
+        results.append((chosen, missed.view(batch, HEADS), misses, into, early, late, listed))
         after.append(placed)
     # Side by side they are new memory.
     ids.together = after[1]
-    missed, misses = results[0][1:3]
-    is_nothing = not missed[1].any() and bool((misses[1] < 0).all())
-    return is_nothing and are_equal(*results) and ids.are_equal and slots.are_equal
+    missed, misses, listed = results[0][1], results[0][2], results[0][6]
+    is_nothing = not missed[1].any() and bool((misses[1] < 0).all()) and bool((listed[1] < 0).all())
+    lying = all(each.are_equal for each in (ids, attended_ids, slots))
+    return is_nothing and are_equal(*results) and lying
 
 
 def single_tokens(by_keys: bool) -> bool:

@@ -25,11 +25,10 @@ from hetero_kv.gpu_ops.packed_weights import (
 )
 from hetero_kv.gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from hetero_kv.gpu_ops.resident_attention import attend_in_torch
-from hetero_kv.gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
-from tests.support.simulated_cuda import sparse_prompts, token_kernels
+from tests.support.simulated_cuda import slot_kernels, sparse_prompts, token_kernels
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
 from tests.support.simulated_cuda.row_memory import StackedRows, addresses_of, rows_of
@@ -58,15 +57,6 @@ def _rebuild(
         rebuild_into_in_torch(*arguments, slots, out)
     else:
         out.copy_(rebuilt_chunks_in_torch(*arguments, fixed["CHUNK"]))
-
-
-def _place(resident: Any, chosen: Any, after: Any, misses: Any, into: Any, missed: Any, *_: Any, **__: Any) -> None:
-    for out, computed in zip((after, misses, into), placed_in_torch(resident, chosen, missed), strict=True):
-        out.copy_(computed)
-
-
-def _fetch(stored: Any, table: Any, misses: Any, into: Any, out: Any, *_: Any, **__: Any) -> None:
-    fetch_in_torch(stored, table, misses, into, out)
 
 
 def _flash(
@@ -194,8 +184,6 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_merge": _merge,
     "_gather": _gather,
     "_rebuild": _rebuild,
-    "_place": _place,
-    "_fetch": _fetch,
     "_flash": _flash,
     "_column_sums": _column_sums,
     "_append": _append,
@@ -213,6 +201,7 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_score_blocks": _score_blocks,
     "_choose_blocks": _choose_blocks,
     "_attend_resident": _attend_resident,
+    **slot_kernels.DEFINITIONS,
     **sparse_prompts.DEFINITIONS,
     **token_kernels.DEFINITIONS,
 }
@@ -222,8 +211,6 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_merge": ("out", "lse"),
     "_gather": ("out",),
     "_rebuild": ("out",),
-    "_place": ("after", "misses", "into", "missed"),
-    "_fetch": ("out",),
     "_flash": ("out", "lse"),
     "_column_sums": ("sums",),
     "_append": ("keys", "values", "positions"),
@@ -241,6 +228,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_score_blocks": ("scores",),
     "_choose_blocks": ("chosen",),
     "_attend_resident": ("keys", "values", "sent_k", "sent_v", "lse", "out"),
+    **slot_kernels.WRITTEN,
     **sparse_prompts.WRITTEN,
     **token_kernels.WRITTEN,
 }

@@ -42,6 +42,11 @@ def _place(of: dict[str, Any]) -> dict[str, Rows]:
     return {"resident": rows, "after": rows}
 
 
+def _divide(of: dict[str, Any]) -> dict[str, Rows]:
+    rows = Rows(tuple(of["misses"].shape[1:]), torch.int64)
+    return {"ids": rows, "attended": rows}
+
+
 def _fetch(of: dict[str, Any]) -> dict[str, Rows]:
     shape = of["heads"], of["out_head"] // of["width"], *of["stored"].shape[2:]
     return {"out": Rows(shape, _of(of["KIND"]))}
@@ -105,6 +110,7 @@ def _attend_rest(of: dict[str, Any]) -> dict[str, Rows]:
 ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Rows]]] = {
     "_score_blocks": _score_blocks,
     "_place": _place,
+    "_divide": _divide,
     "_fetch": _fetch,
     "_attend_resident": _attend_resident,
     "_score_means": _score_means,
