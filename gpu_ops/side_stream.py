@@ -18,6 +18,11 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
     return _streams[device, purpose]
 
 
+def wait_for(purpose: str, device: torch.device) -> None:
+    """Have the current stream wait for what has been queued on the stream for a purpose."""
+    torch.cuda.current_stream(device).wait_stream(stream_for(purpose, device))
+
+
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
     """A context whose work runs parallel to work queued after it, until `joined`.

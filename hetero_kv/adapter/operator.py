@@ -55,7 +55,7 @@ class AttentionOperator(Operator):
     #: Whether it can decode a token by attention to few blocks, for a guess (`Step.draft_blocks`), or attends to few
     #: tokens anyway.
     drafts_sparsely: ClassVar[bool] = False
-    #: Whether `attend_on: gpu` makes it attend on the GPU.
+    #: Whether `attend_on: gpu` or `split` makes it attend on the GPU.
     reads_attend_on: ClassVar[bool] = False
     #: Whether it records the attention of a token in a layer that has a record (`FamilyLayer.record`).
     records_attention: bool = False
@@ -81,6 +81,12 @@ class AttentionOperator(Operator):
     def attend_on(self, place: str) -> None:
         """Take the place of `attend_on: auto`, `gpu` or `cpu`, for the cache layers that follow."""
         self.engine = replace(self.engine, attend_on=place)
+
+    def divide_missing(self, share: float) -> None:
+        """Take the share of missing blocks that a GPU reads under `attend_on: split`, for the cache layers that follow.
+
+        The CPU attends to the others.
+        """
 
     @property
     def indexes_on_gpu(self) -> bool:

@@ -41,7 +41,7 @@ def json_report(session: ChatSession, answer: ChatAnswer) -> dict[str, Any]:
 
 
 def _attention_place(session: ChatSession) -> str | None:
-    """Where tokens attend to the Context under `attend_on: auto`, and why; None for other settings."""
+    """Where tokens attend to the Context under `attend_on: auto` or `split`, and why; None for other settings."""
     decision = session.injection.place.decision if session.injection else None
     return None if decision is None else str(decision)
 

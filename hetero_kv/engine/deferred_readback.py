@@ -28,10 +28,12 @@ class HostCopy(NamedTuple):
     Attributes:
         tensor: on any device; nothing writes to it in this forward.
         receive: callback for the CPU copy, called unless a checked number is refused.
+        before: called before the copy is queued, such as to have its stream wait for others; None for nothing.
     """
 
     tensor: torch.Tensor
     receive: Callable[[torch.Tensor], None]
+    before: Callable[[], None] | None = None
 
 
 def read_back(checked_numbers: Sequence[CheckedNumber], host_copies: Sequence[HostCopy] = ()) -> None:
@@ -39,6 +41,9 @@ def read_back(checked_numbers: Sequence[CheckedNumber], host_copies: Sequence[Ho
 
     Raises the error of the first callback that refuses its number.
     """
+    for coming in host_copies:
+        if coming.before is not None:
+            coming.before()
     devices = [each.number.device for each in checked_numbers] + [each.tensor.device for each in host_copies]
     for device in dict.fromkeys(devices):
         numbers = [each for each in checked_numbers if each.number.device == device]

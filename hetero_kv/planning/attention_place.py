@@ -1,5 +1,7 @@
 """Where `attend_on: auto` has a decoded token attend to the Context of a model on a GPU: there, or on the CPU.
 
+With `split` both attend, and what the slots lack is divided by the rates that `auto` decides by.
+
 A GPU that attends has the index and slots for what is chosen, and reads over the bus what the slots lack; the CPU reads
 all that is chosen, and what it is chosen by, where it lies in DRAM.
 """
@@ -25,7 +27,7 @@ from hetero_kv.planning.footprint import Footprint
 from hetero_kv.planning.plan import Plan
 from hetero_kv.planning.planned import Planned
 from hetero_kv.planning.read_rates import ReadRates, read_rates
-from hetero_kv.settings.engine_settings import AUTO, CPU, GPU
+from hetero_kv.settings.engine_settings import AUTO, CPU, GPU, SPLIT
 
 _logger = logging.getLogger(__name__)
 #: The assumed share of chosen keys and values that no token before has brought to the slots. Measured behind 6,000
@@ -39,17 +41,22 @@ _WORD = 4
 
 
 class Decision(NamedTuple):
-    """A place, `gpu` or `cpu`, and why; before a model is loaded it may be open."""
+    """A place, `gpu`, `split` or `cpu`, and why; before a model is loaded it may be open.
+
+    Attributes:
+        bus_share: of what slots lack, the share that comes over the bus before the GPU attends, with `split`.
+    """
 
     place: str
     reason: str
+    bus_share: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}"
 
 
 class AttentionPlace:
-    """Where a model's tokens attend to the Context, if the setting `attend_on` leaves that open.
+    """Where a model's tokens attend to the Context, if the setting `attend_on` leaves that, or the shares, open.
 
     It is decided for the device on which the model computes when its first cache is made, and again only if the model
     has moved to another one since.
@@ -80,20 +87,24 @@ class AttentionPlace:
             length: tokens of the longest, which must fit on a GPU that attends; `auto` for the model's context length.
         """
         device: torch.device = next(injection.model.parameters()).device
-        if self.setting != AUTO or device.type == "meta":
+        if self.setting not in (AUTO, SPLIT) or device.type == "meta":
             return None
         with self._lock:
             if device != self._device:
                 before, self._device = self._device, device
                 try:
                     tokens = _tokens(injection, length)
-                    self.decision = _decided(injection, operators, device, sequences, tokens)
+                    if self.setting == SPLIT:
+                        self.decision = _divided(injection, device, tokens)
+                    else:
+                        self.decision = _decided(injection, operators, device, sequences, tokens)
                 except BaseException:
                     self._device = before
                     raise
                 for each in operators:
                     each.attend_on(self.decision.place)
-                _logger.info("attend_on: auto is %s", self.decision)
+                    each.divide_missing(self.decision.bus_share)
+                _logger.info("attend_on: %s is %s", self.setting, self.decision)
             return self.decision
 
 
@@ -132,6 +143,37 @@ def faster(reads: TokenReads, rates: ReadRates) -> Decision:
     return Decision(GPU if over_bus <= by_cpu else CPU, reason)
 
 
+def divided(rates: ReadRates) -> Decision:
+    """How `attend_on: split` divides what slots lack, so that the bus and the CPU take equally long."""
+    share = rates.bus / (rates.bus + rates.cpu)
+    reason = (
+        f"of the chosen blocks that the GPU lacks the bus brings {share:.0%} at {rates.bus / 1e9:.3g} GB/s, while the "
+        f"CPU attends to the others at {rates.cpu / 1e9:.3g} GB/s"
+    )
+    return Decision(SPLIT, reason, share)
+
+
+def _divided(injection: Planned, device: torch.device, tokens: int) -> Decision:
+    if device.type != "cuda" or not (reads := _reads(injection, tokens)).chosen:
+        # A decoded token refuses the CPU by name.
+        return Decision(SPLIT, "no block is missing on a GPU")
+    try:
+        rates = _rates(device, reads)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        return Decision(SPLIT, f"the CPU attends to all that the GPU lacks, for {_no_memory(error)}")
+    # Without rates DRAM cannot be page-locked, which a decoded token refuses by name.
+    return Decision(SPLIT, "CUDA does not page-lock DRAM") if rates is None else divided(rates)
+
+
+def _rates(device: torch.device, reads: TokenReads) -> ReadRates | None:
+    row = -(-max(reads.row, 1) // _WORD) * _WORD
+    return read_rates(device, row, torch.get_num_threads())
+
+
+def _no_memory(error: BaseException) -> str:
+    return f"there is no memory to measure read rates with ({type(error).__name__})"
+
+
 def _decided(
     injection: Planned, operators: Sequence[AttentionOperator], device: torch.device, sequences: int, tokens: int
 ) -> Decision:
@@ -145,11 +187,10 @@ def _decided(
     reads = _reads(injection, tokens)
     if not reads.chosen:
         return Decision(GPU, "it has all keys and values that a token attends to")
-    row = -(-max(reads.row, 1) // _WORD) * _WORD
     try:
-        rates = read_rates(device, row, torch.get_num_threads())
+        rates = _rates(device, reads)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return Decision(CPU, f"there is no memory to measure read rates with ({type(error).__name__})")
+        return Decision(CPU, _no_memory(error))
     return Decision(CPU, "CUDA does not page-lock DRAM") if rates is None else faster(reads, rates)
 
 

@@ -34,7 +34,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, before
 from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.rules.sharing import SharedWeights
 from hetero_kv.rules.unpacked import warn_of_unpacked
-from hetero_kv.settings.engine_settings import CPU, GPU, EngineSettings
+from hetero_kv.settings.engine_settings import CPU, GPU, SPLIT, EngineSettings
 from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import SettingError
 
@@ -173,20 +173,22 @@ def _injected(
 
 
 def _require_reader_of_attend_on(engine: EngineSettings, operators: Sequence[type[Operator]], rules: str) -> None:
-    """Raise ConfigError where `attend_on: gpu` changes nothing, because no operator reads it."""
-    if engine.attend_on == GPU and not any(
+    """Raise ConfigError where `attend_on` changes nothing, because no operator reads it."""
+    if engine.attend_on in (GPU, SPLIT) and not any(
         issubclass(each, AttentionOperator) and each.reads_attend_on for each in operators
     ):
         raise ConfigError(
-            f"attend_on is gpu, but {rules} injects no RetrievalAttention, which alone reads it; set attend_on to cpu"
+            f"attend_on is {engine.attend_on}, but {rules} injects no RetrievalAttention, which alone reads it; set "
+            "attend_on to cpu"
         )
 
 
 def _require_index(engine: EngineSettings, operators: Sequence[Operator], rules: str) -> None:
     """Raise ConfigError for an `index_device` that changes nothing, or contradicts `attend_on`."""
-    if engine.index_device == CPU and engine.attend_on == GPU:
+    if engine.index_device == CPU and engine.attend_on in (GPU, SPLIT):
         raise ConfigError(
-            "index_device is cpu, but attend_on is gpu, and a GPU that attends also chooses; set one of them"
+            f"index_device is cpu, but attend_on is {engine.attend_on}, and a GPU that attends also chooses; set one "
+            "of them"
         )
     if engine.index_device == GPU and not any(
         isinstance(each, AttentionOperator) and each.indexes_on_gpu for each in operators

@@ -96,7 +96,7 @@ class Injection:
         configs: the modules whose config a copy replaces, each with the original.
         guards: the forwards that wrap those of models.
         attention: the backend setting for attention on a GPU, and which backends have run.
-        place: where tokens attend to the Context under `attend_on: auto`.
+        place: where tokens attend to the Context under `attend_on: auto`, and what of it under `split`.
         captures: whether decoding uses CUDA graphs, and which steps were captured.
         digests: digests of the model's weights, computed on first use; models that share weights share these too.
         sparse_drafts: whether an engine or conversation guesses this model's tokens by attention to few blocks, so that

@@ -10,7 +10,7 @@ import psutil
 from hetero_kv.cpus import threads_by_environment, usable_cpus
 from hetero_kv.settings.setting import Settings, setting
 
-AUTO, GPU, DRAM, CPU = "auto", "gpu", "dram", "cpu"
+AUTO, GPU, DRAM, CPU, SPLIT = "auto", "gpu", "dram", "cpu", "split"
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,11 @@ class EngineSettings(Settings):
         "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: what blocks are "
         "chosen by, and chosen blocks or tokens, lie on the GPU, which reads missing ones from DRAM without waiting "
         "for the host; layers that attend to everything have all keys and values there (top_k_blocks: all, "
-        "dense_layer_num); auto: on the GPU if it can, if a context of max_seq_len tokens fits there then, and if, by "
+        "dense_layer_num); split: as gpu, but of missing blocks the CPU attends to as many as, by the read rates that "
+        "the first context measures, take as long as the others over the bus; it waits once per layer that chooses "
+        "blocks; auto: on the GPU if it can, if a context of max_seq_len tokens fits there then, and if, by "
         "the read rates that the first context measures, a token waits no longer for the bus than for the CPU",
-        choices=(AUTO, GPU, CPU),
+        choices=(AUTO, GPU, SPLIT, CPU),
     )
     index_device: str = setting(
         AUTO,

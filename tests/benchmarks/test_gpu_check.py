@@ -82,6 +82,7 @@ def test_it_runs_on_a_gpu(capsys):
     told = capsys.readouterr().out
     assert "pass  resident: adaptive_lean as by the CPU, bfloat16" in told
     assert "pass  resident: quest, index_device: gpu, as by the CPU, float16" in told
+    assert "pass  resident: ktransformers, attend_on: split, as by the CPU, bfloat16" in told
     assert "pass  experts: gpt_oss in DRAM, weights q8_0, 1,000 rows, bfloat16" in told
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
     for kernel in (

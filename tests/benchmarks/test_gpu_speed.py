@@ -56,7 +56,8 @@ def test_everything_is_measured_at_tiny_size(device, tmp_path, capsys, monkeypat
     full |= {(name, 4) for name in (STATIC, FLASH) if on_gpu or name is STATIC}
     assert {(row["name"], row["batch"]) for row in found["rows"]} == by_batch | full | {
         ("ktransformers", 1), ("ktransformers, Q4_0", 1), ("quest", 1), ("minference", 1),
-        *(resident | {("quest, attend_on: gpu, FP16", 3), ("quest, index_device: gpu", 1)} if on_gpu else set()),
+        *(resident | {("quest, attend_on: gpu, FP16", 3)} if on_gpu else set()),
+        *({(f"quest, {way}", 1) for way in ("index_device: gpu", "attend_on: split")} if on_gpu else set()),
     }  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in found["rows"])
     parts = {row["name"]: set(row["parts"]) for row in found["rows"]}

@@ -8,6 +8,8 @@ from types import MappingProxyType
 import torch
 
 from hetero_kv import HeteroCache, inject
+from hetero_kv.planning import attention_place
+from hetero_kv.planning.read_rates import ReadRates
 from tests.support.devices import model_on
 from tests.support.small_recipes import small_recipe
 from tests.support.tiny_models import tiny_model
@@ -43,6 +45,15 @@ def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, e
 def injected(model, *args, **settings):
     inject(model, rules(*args, **settings))
     return HeteroCache(model)
+
+
+def rates_given(monkeypatch):
+    """What lets `attend_on: split` measure such rates that this share of what is missing comes over the bus."""
+
+    def give(share):
+        monkeypatch.setattr(attention_place, "read_rates", lambda *_: ReadRates(1 - share, share))
+
+    return give
 
 
 def random_tokens(count, rows=1, seed=0):

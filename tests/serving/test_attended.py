@@ -12,6 +12,7 @@ from hetero_kv import Engine
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.operators import BoundedAttention, RetrievalAttention, ShadowKVAttention, TokenRetrievalAttention
 from hetero_kv.rules.injecting import inject
+from tests.operators.resident_models import rates_given
 from tests.serving.number_tokenizer import Numbers
 from tests.serving.tiny_engine import PROMPTS, answered, engine_of
 from tests.support.devices import device_called
@@ -240,10 +241,11 @@ def test_a_device_gives_the_masses_of_the_cpu(recipe, device):
 
 @pytest.mark.cuda
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["quest", "dense"])
-def test_a_gpu_that_attends_to_blocks_itself_gives_the_masses_of_the_cpu(recipe):
+@pytest.mark.parametrize(("recipe", "attend_on"), [("quest", "gpu"), ("dense", "gpu"), ("quest", "split")])
+def test_a_gpu_that_attends_to_blocks_itself_gives_the_masses_of_the_cpu(recipe, attend_on, monkeypatch):
+    rates_given(monkeypatch)(0.5)
     with device_called("cuda"):
-        on_gpu = attended_on("cuda", recipe, attend_on="gpu")
+        on_gpu = attended_on("cuda", recipe, attend_on=attend_on)
     for ours, theirs in zip(attended_on("cpu", recipe), on_gpu, strict=True):
         np.testing.assert_allclose(ours.masses, theirs.masses, atol=1e-4)
         np.testing.assert_allclose(shares(theirs), 1, atol=1e-4)

@@ -28,11 +28,12 @@ from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.indexed_layer import ScoredLayer
 from hetero_kv.families.retrieval.layer import RetrievalLayer, count_step
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.resident_decode import ResidentDecode
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.settings import RETRIEVAL
-from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, DRAM_BYTES, ESTIMATED_SHARE
+from hetero_kv.families.retrieval.split_decode import SplitDecode
+from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, CPU_BYTES, DRAM_BYTES, ESTIMATED_SHARE
 from hetero_kv.gpu_ops.merge import apply_sink
+from hetero_kv.settings.engine_settings import GPU
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.weights.kernel_arrays import kernel_array
 
@@ -45,7 +46,7 @@ _CHOOSING = frozenset(
 )  # fmt: skip
 
 
-class RetrievalAttention(ResidentDecode):
+class RetrievalAttention(SplitDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `top_k_blocks` blocks.
 
     A budget that covers the Context gives full attention, to the storage type's precision. With `target_mass`,
@@ -54,7 +55,7 @@ class RetrievalAttention(ResidentDecode):
 
     meaning = RETRIEVAL.meaning
     drafts_sparsely = True
-    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES, DRAM_BYTES)
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES, DRAM_BYTES, CPU_BYTES)
 
     def new_cache_layer(self) -> RetrievalLayer:
         derived = Derived() if self.budget is None else Derived.of(self.settings)
@@ -227,7 +228,7 @@ class RetrievalAttention(ResidentDecode):
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         kept |= {"is_scored": self.budget is not None, "derived": list(derived)}
         # Its window, and so its division into blocks, is another one.
-        return kept | ({"attend_on": self.engine.attend_on} if self.has_whole_window else {})
+        return kept | ({"attend_on": GPU} if self.has_whole_window else {})
 
     def choosing_queries(self, length: int, question: int | None) -> int:
         votes = self.preselected is not None and self._layout().context_blocks(length) > self.preselected

@@ -90,7 +90,8 @@ class RetrievalDecode(RetrievalPrefill):
         compute q, k and v, to which the call is added; None: these are computed, and the call is made now. given:
         positions that a device has chosen. Returns the counts, for `RetrievalLayer.count_step` of each group.
         """
-        table, ranges, decoded = DecodedRows.of(groups, self.covering)
+        # Of a Context with a list only that is attended to, however short it is.
+        table, ranges, decoded = DecodedRows.of(groups, self.covering if given is None else 0)
         layer, kv_heads, chooses, contexts = groups[0].layer, lse.shape[1], any(decoded.chosen), decoded.contexts
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if given is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -61,6 +61,25 @@ class LayerMemory(NamedTuple, Generic[AnyMemory]):
     window: tuple[AnyMemory, AnyMemory]
     initial: int
     context: Sequence[AnyMemory]
+
+
+class CpuTurn(Protocol):
+    """What the CPU attends to of a decoded token in a layer, while the GPU attends to the rest.
+
+    Attributes:
+        listed: [rows, kv_heads, n] int32 on the device; receives the blocks that the CPU attends to, padded with -1.
+    """
+
+    listed: torch.Tensor
+
+    def send(self, q: torch.Tensor) -> None:
+        """Start to copy `listed` and the queries to the CPU."""
+
+    def attended(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for them, and have the CPU attend.
+
+        Returns out [rows, heads, 1, v_dim] and its log-sum-exp, float32 on the device.
+        """
 
 
 class DeviceContext(ABC):
@@ -131,15 +150,16 @@ class DeviceContext(ABC):
     @abstractmethod
     def attended(
         self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
-        table: torch.Tensor, sent: SentToken,
+        table: torch.Tensor, sent: SentToken, cpu: CpuTurn | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """A decoded token's attention to its window and its Context, after `take_in`; kernels alone.
+        """A decoded token's attention to its window and its Context, after `take_in`; kernels alone but for `cpu`.
 
         Args:
             memory: of rows like this Context's, found by addresses; `EstimatedContext` takes tensors, too.
             numbers: see `gpu_ops.resident_attention`.
             table: [batch, capacity] int32, the Context's blocks in the pool, on the device.
             sent: is written.
+            cpu: attends to a part; None where the GPU attends to all.
 
         Returns out [batch, heads, 1, v_dim] in the model's dtype, and its log-sum-exp [batch, heads, 1].
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from hetero_kv.families.retrieval.device_context import LayerMemory, SentToken
 from hetero_kv.families.retrieval.layer import count_step
 from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
+from hetero_kv.families.retrieval.split_context import LATE
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
 from hetero_kv.gpu_ops.row_memory import RowMemory, addresses_of
+from hetero_kv.gpu_ops.side_stream import wait_for
 
 #: Parts of a `SentToken` that are int32.
 _WHOLE = frozenset(("missed", "taken"))
@@ -63,6 +66,8 @@ class DeviceTokens:
         self._sent = torch.zeros(size, dtype=torch.float32, device=device)
         self._parts = dict(zip(self._indices, self._split(self._sent), strict=True))
         self.scaled: dict[int, tuple[float, float | None]] = {}
+        #: Has what is read behind the attention arrive before a forward ends; None where nothing is.
+        self._before = partial(wait_for, LATE, device) if any(layer.needs_cpu for layer in layers) else None
 
     @classmethod
     def of(cls, layer: ResidentLayer, steps: Sequence[Step], device: torch.device, number: int = 0) -> DeviceTokens:
@@ -120,7 +125,7 @@ class DeviceTokens:
             # Only now: an interrupted copy is made again.
             self._members = members
         self._send_tables(tables)
-        steps[0].host_copies.append(HostCopy(self._sent, lambda sent: self._store(steps, sent)))
+        steps[0].host_copies.append(HostCopy(self._sent, lambda sent: self._store(steps, sent), self._before))
 
     def _layers_of(self, step: Step) -> list[ResidentLayer]:
         return [step.group.layers[index] for index in self._indices]

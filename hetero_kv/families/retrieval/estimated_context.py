@@ -15,7 +15,7 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.step_contract import ATTENDED, CANDIDATES, CHOSEN, EVERYTHING, SCORED, TOUCHED, WHOLE
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_context import DeviceContext, LayerMemory, SentToken
+from hetero_kv.families.retrieval.device_context import CpuTurn, DeviceContext, LayerMemory, SentToken
 from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
 from hetero_kv.gpu_ops import token_choice
 from hetero_kv.gpu_ops.estimated_masses import log_totals, mean_shares, score_codes, score_means
@@ -61,6 +61,11 @@ class EstimatedChoice(NamedTuple):
     def reads_blocks(self) -> bool:
         """Whether a GPU reads blocks of the Context."""
         return True
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether the CPU attends to some of what is chosen."""
+        return False
 
     def candidates(self, capacity: int) -> int:
         """The most blocks whose tokens are candidates, in sequences of up to `capacity` blocks."""
@@ -135,7 +140,7 @@ class EstimatedContext(DeviceContext):
 
     def attended(
         self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
-        table: torch.Tensor, sent: SentToken,
+        table: torch.Tensor, sent: SentToken, cpu: CpuTurn | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See DeviceContext."""
         assert sent.taken is not None

@@ -99,7 +99,7 @@ class PagedFootprint(LayerFootprint):
         offset_bytes: bytes of a block's key offset.
         has_whole_window: whether a GPU has all tokens in its window.
         settings: the operator's; None for a dense prefill.
-        estimated: how a GPU chooses single tokens; None where it does not.
+        needs_cpu: whether the CPU attends to some of the blocks that a GPU chooses, which notes the others then.
         resident_layout: of a layer that a GPU attends to; None where the CPU does.
         sent_queries: whether queries go to the CPU with a GPU's tokens.
     """
@@ -117,6 +117,7 @@ class PagedFootprint(LayerFootprint):
     estimated: EstimatedChoice | None = None
     resident_layout: RetrievalLayout | None = None
     sent_queries: bool = False
+    needs_cpu: bool = False
 
     @classmethod
     def of(
@@ -144,6 +145,7 @@ class PagedFootprint(LayerFootprint):
             device_window=(layout.sink_blocks + 1) * block_size + (0 if has_whole_window else layout.local_len),
             resident_layout=None if resident is None or attends_on_cpu else layout,
             sent_queries=isinstance(resident, ResidentChoice) and resident.heads > 0,
+            needs_cpu=resident is not None and resident.needs_cpu,
             observed=observed,
             index_bytes=shape.kv_heads * of_index,
             chosen=resident.blocks if isinstance(resident, ResidentChoice) else 0,
@@ -177,7 +179,7 @@ class PagedFootprint(LayerFootprint):
                 yield MemoryShare(RESIDENT, demand.sequences * self.kv_bytes(demand.tokens, demand))
             if self.chosen:
                 blocks = math.ceil(demand.tokens / self.block_size)
-                of_slot = self._slot_bytes(demand) + self.shape.kv_heads * _ID_BYTES
+                of_slot = self._slot_bytes(demand) + self.shape.kv_heads * _ID_BYTES * (1 + self.needs_cpu)
                 slots = 0 if self.attends_on_cpu else min(self.chosen, blocks) * of_slot
                 yield MemoryShare(RESIDENT, demand.sequences * (blocks * self.index_bytes + slots))
             yield choice_share(self.shape, self.settings, demand)
@@ -221,7 +223,7 @@ class PagedFootprint(LayerFootprint):
         yield MemoryShare(RESIDENT, rows * table, common=layout)
         # Keys and values of the window and of the slots; of blocks representatives, places, and offsets.
         arrays = 4 + (len(EstimatedContext.indexed) + len(TokenSlots._fields) if self.estimated else 2)
-        arrays += self.offset_bytes > 0
+        arrays += (self.offset_bytes > 0) + self.needs_cpu
         # Key, value, and what is counted (`SentToken`).
         sent = kv_heads * (shape.k_dim + shape.v_dim + (6 if self.estimated else 1))
         sent += demand.heads * (shape.k_dim + 1) if self.sent_queries else 0

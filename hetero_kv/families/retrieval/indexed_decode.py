@@ -18,7 +18,7 @@ from hetero_kv.families.retrieval.window_step import WindowStep
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.gpu_ops.attention_backend import takes_token
 from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
-from hetero_kv.settings.engine_settings import GPU, EngineSettings
+from hetero_kv.settings.engine_settings import GPU, SPLIT, EngineSettings
 
 
 class IndexedDecode(WindowedDecode):
@@ -38,7 +38,7 @@ class IndexedDecode(WindowedDecode):
         super().__init__(path, wrapped, settings, engine)
         self.scored_choice: ResidentChoice | None = None
         # Under `auto` the CPU may come to attend.
-        if engine.index_device == GPU and engine.attend_on != GPU:
+        if engine.index_device == GPU and engine.attend_on not in (GPU, SPLIT):
             part = self._choice_of_the_cpu()
             if part is None and self.choice is not None:
                 part = (

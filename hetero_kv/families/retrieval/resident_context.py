@@ -15,7 +15,13 @@ import torch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.step_contract import AS_GIVEN, CHOSEN
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_context import DeviceContext, LayerMemory, SentToken, fetched_arrays
+from hetero_kv.families.retrieval.device_context import (
+    CpuTurn,
+    DeviceContext,
+    LayerMemory,
+    SentToken,
+    fetched_arrays,
+)
 from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
 from hetero_kv.gpu_ops.block_choice import best_blocks, block_scores
 from hetero_kv.gpu_ops.host_copies import on_device
@@ -35,6 +41,8 @@ class ResidentChoice(NamedTuple):
         bounds, largest, is_shared: see `gpu_ops.block_choice`.
         heads: query heads whose queries go to the CPU, because representatives count the attention that keys receive;
             0 if they do not.
+        bus_share: of missing blocks, the share that the GPU reads before it attends, while the CPU attends to the
+            others; None where the GPU attends to all (`hetero_kv.families.retrieval.split_context`).
     """
 
     blocks: int
@@ -42,6 +50,12 @@ class ResidentChoice(NamedTuple):
     largest: bool
     is_shared: bool
     heads: int = 0
+    bus_share: float | None = None
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether the CPU attends to some of the blocks."""
+        return self.bus_share is not None and self.reads_blocks
 
     @property
     def reads_blocks(self) -> bool:
@@ -106,12 +120,13 @@ class ResidentContext(DeviceContext):
 
     def attended(
         self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
-        table: torch.Tensor, sent: SentToken,
+        table: torch.Tensor, sent: SentToken, cpu: CpuTurn | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """See DeviceContext."""
         vectors, ids, *parts = memory.context
         if ids.shape[2]:
-            self._load_best(call, vectors, ids, parts, pool, numbers[:, CONTEXT], table, sent.missed)
+            _, misses, into = self._placed(call, vectors, ids, numbers[:, CONTEXT], sent.missed)
+            self._fetch(pool, table, misses, into, parts)
         places = memory.window, memory.initial, ids, Slots(*parts), numbers
         shares, logarithms = attend(call.q, call.k, call.v, *places, call.scale, call.softcap, (sent.key, sent.value))
         out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
@@ -119,15 +134,20 @@ class ResidentContext(DeviceContext):
         join_parts(shares, logarithms, None, None, out, lse)
         return out, lse
 
-    def _load_best(
-        self, call: AttentionCall, vectors: AnyMemory, ids: AnyMemory, parts: Sequence[AnyMemory], pool: BlockPool,
-        count: torch.Tensor, table: torch.Tensor, missed: torch.Tensor,
-    ) -> None:  # fmt: skip
+    def _placed(
+        self, call: AttentionCall, vectors: AnyMemory, ids: AnyMemory, count: torch.Tensor, missed: torch.Tensor
+    ) -> tuple[AnyMemory, torch.Tensor, torch.Tensor]:
+        """Choose blocks, and slots for them; as `gpu_ops.resident_slots.placed`."""
         choice = self.choice
         # As on the CPU the representatives' products count as they are.
         scores = block_scores(call.q, vectors, count, choice.bounds, 1.0)
         chosen = best_blocks(scores, count, ids.shape[2], choice.largest, is_shared=choice.is_shared)
-        _, misses, into = placed(ids, chosen, missed)
+        return placed(ids, chosen, missed)
+
+    def _fetch(
+        self, pool: BlockPool, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor, parts: Sequence[AnyMemory]
+    ) -> None:
+        """Read missing blocks into their slots."""
         for stored, slots in zip(fetched_arrays(pool), parts, strict=True):
             fetch(as_words(stored), table, misses, into, as_words(slots))
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.step import Step
+from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.block_choice import Derived
+from hetero_kv.families.retrieval.device_context import CpuTurn
 from hetero_kv.families.retrieval.device_tokens import DeviceTokens
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
 from hetero_kv.families.retrieval.indexed_decode import IndexedDecode
@@ -25,7 +26,7 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.gpu_ops.attention_backend import takes_token
 from hetero_kv.gpu_ops.estimated_masses import LARGEST_BLOCK
 from hetero_kv.gpu_ops.merge import apply_sink
-from hetero_kv.settings.engine_settings import GPU, EngineSettings
+from hetero_kv.settings.engine_settings import GPU, SPLIT, EngineSettings
 
 
 class ResidentDecode(IndexedDecode):
@@ -42,14 +43,14 @@ class ResidentDecode(IndexedDecode):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        if engine.attend_on == GPU and (part := self.gpu_obstacle) is not None:
-            raise HeteroKVError(f"{path}: attend_on is gpu, but {part}; set attend_on to cpu")
+        if engine.attend_on in (GPU, SPLIT) and (part := self.gpu_obstacle) is not None:
+            raise HeteroKVError(f"{path}: attend_on is {engine.attend_on}, but {part}; set attend_on to cpu")
         self.resident_choice: ResidentChoice | EstimatedChoice | None = None
         self.attend_on(engine.attend_on)
 
     def attend_on(self, place: str) -> None:
         super().attend_on(place)
-        self.resident_choice = self._choice_of_the_gpu() if place == GPU else None
+        self.resident_choice = self._choice_of_the_gpu() if place in (GPU, SPLIT) else None
 
     def _choice_of_the_gpu(self) -> ResidentChoice | EstimatedChoice:
         blocks, choice = self.budget or 0, self.choice
@@ -123,7 +124,7 @@ class ResidentDecode(IndexedDecode):
         return True
 
     def _cannot(self, reason: str) -> HeteroKVError:
-        return HeteroKVError(f"{self.path}: attend_on is gpu, but {reason}; set attend_on to cpu")
+        return HeteroKVError(f"{self.path}: attend_on is {self.engine.attend_on}, but {reason}; set attend_on to cpu")
 
     def attend(self, cache: HeteroCache, call: AttentionCall) -> torch.Tensor:
         """See AttentionOperator. Rows of several lengths are attended to together, those of each store."""
@@ -143,7 +144,7 @@ class ResidentDecode(IndexedDecode):
         """Whether a step's token is attended to on the GPU, if its call can be."""
         layer = step.group.layers[self.layer_idx]
         is_token = step.is_decode and not step.is_draft and step.draft_blocks is None
-        return is_token and layer.captured_memory is not None
+        return is_token and isinstance(layer, ResidentLayer) and layer.resident is not None and layer.record is None
 
     def _attended_together(self, steps: Sequence[Step], call: AttentionCall, number: int = 0) -> torch.Tensor:
         """The attention of a token of each row of these steps, whose sequences are in one store.
@@ -157,11 +158,15 @@ class ResidentDecode(IndexedDecode):
             self._prepare_token(step.group.layers[self.layer_idx], step)
         tokens = DeviceTokens.of(layer, steps, call.k.device, number)
         tokens.begin(steps)
-        return self._attended_on_gpu(layer, tokens, call)
+        return self._attended_on_gpu(layer, tokens, call, self._cpu_turn(steps, call))
+
+    def _cpu_turn(self, steps: Sequence[Step], call: AttentionCall) -> CpuTurn | None:
+        """What the CPU does of the attention of a token of each row of these steps; None for nothing."""
+        return None
 
     def _prepare_token(self, layer: ResidentLayer, step: Step) -> None:
         """The host's part of a token, before its kernels. Raises HeteroKVError where DRAM cannot be page-locked."""
-        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+        blocks = self._blocks_of(step)
         pool, resident, window = layer.pool, layer.resident, layer.window
         assert pool is not None
         assert resident is not None
@@ -175,8 +180,14 @@ class ResidentDecode(IndexedDecode):
         resident.take_in(pool, layer.context_of(blocks.table, step.length))
         window.advance(blocks.finalized * layer.layout.block_size)
 
-    def _attended_on_gpu(self, layer: ResidentLayer, tokens: DeviceTokens, call: AttentionCall) -> torch.Tensor:
-        """The attention of a token that `_prepare_token` has prepared; kernels alone.
+    def _blocks_of(self, step: Step) -> StepBlocks:
+        layout = step.group.layers[self.layer_idx].layout
+        return step.made.get(id(layout)) or step.blocks(layout)
+
+    def _attended_on_gpu(
+        self, layer: ResidentLayer, tokens: DeviceTokens, call: AttentionCall, cpu: CpuTurn | None = None
+    ) -> torch.Tensor:
+        """The attention of a token that `_prepare_token` has prepared; kernels alone but for `cpu`.
 
         layer: of any of the rows.
         """
@@ -184,7 +195,7 @@ class ResidentDecode(IndexedDecode):
         assert pool is not None
         assert resident is not None
         memory, numbers, table, sent = tokens.of_layer(layer, len(call.q))
-        out, lse = resident.attended(call, memory, pool, numbers, table, sent)
+        out, lse = resident.attended(call, memory, pool, numbers, table, sent, cpu)
         if call.sink is not None:
             with_sink, lse = apply_sink(out, lse, call.sink)
             out = with_sink.to(out.dtype)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence as Rows
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetero_kv.engine.saved_part import SavedPart
@@ -21,7 +22,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext
-from hetero_kv.families.retrieval.statistics import DRAM_BYTES
+from hetero_kv.families.retrieval.statistics import CPU_BYTES, DRAM_BYTES
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.pool import BlockPool
 
@@ -36,6 +37,7 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
 
     Attributes:
         from_dram: bytes that the GPU read from DRAM for a token, per row.
+        by_cpu: bytes of keys and values that the CPU attended to for a token, per row.
         memory_number: of its memory on the GPU; another one where the memory is another.
     """
 
@@ -45,12 +47,12 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
     ) -> None:  # fmt: skip
         super().__init__(layout, settings, derived, vectors_of, choice.context)
         self._choice = choice
-        self.from_dram = NO_NUMBERS
+        self.from_dram = self.by_cpu = NO_NUMBERS
         self.memory_number = next(_memory_numbers)
 
     def reset(self) -> None:
         super().reset()
-        self.from_dram = NO_NUMBERS
+        self.from_dram = self.by_cpu = NO_NUMBERS
 
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
         before, pool = self.resident, super()._prepare(keys, values)
@@ -85,10 +87,10 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
     # -- rollback and fork
 
     def snapshot(self) -> Any:
-        return super().snapshot(), self.from_dram
+        return super().snapshot(), self.from_dram, self.by_cpu
 
     def rollback(self, snapshot: Any) -> None:
-        before, self.from_dram = snapshot
+        before, self.from_dram, self.by_cpu = snapshot
         super().rollback(before)
         if self.resident is not None:
             self.resident.empty_slots()
@@ -104,8 +106,14 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
         self.memory_number = next(_memory_numbers)
 
     @property
+    def needs_cpu(self) -> bool:
+        """Whether the CPU attends to some of the blocks."""
+        return self._choice.needs_cpu
+
+    @property
     def captured_memory(self) -> Store | None:
-        return self.group.store if self.resident is not None and self.record is None else None
+        has_memory = self.resident is not None and self.record is None
+        return self.group.store if has_memory and not self.needs_cpu else None
 
     # -- in a file
 
@@ -131,4 +139,12 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {**super().statistics, DRAM_BYTES.name: self.from_dram.mean}
+        own = {DRAM_BYTES.name: self.from_dram.mean, CPU_BYTES.name: self.by_cpu.mean}
+        return {**super().statistics, **own}
+
+    def count_listed(self, listed: np.ndarray) -> None:
+        """Count blocks that the CPU attended to for a token, [rows, kv_heads, n] padded with -1."""
+        assert self.pool is not None
+        assert self.resident is not None
+        blocks = int(np.count_nonzero(listed >= 0))
+        self.by_cpu = self.by_cpu.plus(blocks * self.resident.missed_bytes(self.pool) / len(listed))

@@ -22,6 +22,14 @@ DRAM_BYTES = register(
         "dram_bytes_read",
         "bytes from DRAM per token and layer",
         "bytes of keys and values that a GPU read over the bus for a decoded token in a layer, because it had them not "
-        "from tokens before, the mean over steps (`attend_on: gpu`)",
+        "from tokens before, the mean over steps (`attend_on: gpu`, `split`)",
+    )
+)
+CPU_BYTES = register(
+    Statistic(
+        "cpu_bytes_read",
+        "bytes the CPU attends to per token and layer",
+        "bytes of keys and values that the CPU read for a decoded token in a layer, because the GPU had them not from "
+        "tokens before, the mean over steps (`attend_on: split`)",
     )
 )

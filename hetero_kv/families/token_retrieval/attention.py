@@ -35,7 +35,7 @@ from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.gpu_ops.merge import apply_sink
-from hetero_kv.settings.engine_settings import GPU, EngineSettings
+from hetero_kv.settings.engine_settings import GPU, SPLIT, EngineSettings
 from hetero_kv.store.pool import BlockPool
 
 
@@ -56,8 +56,9 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        if engine.attend_on == GPU:
-            raise HeteroKVError(f"{path}: attend_on is gpu, but {self.gpu_obstacle}; set attend_on to cpu")
+        if engine.attend_on in (GPU, SPLIT):
+            place = engine.attend_on
+            raise HeteroKVError(f"{path}: attend_on is {place}, but {self.gpu_obstacle}; set attend_on to cpu")
         if engine.index_device == GPU:
             raise HeteroKVError(f"{path}: index_device is gpu, but {self.gpu_obstacle}; set index_device to auto")
         registered = choosers.get(settings.chooser)
