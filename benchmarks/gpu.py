@@ -13,7 +13,8 @@ random weights of the shape of Llama 3.1 8B in bfloat16:
   transformers' static cache, and with torch's flash decoding or flex attention
 - 16 requests of 128K tokens (`quest` with `attend_on: gpu`, as fine as they fit into DRAM), and full attention at the
   largest batch that fits into GPU memory
-- decoding after 32K and 128K random keys and values by the CPU (`quest`), and at 128K with `index_device: gpu`
+- decoding after 32K and 128K random keys and values by the CPU (`quest`), and at 128K with `attend_on: split` and with
+  `index_device: gpu`
 - prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows, with a
   sparse prefill too (`minference`; a random model's heads take the largest pattern)
 - ShadowKV by batch at 16K tokens, compared with the untouched model

@@ -1,4 +1,7 @@
-"""Compares a GPU that chooses (`attend_on: gpu`, `auto`, `index_device: gpu`) with the CPU, and with full attention."""
+"""Compares a GPU that chooses with the CPU (`attend_on: gpu`, `auto`, `split`, `index_device: gpu`).
+
+With covering budgets it is compared with full attention.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ COVERING: dict[str, dict[str, Any]] = {
     "adaptive": {"max_dense_blocks": _COVERING},
     "adaptive_lean": {"max_dense_blocks": _COVERING},
 }
-#: Of them those whose blocks a GPU may choose for the CPU.
+#: Of them those of whose blocks, chosen by a GPU, the CPU attends to all or to some.
 SCORED = ("quest", "ktransformers")
 _PLACE = "place"
 #: Statistics of both routes may differ by a token at near ties.
@@ -46,6 +49,7 @@ def check(setting: Setting) -> Iterator[CheckResult]:
             by_cpu, told = _logits(subject, dtype, recipe, {**settings, "attend_on": "cpu"})
             ways = {name: {"attend_on": "gpu"}, f"{name}, attend_on: auto,": {"attend_on": "auto"}}
             if name in SCORED:
+                ways[f"{name}, attend_on: split,"] = {"attend_on": "split"}
                 ways[f"{name}, index_device: gpu,"] = {"index_device": "gpu"}
             for title, way in ways.items():
                 by_gpu, found = _logits(subject, dtype, recipe, {**settings, **way})

@@ -28,8 +28,8 @@ _PREFILL, _FILL = 1500.0, 200_000.0
 _SHORT = {"prefill_from": 64, "prefill_last": 32, "prefill_budget": 128}
 # Seconds of a peer before its first token: a capture, and compiled kernels.
 _CAPTURE = 12.0
-#: Follows the recipe's name where the GPU chooses the blocks that the CPU attends to.
-SCORED = ", index_device: gpu"
+#: Follows the recipe's name where the GPU chooses the blocks that the CPU attends to, and where both attend to them.
+SCORED, DIVIDED = ", index_device: gpu", ", attend_on: split"
 # Share of the free memory that is left to what is no key and no value.
 _SPARE = 0.08
 # Storage types of a batch, with their share of the bytes in half precision, representatives aside.
@@ -109,6 +109,7 @@ class Measurements:
             yield from (self._full(subject, name, tokens) for name in FULL_ATTENTION)
         yield from self._many(subject)
         if on_gpu:
+            yield self._filled(subject, sizes.filled[-1], DIVIDED, attend_on="split")
             yield self._filled(subject, sizes.filled[-1], SCORED, index_device="gpu")
         yield from (self._filled(subject, tokens) for tokens in sizes.filled)
         for tokens in sizes.prefilled[:1]:
