@@ -127,7 +127,7 @@ def test_a_token_is_one_run_of_the_queue(name, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
-@pytest.mark.parametrize("recipe", ["adaptive", "tova"])
+@pytest.mark.parametrize("recipe", with_slow(["adaptive", "tova"], slow=["adaptive"]))
 def test_tokens_pass_fused_layers_under_other_rules(name, recipe, monkeypatch):
     architecture, changes = MODELS[name]
     model = tiny_model(architecture, **changes)
@@ -200,7 +200,7 @@ def test_rows_of_several_lengths_equal_each_row_alone(name):
         assert relative_error(together[row : row + 1], passed([row], first)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("name", with_slow(["falcon_h1", "nemotron_h"], slow=["falcon_h1"]))
 def test_tokens_are_the_same_in_bfloat16(name, monkeypatch):
     model = injected(name, dtype=torch.bfloat16, kv_type="BF16")
     logits = conversation(model, HeteroCache(model)).float()
