@@ -79,7 +79,7 @@ class AttentionOperator(Operator):
         return None
 
     def attend_on(self, place: str) -> None:
-        """Take the place of `attend_on: auto`, `gpu` or `cpu`, for the cache layers that follow."""
+        """Take the place that `attend_on` names, or `auto` decides, for the cache layers that follow."""
         self.engine = replace(self.engine, attend_on=place)
 
     def divide_missing(self, share: float) -> None:

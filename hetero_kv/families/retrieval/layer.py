@@ -335,10 +335,7 @@ class RetrievalLayer(AccumulatingLayer):
 
 
 def count_step(layers: Rows[RetrievalLayer], counts: StepCounts) -> None:
-    """Count a decoded token of each of these layers of a step's groups, in the order of the groups.
-
-    The kernel that writes the counts may still be queued.
-    """
+    """Count a decoded token of the layers of a step's groups, in their order; its kernel may still be queued."""
     for number, layer in enumerate(layers):
         # Several tokens of a layer may have the same counts.
         if len(layer._uncounted) >= _COUNTED_TOGETHER:
