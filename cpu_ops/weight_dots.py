@@ -7,6 +7,7 @@ points and minimums. For each row of activations, one float32 vector accumulates
 Addresses are int64, so that one compiled caller works with any mixture of formats.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -148,27 +149,24 @@ def emit_tile(
             group = builder.gep(block, [place])
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
             prefetch_bytes(builder, group, layout.group_bytes, rows)
-            scales, minimums = group_scales(builder, layout, block, group)
             values = [at(x, index, GROUP, row, GROUP) for row in range(rows)]
-            factors = [load(builder, at(x_scales, index, 4, row, 4), _FLOAT) for row in range(rows)]
-            totals = [_totals(builder, layout, at(x_sums, index, 8, row, 8)) for row in range(rows)]
             codes_of = code_vectors(builder, layout, group, how, offset)
             per_part = VECTORS // layout.parts
             for part in range(layout.parts):
+
+                def total_of(row: int, index: ir.Value = index, part: int = part) -> ir.Value:
+                    return _totals(builder, layout, at(x_sums, index, 8, row, 8))[part]
+
                 vectors = range(part * per_part, (part + 1) * per_part)
-                starts = [splat(builder, builder.mul(each[part], ir.Constant(_I32, -zero))) for each in totals]
-                if how == "avx2":
-                    dots = group_dots(builder, layout, codes_of, vectors, values)
-                    dots = [builder.add(*each) for each in zip(dots, starts, strict=True)]
-                else:
-                    codes = [codes_of(vector) for vector in vectors]
-                    dots = [_row_dots(builder, how, *each, codes, vectors) for each in zip(starts, values, strict=True)]
+                dots = _vector_dots(builder, layout, how, codes_of, vectors, values, zero, total_of)
+                # Loaded behind the dot products, which need all registers.
+                scales, minimums = group_scales(builder, layout, block, group)
                 for row in range(rows):
-                    acc = builder.load(sums[row])
-                    factor = builder.fmul(scales[part], splat(builder, factors[row]))
-                    acc = _fma(builder, builder.sitofp(dots[row], _FLOATS), factor, acc)
+                    acc, factor = builder.load(sums[row]), load(builder, at(x_scales, index, 4, row, 4), _FLOAT)
+                    scale = builder.fmul(scales[part], splat(builder, factor))
+                    acc = _fma(builder, builder.sitofp(dots[row], _FLOATS), scale, acc)
                     if minimums:
-                        total = builder.fmul(builder.sitofp(totals[row][part], _FLOAT), factors[row])
+                        total = builder.fmul(builder.sitofp(total_of(row), _FLOAT), factor)
                         acc = _fma(builder, minimums[part], splat(builder, total), acc)
                     builder.store(acc, sums[row])
     for row in range(rows):
@@ -182,13 +180,28 @@ def _totals(builder: ir.IRBuilder, layout: WeightFormat, pointer: ir.Value) -> l
     return halves if layout.scales == 2 else [builder.add(*halves)]
 
 
-def _row_dots(
-    builder: ir.IRBuilder, how: str, start: ir.Value, values: ir.Value, codes: list[ir.Value], vectors: range
-) -> ir.Value:
-    """Returns start + the dot products of code vectors `vectors` with a row of activations at address `values`."""
-    for each, vector in zip(codes, vectors, strict=True):
-        start = add_dot(builder, how, start, each, load(builder, values, _I32, 4 * vector))
-    return start
+def _vector_dots(
+    builder: ir.IRBuilder, layout: WeightFormat, how: str, codes_of: Callable[[int], ir.Value], vectors: range,
+    activations: Sequence[ir.Value], zero: int, total_of: Callable[[int], ir.Value],
+) -> list[ir.Value]:  # fmt: skip
+    """Returns the dot products of code vectors `vectors`, less `zero`, with the rows at addresses `activations`.
+
+    total_of: emits the sum of a row's activations.
+    """
+
+    def start(row: int) -> ir.Value:
+        return splat(builder, builder.mul(total_of(row), ir.Constant(_I32, -zero)))
+
+    if how == "avx2":
+        dots = group_dots(builder, layout, codes_of, vectors, activations)
+        return [builder.add(dot, start(row)) for row, dot in enumerate(dots)] if zero else dots
+    codes, dots = [codes_of(vector) for vector in vectors], []
+    for row, address in enumerate(activations):
+        dot = start(row)
+        for each, vector in zip(codes, vectors, strict=True):
+            dot = add_dot(builder, how, dot, each, load(builder, address, _I32, 4 * vector))
+        dots.append(dot)
+    return dots
 
 
 def dots_address(name: str, rows: int) -> int:

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 # The trial of the kernels for few rows: rows, experts of a row, and the difference of norms that rounding explains.
 _TRIED_ROWS, _TRIED_EXPERTS, _TOLERANCE = 3, 4, 5e-3
 # Pairs of a row and an expert whose numbers are in memory at a time.
-_PAIRS_AT_ONCE = 4096
+_PAIRS_AT_ONCE = 16384
 #: (first, end, expert) of rows of one expert.
 Run = tuple[int, int, int]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
+from hetero_kv.cpu_ops.avx2_dots import sums_in_short
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.prompt_products import multiply_prompt
 from hetero_kv.cpu_ops.prompt_products_tiles import multiply_prompt_by_tiles
@@ -46,15 +47,22 @@ def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
     """The most rows of activations of `dtype` that a CPU multiplies with codes of format `name` instead of numbers.
 
     With int8 dot products of AVX-512 or AVX-VNNI that is any number, unless AMX multiplies bfloat16: codes take a
-    quarter of float32's instructions, half of bfloat16's, and nothing is unpacked. It is `FEW_ROWS` for 16-bit numbers,
-    and for instruction sets without a measurement. Under AVX2 unsigned codes would be faster for any rows (768 rows:
-    0.54 to 0.81 of the time, Zen 3), but a long prompt is computed by its numbers.
+    quarter of float32's instructions, half of bfloat16's, and nothing is unpacked. With AVX2's it is any number of
+    bfloat16, whose own products take eighty times as long there, and where sums of codes are seldom widened (1,024
+    rows: 0.65 of the time for Q4_K, 0.9 for Q6_K, but 1.16 for Q8_0, Zen 3). It is `FEW_ROWS` for 16-bit numbers, and
+    for instruction sets without a measurement.
     """
-    if FORMATS[name].number or isa() not in ("avx2", "avx512"):
+    layout = FORMATS[name]
+    if layout.number or isa() not in ("avx2", "avx512"):
         return FEW_ROWS
     if dtype is torch.bfloat16 and multiplies_by_tiles():
         return _ROWS_BESIDE_TILES
-    return sys.maxsize if dot_instruction() in ("vnni512", "vnni256") else _ROWS_BY_CODES
+    how = dot_instruction()
+    if how == "avx2":
+        is_fast = dtype is torch.bfloat16 or (not layout.codebook and sums_in_short(layout) > 1)
+    else:
+        is_fast = how in ("vnni512", "vnni256")
+    return sys.maxsize if is_fast else _ROWS_BY_CODES
 
 
 class _Scratch(threading.local):

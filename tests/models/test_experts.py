@@ -47,7 +47,7 @@ def states(rows):
 @pytest.fixture
 def prompts_by_numbers(monkeypatch):
     """With activations of 8 bits more tokens of a long prompt choose other experts."""
-    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "generic")
 
 
 def results_of(modules):

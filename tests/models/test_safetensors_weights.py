@@ -76,7 +76,7 @@ def test_logits_of_few_tokens_are_not_rounded(tiny_directory):
 @pytest.fixture
 def few(tiny_directory, monkeypatch):
     """A packed model in bfloat16, and the most tokens that are multiplied with its codes."""
-    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "generic")
     model = load_model(tiny_directory, dtype="bfloat16").model
     inject(model, "dense", command_line={**SMALL, "weights": "q8_0"})
     return model, most_rows_of_codes("Q8_0", torch.bfloat16)

@@ -161,7 +161,7 @@ def many_rows():
 
 def test_rows_of_a_prompt_take_codes_or_numbers_by_how_many_an_expert_has(monkeypatch):
     experts, *rows = many_rows()
-    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "generic")
     mine = experts(*rows)
     monkeypatch.setattr(routed_experts, "_PAIRS_AT_ONCE", 30)
     assert torch.equal(mine, experts(*rows))
@@ -185,7 +185,8 @@ def test_where_all_rows_of_a_prompt_take_codes_they_equal_each_row_alone(monkeyp
     [
         ("vnni512", False, torch.float32, sys.maxsize), ("vnni512", False, torch.bfloat16, sys.maxsize),
         ("vnni256", False, torch.float32, sys.maxsize), ("vnni512", True, torch.float32, sys.maxsize),
-        ("vnni512", True, torch.bfloat16, 48), ("avx2", False, torch.float32, 96), ("avx2", False, torch.bfloat16, 96),
+        ("vnni512", True, torch.bfloat16, 48), ("avx2", False, torch.float32, sys.maxsize),
+        ("generic", False, torch.float32, 96),
     ],
 )  # fmt: skip
 def test_any_rows_take_codes_with_dot_products_of_bytes_and_no_tiles(instruction, has_tiles, dtype, most, monkeypatch):
@@ -194,6 +195,15 @@ def test_any_rows_take_codes_with_dot_products_of_bytes_and_no_tiles(instruction
     monkeypatch.setattr(quantized_weight, "multiplies_by_tiles", lambda: has_tiles)
     assert quantized_weight.most_rows_of_codes("Q4_K", dtype) == most
     assert quantized_weight.most_rows_of_codes("F16", dtype) == 32
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "IQ4_XS", "IQ2_XXS"])
+def test_long_prompts_take_numbers_where_avx2_widens_sums_often(name, monkeypatch):
+    monkeypatch.setattr(quantized_weight, "isa", lambda: "avx2")
+    monkeypatch.setattr(quantized_weight, "dot_instruction", lambda: "avx2")
+    monkeypatch.setattr(quantized_weight, "multiplies_by_tiles", lambda: False)
+    assert quantized_weight.most_rows_of_codes(name, torch.float32) == 96
+    assert quantized_weight.most_rows_of_codes(name, torch.bfloat16) == sys.maxsize
 
 
 @pytest.mark.parametrize(
