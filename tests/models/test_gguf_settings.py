@@ -126,7 +126,16 @@ def test_positions_are_rotated_as_llama_cpp_rotates_them(case):
         ("llama", {"expert_used_count": 2}, "expert_used_count 2, which chooses experts"),
         ("llama", {"vocab_size": 96}, "vocab_size 96, which is not the 97 rows of token_embd"),
         ("llama", {"attention.causal": False}, "attention.causal False, which is of a model that generates no text"),
-        ("qwen2", {"attention.key_length": 32}, "key_length 32, which is not the hidden size divided by the heads, 16"),
+        (
+            "stablelm",
+            {"attention.key_length": 32, "attention.layer_norm_epsilon": 1e-5},
+            "key_length 32, which is not the hidden size divided by the heads",
+        ),
+        (
+            "nemotron",
+            {"attention.key_length": 32, "rope.dimension_count": 8, "attention.layer_norm_epsilon": 1e-5},
+            "dimension_count 8, which is a part of 16, and the model rotates that part of a head's 32",
+        ),
         ("qwen2", {"rope.dimension_sections": [8, 4, 4, 0]}, "dimension_sections .*, which divides a head"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned False, which means a model without RoPE"),
         ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, which is not the model's 0.00001"),

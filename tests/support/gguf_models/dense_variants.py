@@ -89,6 +89,7 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("bitnet", {**TIED, "hidden_act": "silu", **rotation(theta=1e4)}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "qwen2": ("qwen2", rotation(theta=1e6)),
+    "qwen2: wide heads": ("qwen2", {**DIM, **TIED, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {**DIM, **rotation(theta=1e6)}),
     "qwen3: YaRN": ("qwen3", {**DIM, **TIED, **rotation("yarn", 1e4, **YARN)}),
     "gemma": ("gemma", {**DIM, **TIED, "hidden_activation": "gelu_pytorch_tanh"}),

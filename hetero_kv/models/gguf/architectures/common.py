@@ -35,9 +35,12 @@ ROUTER: Places = {"ffn_gate_inp": "mlp.gate"}
 
 
 def put_heads(metadata: MetadataReader, settings: ConfigSettings, *, head_dim: bool = True) -> None:
-    """Put `num_key_value_heads`, and `head_dim` if the model has the setting.
+    """Put `num_key_value_heads` and `head_dim`.
 
-    Raises ModelError if keys and values have different head sizes, or a size that the model cannot express.
+    head_dim: False for models without this setting, which read it only from configurations that have it; they get it
+    where it is not the hidden size divided by the heads.
+
+    Raises ModelError if keys and values have different head sizes.
     """
     heads = settings["num_attention_heads"]
     if heads < 1:
@@ -47,10 +50,8 @@ def put_heads(metadata: MetadataReader, settings: ConfigSettings, *, head_dim: b
     dim = metadata.scalar("attention.key_length", usual)
     if metadata.scalar("attention.value_length", dim if metadata.has("attention.key_length") else usual) != dim:
         raise metadata.unsupported("attention.value_length", f"differs from the key's {dim}")
-    if head_dim:
+    if head_dim or dim != settings["hidden_size"] // heads:
         settings.put("head_dim", dim, "attention.key_length")
-    elif dim != usual:
-        raise metadata.unsupported("attention.key_length", f"is not the hidden size divided by the heads, {usual}")
 
 
 def put_heads_and_rope(metadata: MetadataReader, settings: ConfigSettings) -> None:

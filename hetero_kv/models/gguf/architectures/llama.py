@@ -30,7 +30,7 @@ from hetero_kv.models.gguf.architectures.inverse_transforms import (
     SHARED_GATE_ROWS,
     SHARED_UP_ROWS,
 )
-from hetero_kv.models.gguf.architectures.rope import put_rope
+from hetero_kv.models.gguf.architectures.rope import head_dim_of, put_rope
 from hetero_kv.models.gguf.architectures.sliding_windows import WINDOW
 
 REORDERED: Places = {
@@ -107,8 +107,7 @@ def put_granite_scales(metadata: MetadataReader, settings: ConfigSettings) -> No
     """Put the factors of attention, embeddings, residuals and logits."""
     settings.put("attention_multiplier", metadata.scalar("attention.scale", 0.0) or 0.0, "attention.scale")
     if not settings["attention_multiplier"]:
-        dim = settings["hidden_size"] // settings["num_attention_heads"]
-        settings.put("attention_multiplier", dim**-0.5, "attention.scale")
+        settings.put("attention_multiplier", head_dim_of(settings) ** -0.5, "attention.scale")
     settings.put("embedding_multiplier", metadata.scalar("embedding_scale", 0.0) or 1.0, "embedding_scale")
     settings.put("residual_multiplier", metadata.scalar("residual_scale", 0.0) or 1.0, "residual_scale")
     settings.put("logits_scaling", metadata.scalar("logit_scale", 0.0) or 1.0, "logit_scale")

@@ -57,6 +57,14 @@ def _gpt2(metadata: MetadataReader, settings: ConfigSettings) -> None:
 def _nemotron(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings)
     put_rope(metadata, settings, partial=True)
+    dim, share = settings["head_dim"], settings["hidden_size"] // settings["num_attention_heads"]
+    if metadata.has("rope.dimension_count") and dim not in (share, 2 * metadata.scalar("rope.dimension_count")):
+        # Its converter writes a part of `share`, whatever a head's size is; the published models rotate half a head.
+        if metadata.config is None:
+            raise metadata.unsupported(
+                "rope.dimension_count", f"is a part of {share}, and the model rotates that part of a head's {dim}"
+            )
+        settings.from_file["rope_parameters"][1].pop("partial_rotary_factor", None)
     metadata.expect("attention.layer_norm_rms_epsilon", settings["norm_eps"], "differs from layer_norm_epsilon")
 
 
@@ -84,6 +92,8 @@ def _gpt_neox(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 def _stablelm(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings, head_dim=False)
+    if "head_dim" in settings.values:
+        raise metadata.unsupported("attention.key_length", "is not the hidden size divided by the heads")
     put_rope(metadata, settings, partial=True)
     parallel = not metadata.has_tensor("ffn_norm.weight")
     settings.put("use_parallel_residual", parallel)
