@@ -35,6 +35,17 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_dt_rank": 8,
         },
     ),
+    "jamba: no experts": (
+        "jamba",
+        {
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
     "nemotron_h": ("nemotron_h", {**NEMOTRON, "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]}),
     "nemotron_h_moe": (
         "nemotron_h",

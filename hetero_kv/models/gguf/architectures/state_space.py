@@ -143,6 +143,8 @@ def _jamba(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.put("num_experts", metadata.scalar("expert_count", 1) if mixed else 1, "expert_count")
     if mixed:
         settings.copy("num_experts_per_tok", "expert_used_count")
+    elif metadata.scalar("expert_count", 0) > 1:
+        raise metadata.unsupported("expert_count", "are experts, and no layer of the file has any")
     else:
         metadata.get("expert_used_count")
     settings.copy("mamba_d_conv", "ssm.conv_kernel")
