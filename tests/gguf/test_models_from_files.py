@@ -17,7 +17,9 @@ from hetero_kv.models import ModelError
 from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.models.gguf.architectures.unsupported import (
     COMPUTED_OTHERWISE,
+    DIFFUSION,
     DRAFT,
+    ENCODER_DECODER,
     NO_CLASS,
     NO_GENERATOR,
     WITHIN_ANOTHER,
@@ -191,6 +193,8 @@ def test_minimax_01_is_refused_for_what_transformers_computes_otherwise(tmp_path
     ("name", "message"),
     [
         ("grok", "transformers has no class for"),
+        ("llada", "fills in masked words"),
+        ("t5", "reads a prompt by an encoder"),
         ("bert", "generates no text"),
         ("dflash", "drafts tokens for another"),
         ("step35", "transformers computes only as a part"),
@@ -206,7 +210,7 @@ def test_an_architecture_that_cannot_be_loaded_is_refused_with_the_reason(tmp_pa
 
 
 def test_no_architecture_is_loaded_and_refused():
-    refused = [NO_CLASS, NO_GENERATOR, DRAFT, WITHIN_ANOTHER, frozenset(COMPUTED_OTHERWISE)]
+    refused = [NO_CLASS, DIFFUSION, ENCODER_DECODER, NO_GENERATOR, DRAFT, WITHIN_ANOTHER, frozenset(COMPUTED_OTHERWISE)]
     assert len(frozenset().union(*refused)) == sum(map(len, refused))
     assert not frozenset().union(*refused) & ARCHITECTURES.keys()
     assert not {name.replace("-", "_") for name in NO_CLASS} & CONFIG_MAPPING_NAMES.keys()

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 #: The installed transformers has no class for these, or only one that downloads its code.
 NO_CLASS = frozenset({
-    "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "cogvlm", "deci", "deepseek", "dream",
-    "graniteswitch", "grok", "grovemoe", "jais", "kimi-k3", "llada", "llada-moe", "maincoder", "maple", "nanbeige",
-    "openelm", "orion", "pangu-embedded", "plamo", "plamo2", "plamo3", "plm", "qwen", "refact", "rnd1", "rwkv6",
+    "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2", "codeshell", "cogvlm", "deci", "deepseek",
+    "graniteswitch", "grok", "grovemoe", "jais", "kimi-k3", "maincoder", "maple", "nanbeige",
+    "openelm", "orion", "pangu-embedded", "plamo", "plamo2", "plamo3", "plm", "qwen", "refact", "rwkv6",
     "rwkv6qwen2", "rwkv7", "smallthinker", "spark2_5", "talkie",
 })  # fmt: skip
+#: They write a text by filling in masked words, in any order.
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
+#: Their decoder attends to what an encoder made of the prompt.
+ENCODER_DECODER = frozenset({"t5"})
 #: They turn texts, images or sounds into vectors, or vectors into sounds.
 NO_GENERATOR = frozenset({
     "bert", "clip", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert",
@@ -33,6 +37,10 @@ def reason(architecture: str) -> str:
     """Why an architecture without a table cannot be loaded, and what to do, as the end of a sentence."""
     if architecture in NO_CLASS:
         return "which transformers has no class for; give a model of another architecture"
+    if architecture in DIFFUSION:
+        return "which fills in masked words, and does not write one behind another; give the file of a model that does"
+    if architecture in ENCODER_DECODER:
+        return "which reads a prompt by an encoder; give the file of a model that is a decoder alone"
     if architecture in NO_GENERATOR:
         return "which generates no text; give the file of a language model"
     if architecture in DRAFT:
