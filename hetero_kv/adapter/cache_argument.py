@@ -10,14 +10,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+#: The name in models that keep states alone (Mamba), which pass over the others without a word.
+STATE_NAME = "cache_params"
 #: Names of the cache argument in transformers' modules, the oldest last, including those of state-only modules.
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "past_key_value")
+CACHE_NAMES = ("cache", "past_key_values", STATE_NAME, "past_key_value")
 
 
 def passed_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among the keyword arguments of a model or one of its layers; None without a cache."""
     cache = arguments.get("past_key_values")
-    return arguments.get("cache") if cache is None else cache
+    if cache is None:
+        cache = arguments.get("cache")
+    return arguments.get(STATE_NAME) if cache is None else cache
+
+
+def renamed(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """The keyword arguments of a call, for a model that calls its cache `name`: a model of states alone too takes
+    `past_key_values`.
+    """
+    if name != STATE_NAME or arguments.get("past_key_values") is None:
+        return arguments
+    others = {each: value for each, value in arguments.items() if each != "past_key_values"}
+    return {**others, name: arguments["past_key_values"]}
 
 
 def cache_name(forward: Callable[..., Any]) -> str:

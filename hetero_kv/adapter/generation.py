@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hetero_kv.adapter.cache_argument import as_cache, passed_cache
+from hetero_kv.adapter.cache_argument import as_cache, cache_name, passed_cache, renamed
 from hetero_kv.adapter.cacheless import refuse_other_caches
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -46,6 +46,7 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
 
     @functools.wraps(generate)
     def guarded_generate(*args: Any, **kwargs: Any) -> Any:
+        kwargs = renamed(kwargs, cache_name(model.forward))
         bound = signature.bind_partial(*args, **kwargs).arguments
         config, passed = bound.get("generation_config"), passed_cache(kwargs)
 

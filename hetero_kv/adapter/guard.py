@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.cache_argument import passed_cache
+from hetero_kv.adapter.cache_argument import STATE_NAME, cache_name, passed_cache, renamed
 from hetero_kv.adapter.cacheless import refuse_other_caches, without_cache
 from hetero_kv.adapter.capture_state import CaptureState
 from hetero_kv.adapter.captured_steps import CapturedSteps
@@ -87,9 +87,11 @@ def guarded(model: Any, by: GuardContext, *, has_head: bool) -> Callable[..., An
     forward = CapturedSteps(model, inner, by.captures, has_head)
     signature = Signature(inner)
     signature.forward = forward
+    name = cache_name(inner)
 
     @functools.wraps(inner)
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs = renamed(kwargs, name)
         cache = _cache_among(args, kwargs)
         if cache is not None:
             if cache.batch is not None or cache.strided is not None:
@@ -259,8 +261,10 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     elif strided_layers:
         output = _slice_by_slice(call, parts, cache, slices, has_head)
     elif _is_whole(slices[0], call) and not cache.columns.is_ragged:
+        # Layers of states alone get the mask itself, which is no chunk's; here it hides nothing.
+        whole = call.without_mask() if STATE_NAME in call.signature.names else call
         with cache.forward(slices):
-            output = call.run()
+            output = whole.run()
     else:
         output = _slice_by_slice(call, None, cache, slices, has_head)
     cache.columns = cache.columns.grown(width, tokens)

@@ -21,8 +21,13 @@ class KVShape:
 
     @classmethod
     def of(cls, config: Any) -> KVShape:
-        """The shape in a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values."""
-        heads = config.num_attention_heads
+        """The shape in a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values.
+
+        Models of states alone (Mamba) have no heads, and all sizes are 0.
+        """
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None:
+            return cls(0, 0, 0)
         if getattr(config, "kv_lora_rank", None):
             return cls(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -104,10 +104,14 @@ class ModelCall:
         }
         return replace(self, arguments=cut)
 
+    def without_mask(self) -> ModelCall:
+        """The call without an attention mask."""
+        arguments = {name: value for name, value in self.arguments.items() if name != "attention_mask"}
+        return replace(self, arguments=arguments)
+
     def with_positions(self, positions: torch.Tensor) -> ModelCall:
         """The call with `position_ids` [rows, tokens], unless it has its own, and without a mask."""
-        arguments = {name: value for name, value in self.arguments.items() if name != "attention_mask"}
-        return replace(self, arguments=arguments).placed(positions)
+        return self.without_mask().placed(positions)
 
     def placed(self, positions: torch.Tensor) -> ModelCall:
         """The call with `position_ids` [rows or 1, tokens], unless it has its own or takes none."""

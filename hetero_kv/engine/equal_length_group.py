@@ -46,6 +46,7 @@ class EqualLengthGroup:
         family_layers: the families' layers among them.
         strided_layers: those of them whose forwards run in strides.
         number_of_layers: of the model.
+        keeps_states_alone: whether no layer keeps keys and values.
         state_places: layer of the model -> the index in `layers` of its state, for those that have both.
         sequences: one per row; empty before the first tokens.
         store: owns their blocks.
@@ -73,6 +74,7 @@ class EqualLengthGroup:
         beside = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateBeside)}
         self.state_places = {layer.layer_idx: index for index, layer in beside.items()}
         self.number_of_layers = len(self.layers) - len(beside)
+        self.keeps_states_alone = not any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, FamilyLayer):
                 layer.bind(self, index)

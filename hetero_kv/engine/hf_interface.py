@@ -31,7 +31,10 @@ class HFInterface(CacheStatistics, Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The number of `get_seq_length`, for a mask: that of a decoded token hides nothing, so it may be recorded."""
         batch = self.batch
-        return self.columns.count if batch is None or len(batch.steps) != 1 else Cache.get_seq_length(self, layer_idx)
+        if batch is None or len(batch.steps) != 1:
+            return self.columns.count
+        group = batch.steps[0].group
+        return group.length if group.keeps_states_alone else Cache.get_seq_length(self, layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """`max_seq_len`, or -1 where no layer keeps every token."""

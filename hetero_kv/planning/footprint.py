@@ -123,7 +123,7 @@ class Footprint:
         element: bytes of a number on the computing device.
         chunk_size: tokens per prefill chunk.
         hidden_size, rotary_dim: the model's.
-        heads: the number of query heads.
+        heads: the number of query heads; 0 for a model of states alone.
         activations: bytes per token of a chunk, an estimate.
         on_gpu: whether the model computes on a GPU.
         hidden_device: the setting; "gpu" if hidden states cannot be in DRAM.
@@ -195,7 +195,7 @@ class Footprint:
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
             rotary_dim=getattr(config, "qk_rope_head_dim", None) or largest.k_dim,
-            heads=config.num_attention_heads,
+            heads=_most(config, "num_attention_heads"),
             activations=_chunk_activations(config, largest, element),
             on_gpu=computes_on_gpu,
             hidden_device=GPU if _obstacles(injection) else injection.engine.hidden_device,
@@ -328,7 +328,7 @@ def _most(config: Any, name: str) -> int:
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
     """An estimate of a layer's peak in bytes per token of a chunk: the larger of attention and MLP."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads, hidden = _most(config, "num_attention_heads"), config.hidden_size
     # The normed input, queries before and after RoPE, keys and values repeated for the group, the output, and float32
     # partial results before they are merged.
     attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim

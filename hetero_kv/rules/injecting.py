@@ -105,12 +105,13 @@ def _injected(
     command_line = before(config.settings, flags)
     sources = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**sources)
-    plan = matched_rules(model, rule_set)
+    plan, skipped = matched_rules(model, rule_set)
     modules = modules_of(model)
     matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
     settings = rule_set.modules_in_force(matched, **sources)
     require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
-    rule_set.require_effect(command_line, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items()))
+    injected = ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
+    rule_set.require_effect(command_line, injected, skipped)
     weights = {
         path: settings[path].settings.weights for path, (_, cls) in plan.items() if issubclass(cls, QuantizedModule)
     }

@@ -46,15 +46,19 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
-    """Module path -> the rule and the operator class that the module gets.
+#: Module path -> the rule and the operator class that the module gets.
+MatchedRules = dict[str, tuple[Rule, type[Operator]]]
+
+
+def matched_rules(model: nn.Module, rule_set: RuleSet) -> tuple[MatchedRules, list[Rule]]:
+    """The rules and operators of modules, and the rules of attention that match modules without keys and values.
 
     Raises InjectionError if a rule matches nothing, or if a module that is not replaced could not work, and
     UnsupportedModelError if an operator cannot compute a module exactly.
     """
     modules = modules_of(model)
     unused = [rule for rule in rule_set.rules if not rule.optional]
-    plan: dict[str, tuple[Rule, type[Operator]]] = {}
+    plan: MatchedRules = {}
     closed: list[str] = []
     skipped: list[Rule] = []
     for path, module in modules.items():
@@ -70,7 +74,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
             continue
         if issubclass(operator, AttentionOperator) and (is_recurrent(module) or _is_other_mixer(path, module)):
             # Some models name a recurrent module, or an MLP, like their attention; it has no keys and values.
-            skipped.append(first)
+            skipped += [first] if all(first is not each for each in skipped) else []
             continue
         with named(first):
             operator_class = operator.operator_for(module)
@@ -91,13 +95,14 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
             f"{rule.title}: match: {criteria} matches no module of {type(model).__name__}; it has, for example, "
             f"{', '.join(near[:4] or list(modules)[:4])}"
         )
-    if skipped and not any(attention_module.is_attention(module) for module in modules.values()):
+    has_attention = any(attention_module.is_attention(module) for module in modules.values())
+    if skipped and not has_attention and not any(issubclass(cls, ChunkedDecoderLayer) for _, cls in plan.values()):
         raise InjectionError(
             f"{skipped[0].title}: it matches no module of {type(model).__name__} that has keys and values: the model "
-            "keeps states alone; leave it without rules"
+            "keeps states alone; add a rule that makes its layers a ChunkedDecoderLayer, or leave it without rules"
         )
     _require_chunked(modules, plan)
-    return plan
+    return plan, skipped
 
 
 def _is_other_mixer(path: str, module: nn.Module) -> bool:
@@ -105,7 +110,7 @@ def _is_other_mixer(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] == "mixer" and not attention_module.is_attention(module)
 
 
-def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
+def _require_chunked(modules: dict[str, nn.Module], plan: MatchedRules) -> None:
     """Raise InjectionError for an unreplaced module whose mask no layer builds, or whose state no layer carries."""
     chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
     replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]

@@ -277,15 +277,19 @@ class RuleSet:
         return with_effect(settings, in_place, self.known_owners(), where=where, rules=self.file.name)
 
     def require_effect(
-        self, command_line: Mapping[str, Any], injected: Iterable[tuple[Rule, type[Operator], Any]]
+        self,
+        command_line: Mapping[str, Any],
+        injected: Iterable[tuple[Rule, type[Operator], Any]],
+        skipped: Iterable[Rule] = (),
     ) -> None:
         """Raise ConfigError for a setting of the command line, or of the file itself, that no operator has.
 
         Args:
             injected: per replaced module: the rule, the operator class and its settings.
+            skipped: rules of attention that match modules without keys and values; a file may set what they have.
         """
         in_place: dict[Owner, None] = {}
-        named: dict[Owner, None] = {}
+        named = dict.fromkeys(owner for each in skipped if each.declaration for owner in owners_of(each.declaration))
         for rule, operator, settings in injected:
             owner = owner_in_place(declaration_of(operator), settings)
             in_place |= {owner: None} if owner else {}

@@ -149,8 +149,8 @@ class Engine:
             longest_gap_s=longest_gap_s,
         )  # fmt: skip
         self._store = injection.common_store(max_seq_len, max_batch, kv_tokens)
-        operators = [] if forward.longest_rotates_all else list(injection.attention_operators())
-        self._prefixes = ResidentPrefixes(operators, kept_prefixes)
+        continues = injection.needs_cache and not forward.longest_rotates_all
+        self._prefixes = ResidentPrefixes(injection.attention_operators() if continues else None, kept_prefixes)
         empty = forward.new_cache(self._store)
         shares = self._prefixes.can_share(empty)
         if context_folder is not None and shares:

@@ -98,7 +98,7 @@ class ResidentPrefixes:
     Args:
         operators: the model's attention operators. Sequences are shared only if all of them compute a continued prompt
             as a whole one (`Operator.continues_exactly`), and derive nothing from a prompt's own queries
-            (`Layout.finalizes_per_sequence`).
+            (`Layout.finalizes_per_sequence`). None shares none, because the model itself does not continue exactly.
         max_kept: how many sequences are kept.
 
     Attributes:
@@ -107,9 +107,9 @@ class ResidentPrefixes:
 
     stored: StoredPrefixes | None = None
 
-    def __init__(self, operators: Iterable[Any], max_kept: int) -> None:
-        listed = list(operators)
-        self.are_shared = bool(listed) and all(operator.continues_exactly for operator in listed)
+    def __init__(self, operators: Iterable[Any] | None, max_kept: int) -> None:
+        listed = list(operators or ())
+        self.are_shared = operators is not None and all(operator.continues_exactly for operator in listed)
         self._operators = listed
         self._max_kept = max_kept
         # The least recently used first.

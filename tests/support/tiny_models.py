@@ -153,11 +153,21 @@ HYBRIDS: dict[str, dict[str, object]] = {
     },
 }
 
+#: The same of models that keep states alone.
+STATES_ALONE: dict[str, dict[str, object]] = {
+    "mamba": {**_EAGER, "state_size": 8, "time_step_rank": 8},
+    "falcon_mamba": {**_EAGER, "state_size": 8, "time_step_rank": 8},
+    "mamba2": {**_EAGER, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+}
+#: What these have no settings of.
+_OF_ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+
 
 def tiny_config(model_type: str, **overrides: object) -> PreTrainedConfig:
     """The config of a model of this architecture: three layers, a few thousand weights."""
-    own = {**ARCHITECTURES, **HYBRIDS}.get(model_type, {})
-    return AutoConfig.for_model(model_type, **{**_BASE, **own, **overrides})
+    own = {**ARCHITECTURES, **HYBRIDS, **STATES_ALONE}.get(model_type, {})
+    base = {name: value for name, value in _BASE.items() if model_type not in STATES_ALONE or name not in _OF_ATTENTION}
+    return AutoConfig.for_model(model_type, **{**base, **own, **overrides})
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:

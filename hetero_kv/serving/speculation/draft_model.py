@@ -61,7 +61,7 @@ class DraftModel:
         self._vocab_size: int = loaded.model.config.get_text_config(decoder=True).vocab_size
         # The models' vocabularies may be padded to different sizes.
         self._common_size = min(vocab_size, self._vocab_size)
-        self._kept = ResidentPrefixes(self.rules.attention_operators(), _KEPT)
+        self._kept = ResidentPrefixes(self.rules.attention_operators() if self.rules.needs_cache else None, _KEPT)
         self._live: weakref.WeakSet[ModelDrafter] = weakref.WeakSet()
         self._part_size = PartSize(longest_gap_s, _PART)
         # Whether its weights have been read: the first part waits for the disk and is not timed.
