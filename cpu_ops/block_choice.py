@@ -48,7 +48,8 @@ def _first_blocks(numbers, count):
     found = np.empty((1, heads, group, count), np.float32)
     for head in range(heads):
         for query in range(group):
-            found[0, head, query] = numbers[0, head, query, :count]
+            for block in range(count):
+                found[0, head, query, block] = numbers[0, head, query, block]
     return found
 
 

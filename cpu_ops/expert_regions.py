@@ -121,9 +121,12 @@ def gates_region(kind: int, dtype: str) -> int:
                 x_sums = np.empty((rows, columns // 16), np.int32)
                 for row in range(rows):
                     token = tokens[place + row]
-                    x[row] = codes[token]
-                    x_scales[row] = scales[token]
-                    x_sums[row] = sums[token]
+                    for i in range(columns):
+                        x[row, i] = codes[token, i]
+                    for i in range(x_scales.shape[1]):
+                        x_scales[row, i] = scales[token, i]
+                    for i in range(x_sums.shape[1]):
+                        x_sums[row, i] = sums[token, i]
             width, ahead = (end - first) * GROUP, first * GROUP
             both = np.empty((rows, parts * width), np.float32)
             tile, end_tile = first * pair, end * pair

@@ -98,7 +98,9 @@ def keys_of_block(past_k, k, start, whole_rows, gathered):
         return k, (start - before) * k.shape[1]
     last = min(stop, before + k.shape[0])
     for t in range(start, last):
-        gathered[t - start, : k.shape[1]] = past_k[t] if t < before else k[t - before]
+        key = past_k[t] if t < before else k[t - before]
+        for d in range(key.size):
+            gathered[t - start, d] = key[d]
     gathered[last - start :] = 0
     return gathered, 0
 

@@ -51,10 +51,8 @@ def convolution_region(variant: str) -> int:
         start, end = channels * thread // threads, channels * (thread + 1) // threads
         sums = np.empty(end - start, np.float32)
         for token in range(out.shape[0]):
-            if bias.size:
-                sums[:] = bias[start:end]
-            else:
-                sums[:] = 0
+            for i in range(sums.size):
+                sums[i] = bias[start + i] if bias.size else 0
             for tap in range(taps):
                 source = first + token + tap + 1 - taps
                 factors = weight[tap, start:end]

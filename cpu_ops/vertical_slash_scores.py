@@ -202,10 +202,14 @@ def _region(shape: QKTileShape, softcapped: bool) -> Any:
                                 so_far[column] = fresh[column]
                         block_weights(lanes, scores, i, factor, so_far, sums)
             if is_first:
-                most[span] *= factor
+                for head in range(heads):
+                    for column in range(columns):
+                        most[span, head, column] *= factor
             else:
                 stop = -(-end // tokens) * tokens - span * span_tokens
-                by_place[span, :, stop : stop + columns] = ahead
+                for head in range(heads):
+                    for column in range(columns):
+                        by_place[span, head, stop + column] = ahead[head, column]
                 by_place[span, :, stop + columns :] = 0
         if by_tiles:
             end_tiles(found)

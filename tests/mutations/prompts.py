@@ -169,8 +169,8 @@ PROMPTS = (
     Mutation(
         "what a span of tokens leaves for the next places is lost",
         "cpu_ops/vertical_slash_scores.py",
-        "by_place[span, :, stop : stop + columns] = ahead",
-        "by_place[span, :, stop : stop + columns] = 0",
+        "by_place[span, head, stop + column] = ahead[head, column]",
+        "by_place[span, head, stop + column] = 0",
         ("tests/cpu_ops/test_vertical_slash_scores.py::test_attention_by_line_is_that_of_the_softmax",),
     ),
     Mutation(
