@@ -97,7 +97,7 @@ def one_core_for_each_worker():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def costly_kernels_are_compiled_once(tmp_path_factory):
+def kernels_are_compiled_once(tmp_path_factory):
     """Where tests run side by side, a worker waits for a kernel that another one compiles."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba import njit
+from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 import hetero_kv.cpu_ops.code_version  # noqa: F401  has Numba's cache locked
 from hetero_kv.cpu_ops import kernel_cache, list_attention, token_store, weight_blocks, weight_unpack
 from hetero_kv.cpu_ops.cpu_features import isa
+from tests.support.shared_compilation import compiled_by_one
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
 PROCESSES, KERNELS = 4, 25
@@ -45,6 +48,30 @@ def test_kernels_are_those_that_were_saved(tmp_path):
     for number in range(PROCESSES):
         for kernel in range(KERNELS):
             assert whole.load((number, kernel)) == f"{number} {kernel}"
+
+
+def _compile(folder, number, start, misses):
+    with compiled_by_one(folder):
+        start.wait()
+
+        @njit("int64(int64)", cache=True)
+        def times(x):
+            return x * number
+
+        misses.put(sum(times.stats.cache_misses.values()))
+
+
+def test_one_process_of_the_suite_compiles_a_kernel_and_the_others_load_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    context = multiprocessing.get_context("fork")
+    start, misses = context.Event(), context.Queue()
+    processes = [context.Process(target=_compile, args=(tmp_path, 3, start, misses)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    start.set()
+    for process in processes:
+        process.join()
+    assert sorted(misses.get() for _ in processes) == [0, 1]
 
 
 @pytest.mark.parametrize("part", ["_save_data", "_save_index"])
