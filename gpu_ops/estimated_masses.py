@@ -66,8 +66,8 @@ def score_means_in_torch(
     deviations = torch.zeros_like(plain)
     if count == 2:
         deviations = (queries.square() @ numbers[:, :, :, 1].square().mT).sqrt() * scale
-    means = _capped(plain, softcap)
-    deviations = _capped(plain + deviations, softcap) - means
+    means = capped(plain, softcap)
+    deviations = capped(plain + deviations, softcap) - means
     most = math.sqrt(2 * log_n)
     spread = torch.where(deviations < most, log_n + 0.5 * deviations.square(), deviations * most)
     behind = torch.arange(capacity, device=q.device) >= by_row(number, 4)
@@ -102,14 +102,13 @@ def score_codes_in_torch(
         token_scores: [batch, kv_heads, group, n * block_size] float32, receives the scores of the listed blocks' keys;
             None without a list.
     """
-    batch, kv_heads, capacity, _ = codes.shape
+    batch, kv_heads = codes.shape[:2]
     queries = q.float().reshape(batch, kv_heads, -1, q.shape[3])
     largest = queries.abs().amax(dim=3, keepdim=True)
     # A number divided by a tensor would be multiplied with rounded reciprocals.
     inverse = torch.full_like(largest, 127.0) / largest
     whole = (queries * torch.where(largest > 0, inverse, 0.0)).round()
-    place = torch.arange(capacity, device=q.device).expand(batch, kv_heads, -1) if listed is None else listed.long()
-    is_there = (place < by_row(number, 3)) & (place >= 0)
+    place, is_there = scored_places(listed, codes, number)
     at = place.clamp(min=0)
     numbers, scales = _decoded(
         codes.gather(2, at[..., None].expand(-1, -1, -1, codes.shape[3])), block_size, q.shape[3]
@@ -117,16 +116,39 @@ def score_codes_in_torch(
     products = torch.einsum("bhgd,bhntd->bhgnt", whole, numbers) * scales[:, :, None]
     in_groups = at[:, :, None].expand(-1, -1, queries.shape[2], -1)
     plain = known.plain.gather(3, in_groups)[..., None]
-    scores = _capped(plain + products * (largest * (scale / 127.0))[..., None], softcap)
+    scores = capped(plain + products * (largest * (scale / 127.0))[..., None], softcap)
+    put_scores(scores, place, is_there, known.masses, token_scores)
+
+
+def scored_places(
+    listed: torch.Tensor | None, array: torch.Tensor, number: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks of an array [batch, kv_heads, capacity, ...] that are scored, [batch, kv_heads, n], and which exist.
+
+    listed, number: as for `score_codes_in_torch`.
+    """
+    every = torch.arange(array.shape[2], device=array.device).expand(*array.shape[:2], -1)
+    place = every if listed is None else listed.long()
+    return place, (place < by_row(number, 3)) & (place >= 0)
+
+
+def put_scores(
+    scores: torch.Tensor, place: torch.Tensor, is_there: torch.Tensor, masses: torch.Tensor,
+    token_scores: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Write scores of keys [batch, kv_heads, group, n, block_size] to `token_scores`, and their masses to `masses`.
+
+    place, is_there: from `scored_places`. token_scores: as for `score_codes_in_torch`.
+    """
     scores = scores.masked_fill(~is_there[:, :, None, :, None], float("-inf"))
-    if listed is None or token_scores is None:
-        known.masses.copy_(scores.logsumexp(dim=4))
+    if token_scores is None:
+        masses.copy_(scores.logsumexp(dim=4))
         return
     token_scores.copy_(scores.flatten(3))
     # Padding is behind all blocks, so that it replaces none.
-    behind = torch.where(is_there, place, capacity)[:, :, None].expand_as(in_groups)
-    padded = torch.nn.functional.pad(known.masses, (0, 1))
-    known.masses.copy_(padded.scatter(3, behind, scores.logsumexp(dim=4))[..., :-1])
+    behind = torch.where(is_there, place, masses.shape[3])[:, :, None].expand(-1, -1, scores.shape[2], -1)
+    padded = torch.nn.functional.pad(masses, (0, 1))
+    masses.copy_(padded.scatter(3, behind, scores.logsumexp(dim=4))[..., :-1])
 
 
 def log_totals(likely: torch.Tensor, masses: torch.Tensor, outside: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -178,7 +200,8 @@ def mean_shares_in_torch(
     return (scores - best).exp().mean(dim=2), (masses - every).exp().mean(dim=2)
 
 
-def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Soft-capped scores; None for scores as they are."""
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 

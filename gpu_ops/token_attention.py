@@ -6,12 +6,12 @@ The results are parts of a decoded token's attention, like those of `gpu_ops.res
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from hetero_kv.gpu_ops.resident_attention import SPLITS
-from hetero_kv.gpu_ops.row_memory import Memory, by_row
+from hetero_kv.gpu_ops.row_memory import AnyMemory, Memory, by_row
 from hetero_kv.gpu_ops.slot_formats import unpacked
 from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 
@@ -32,43 +32,61 @@ class Parts(NamedTuple):
     lse: torch.Tensor
 
 
+class KeyOffsets(NamedTuple, Generic[AnyMemory]):
+    """What is added to keys that are stored as differences.
+
+    Attributes:
+        vectors: [batch, kv_heads, capacity, 1, k_dim] float16, which lie block by block, heads side by side.
+        tokens: [batch, kv_heads, n] int32, the token in each listed slot; contiguous.
+        block_size: tokens of a block.
+    """
+
+    vectors: AnyMemory
+    tokens: torch.Tensor
+    block_size: int
+
+
 def attend_to_tokens(
     q: torch.Tensor, keys: Memory, values: Memory, slots: torch.Tensor, counts: torch.Tensor,
-    scale: float, softcap: float | None, parts: Parts,
+    scale: float, softcap: float | None, parts: Parts, offsets: KeyOffsets[Any] | None = None,
 ) -> None:  # fmt: skip
     """As `attend_to_tokens_in_torch`, which defines the result, by one Triton kernel."""
     from hetero_kv.gpu_ops.triton_kernels import token_attention
 
     with torch.cuda.device(q.device):
-        token_attention.attend_to_tokens(q, keys, values, slots, counts, scale, softcap, parts)
+        token_attention.attend_to_tokens(q, keys, values, slots, counts, scale, softcap, parts, offsets)
 
 
 def attend_to_tokens_in_torch(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor,
-    scale: float, softcap: float | None, parts: Parts,
+    scale: float, softcap: float | None, parts: Parts, offsets: KeyOffsets[torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Attend to listed slots.
 
     Args:
         q: [batch, kv_heads * group, 1, k_dim].
-        keys: [batch, kv_heads, n, k_dim], in the queries' dtype.
-        values: [batch, kv_heads, n, v_dim], or [..., bytes] uint8 of groups (`gpu_ops.slot_formats`), which are
-            unpacked to the queries' dtype.
+        keys, values: [batch, kv_heads, n, dim] in the queries' dtype, or [..., bytes] uint8 of groups
+            (`gpu_ops.slot_formats`), which are unpacked to that dtype.
         slots: [batch, kv_heads, n] int32, the slots to attend to.
         counts: [batch, kv_heads] int32, how many of each list.
         scale, softcap: as in `gpu_ops.tiled_attention`.
         parts: receives `TOKEN_PARTS` parts behind those of the window.
+        offsets: added to the keys before these are rounded to the queries' dtype; None for whole keys.
     """
     (batch, kv_heads, _, group, v_dim), k_dim = parts.out.shape, q.shape[3]
     queries = q.reshape(batch, kv_heads, group, k_dim).float()
     own = slice(SPLITS, SPLITS + TOKEN_PARTS)
     parts.out[:, :, own], parts.lse[:, :, own] = 0.0, float("-inf")
-    numbers = keys.float(), unpacked(values, v_dim).to(q.dtype).float()
+    all_keys, all_values = unpacked(keys, k_dim), unpacked(values, v_dim)
     for row in range(batch):
         for head in range(kv_heads):
             at = slots[row, head, : int(counts[row, head])].long()
             if len(at):
-                own_keys, own_values = (part[row, head, at][None, None] for part in numbers)
+                own_keys, own_values = all_keys[row, head, at], all_values[row, head, at]
+                if offsets is not None:
+                    blocks = offsets.tokens[row, head, : len(at)].long() // offsets.block_size
+                    own_keys = own_keys + offsets.vectors[row, head, blocks, 0].float()
+                own_keys, own_values = (part.to(q.dtype).float()[None, None] for part in (own_keys, own_values))
                 found = tiled_attention(queries[row, head][None, None], own_keys, own_values, scale, softcap)
                 parts.out[row, head, SPLITS], parts.lse[row, head, SPLITS] = (each[0, 0] for each in found)
 

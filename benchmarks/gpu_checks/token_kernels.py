@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_checks.setting import HALF, Setting, in_own_pages
-from hetero_kv.gpu_ops import estimated_masses, token_attention, token_choice, token_slots
+from hetero_kv.gpu_ops import estimated_masses, stored_keys, token_attention, token_choice, token_slots
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.gpu_ops.window_step import SPLITS, join_parts_in_torch
 from hetero_kv.store import storage
@@ -31,7 +31,10 @@ def _kernel(setting: Setting, module: ModuleType, name: str) -> Callable[..., An
 
 def token_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     """The kernels of a decoded token with queries in `dtype`."""
-    return [_estimates(setting, dtype), _choice(setting), _slots(setting, dtype), _attention(setting, dtype)]
+    return [
+        _estimates(setting, dtype), _stored_keys(setting, dtype), _choice(setting), _slots(setting, dtype),
+        _attention(setting, dtype), _attention(setting, dtype, "Q4_0"),
+    ]  # fmt: skip
 
 
 def _numbers(setting: Setting) -> tuple[int, int, int, int]:
@@ -59,6 +62,24 @@ def _estimates(setting: Setting, dtype: torch.dtype) -> Case:
     by_kernels = partial(_kernel, setting)
     # Exponentials of sums over a head's channels.
     return "estimated attention masses", lambda: shares(by_kernels), lambda: shares(_in_torch), _single(dtype, 100.0)
+
+
+def _stored_keys(setting: Setting, dtype: torch.dtype) -> Case:
+    (kv_heads, group, blocks, dim), device = _numbers(setting), setting.device
+    keys, kind = torch.randn(blocks, kv_heads, _SIZE, dim, device=device), storage.get("Q4_0")
+    offsets = keys.mean(dim=2, keepdim=True).half()
+    stored, added = (each[:, None].movedim(0, 2) for each in (kind.encode(keys - offsets.float()), offsets))
+    q = torch.randn(1, kv_heads * group, 1, dim, device=device).to(dtype)
+    number = torch.tensor([blocks - 3], device=device)
+
+    def masses(function: Callable[[ModuleType, str], Callable[..., Any]]) -> torch.Tensor:
+        known = estimated_masses.BlockMasses(*torch.zeros(4, 1, kv_heads, group, blocks, device=device))
+        score = function(stored_keys, "score_stored_keys")
+        score(q, stored, added, None, number, known, _SCALE, None, None)
+        return known.masses[..., : blocks - 3]
+
+    by_kernels = partial(_kernel, setting)
+    return "masses of packed keys", lambda: masses(by_kernels), lambda: masses(_in_torch), _single(dtype, 100.0)
 
 
 def _single(dtype: torch.dtype, roundings: float) -> float:
@@ -131,7 +152,7 @@ def _slots(setting: Setting, dtype: torch.dtype) -> Case:
     )
 
 
-def _attention(setting: Setting, dtype: torch.dtype) -> Case:
+def _attention(setting: Setting, dtype: torch.dtype, packed: str | None = None) -> Case:
     (kv_heads, group, blocks, dim), device = _numbers(setting), setting.device
     size = blocks // 2
 
@@ -140,6 +161,11 @@ def _attention(setting: Setting, dtype: torch.dtype) -> Case:
 
     q, keys, values = (random(1, *shape, dim).to(dtype) for shape in ((kv_heads * group, 1), *[(kv_heads, size)] * 2))
     slots = torch.rand(1, kv_heads, size, device=device).argsort(dim=2).int().contiguous()
+    offsets = None
+    if packed is not None:
+        keys, values = (storage.get(packed).encode(each) for each in (keys, values))
+        vectors = random(1, size // _SIZE + 1, kv_heads, 1, dim).half().movedim(1, 2)
+        offsets = token_attention.KeyOffsets(vectors, slots, _SIZE)
     counts = torch.full((1, kv_heads), size // 2, dtype=torch.int32, device=device)
     weights, masses = random(1, kv_heads, group, blocks), random(1, kv_heads, group, blocks)
     means = storage.get("Q8_0").encode(random(blocks, 1, kv_heads, dim)).movedim(0, 2)
@@ -150,7 +176,7 @@ def _attention(setting: Setting, dtype: torch.dtype) -> Case:
         of, shape = token_attention, (1, kv_heads, token_attention.PARTS, group)
         parts = of.Parts(torch.zeros(*shape, dim, device=device), torch.zeros(shape, device=device))
         parts.out[:, :, :SPLITS], parts.lse[:, :, :SPLITS] = window
-        function(of, "attend_to_tokens")(q, keys, values, slots, counts, _SCALE, None, parts)
+        function(of, "attend_to_tokens")(q, keys, values, slots, counts, _SCALE, None, parts, offsets)
         rest = function(of, "attend_to_rest")(weights, masses, means, number, parts)
         shares = torch.empty(kv_heads, device=device)
         function(of, "sum_masses")(parts.lse, rest, shares)
@@ -161,4 +187,5 @@ def _attention(setting: Setting, dtype: torch.dtype) -> Case:
     by_kernels = partial(_kernel, setting)
     # A weight in half precision is rounded before it is multiplied.
     limit = 4.0 if dtype in HALF else 50.0
-    return "attention to single tokens", lambda: attended(by_kernels), lambda: attended(_in_torch), limit
+    name = "attention to single tokens" if packed is None else f"attention to single tokens in {packed}"
+    return name, lambda: attended(by_kernels), lambda: attended(_in_torch), limit

@@ -14,7 +14,7 @@ from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of_singles
 from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import softcapped
-from hetero_kv.gpu_ops.triton_kernels.unpacking import unpacked
+from hetero_kv.gpu_ops.triton_kernels.unpacking import vectors_at
 
 # Blocks per program that are scored by their means, and tokens of those scored by their keys.
 _BLOCKS, _TOKENS = 32, 128
@@ -23,14 +23,6 @@ _SUMMED = 8192
 _TOKENS_OF_TILE, _CHANNELS = tl.constexpr(TOKENS), tl.constexpr(CHANNELS)
 # Added and subtracted, it rounds a float32 to the nearest whole number, ties to even.
 _ROUNDING = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _vectors_at(at, column, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
-    """Vectors that begin at the addresses `at`, as float32."""
-    if BITS == 0:
-        return tl.load(at + column, mask=is_there, other=0.0).to(tl.float32)
-    return unpacked(at, column, is_there, BITS, BYTES)
 
 
 @triton.jit
@@ -53,12 +45,12 @@ def _score_means(
     vectors = row_of(vectors, row, vectors0, KIND, ALIGNMENT)
     at = vectors + head * vectors1 + block[None, :].to(tl.int64) * vectors2
     is_there = is_column[:, None] & is_block[None, :]
-    tile = _vectors_at(at, column[:, None], is_there, BITS, BYTES)
+    tile = vectors_at(at, column[:, None], is_there, BITS, BYTES)
     product = tl.dot(queries, tile, input_precision=PRECISION) * scale
     mean = product
     deviation = tl.zeros([BLOCK_GROUP, BLOCKS], tl.float32)
     if SPREAD:
-        tile = _vectors_at(at + WIDTH, column[:, None], is_there, BITS, BYTES)
+        tile = vectors_at(at + WIDTH, column[:, None], is_there, BITS, BYTES)
         deviation = tl.sqrt(tl.dot(queries * queries, tile * tile, input_precision=PRECISION)) * scale
     if SOFTCAPPED:
         mean = softcapped(product, softcap)
@@ -73,6 +65,57 @@ def _score_means(
 
 
 @triton.jit
+def scored_tokens(
+    listed, each, listed_count, total,
+    TOKENS: tl.constexpr, LISTED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A program's blocks, and their tokens side by side, with padding up to a power of two.
+
+    Returns of each token its block's place in the list, the token in it, the block, and whether it is read; and of each
+    block the block and whether it is read. The block of padding is -1.
+    """
+    start, index = tl.program_id(0) * BLOCKS, tl.arange(0, BLOCKS * BLOCK_TOKENS)
+    place, token = start + index // BLOCK_TOKENS, index % BLOCK_TOKENS
+    of_block = start + tl.arange(0, BLOCKS)
+    block, at_place, is_read, is_known = place, of_block, place < total, of_block < total
+    if LISTED:
+        # No load's mask comes from these, which Triton 3.6 does not compile: padding reads the first block.
+        # Without a block there may be no memory.
+        is_read, is_known = (place < listed_count) & (total > 0), of_block < listed_count
+        block = tl.load(listed + each * listed_count + place, mask=is_read, other=-1)
+        at_place = tl.load(listed + each * listed_count + of_block, mask=is_known, other=-1)
+    return place, token, block, is_read & (token < TOKENS), at_place, is_known
+
+
+@triton.jit
+def put_scores(
+    scores, place, token, is_token, at_place, masses, token_scores, each, listed_count, capacity, softcap,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, LISTED: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write scores [BLOCK_GROUP, BLOCKS, BLOCK_TOKENS] of a program's tokens, and the masses of its blocks."""
+    member = tl.arange(0, BLOCK_GROUP)
+    is_member = member < GROUP
+    if SOFTCAPPED:
+        scores = softcapped(scores, softcap)
+    is_scored = tl.reshape(is_token, [BLOCKS, BLOCK_TOKENS])[None, :, :]
+    scores = tl.where(is_scored, scores, float("-inf"))
+    if LISTED:
+        to = token_scores + (each * GROUP + member)[:, None] * (listed_count * TOKENS)
+        is_number = is_member[:, None] & ((place < listed_count) & (token < TOKENS))[None, :]
+        flat = tl.reshape(scores, [BLOCK_GROUP, BLOCKS * BLOCK_TOKENS])
+        tl.store(to + (place * TOKENS + token)[None, :], flat, mask=is_number)
+    highest = tl.max(scores, 2)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    mass = tl.sum(tl.exp(scores - base[:, :, None]), 2)
+    mass = tl.where(mass > 0, base + tl.log(tl.where(mass > 0, mass, 1.0)), float("-inf"))
+    # Without a list, blocks that do not exist get a mass as well.
+    is_written = at_place >= 0 if LISTED else at_place < capacity
+    in_masses = (each * GROUP + member)[:, None] * capacity + tl.maximum(at_place, 0)[None, :]
+    tl.store(masses + in_masses, mass, mask=is_member[:, None] & is_written[None, :])
+
+
+@triton.jit
 def _score_codes(
     q, codes, listed, number, plain, masses, token_scores, listed_count, capacity, kv_heads, scale, softcap,
     q0, q1, codes0, codes1, codes2, number0,
@@ -80,24 +123,14 @@ def _score_codes(
     SOFTCAPPED: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_STEPS: tl.constexpr,
 ):  # fmt: skip
-    start, each = tl.program_id(0) * BLOCKS, tl.program_id(1).to(tl.int64)
+    each = tl.program_id(1).to(tl.int64)
     row, head = each // kv_heads, each % kv_heads
     step, member = tl.arange(0, BLOCK_STEPS), tl.arange(0, BLOCK_GROUP)
     is_member = member < GROUP
-    # The tokens of a block, side by side, and padding up to a power of two.
-    index = tl.arange(0, BLOCKS * BLOCK_TOKENS)
-    place, token = start + index // BLOCK_TOKENS, index % BLOCK_TOKENS
-    of_block = start + tl.arange(0, BLOCKS)
     total = tl.load(number + row * number0).to(tl.int32)
-    block, at_place, is_read, is_mean = place, of_block, place < total, of_block < total
-    if LISTED:
-        # No load's mask comes from these, which Triton 3.6 does not compile: padding reads the first block.
-        # Without a block there may be no memory.
-        is_read, is_mean = (place < listed_count) & (total > 0), of_block < listed_count
-        block = tl.load(listed + each * listed_count + place, mask=is_read, other=-1)
-        at_place = tl.load(listed + each * listed_count + of_block, mask=is_mean, other=-1)
-    is_read = is_read & (token < TOKENS)
-    is_token = is_read & (block >= 0)
+    place, token, block, is_read, at_place, is_mean = scored_tokens(
+        listed, each, listed_count, total, TOKENS, LISTED, BLOCKS, BLOCK_TOKENS
+    )
     codes = row_of(codes, row, codes0, tl.uint8, ALIGNMENT)
     address = codes + head * codes1 + tl.maximum(block, 0).to(tl.int64) * codes2
     tile_of, within = token // _TOKENS_OF_TILE, token % _TOKENS_OF_TILE
@@ -133,22 +166,10 @@ def _score_codes(
     means = tl.load(plain + in_masses, mask=is_member[:, None] & is_mean[None, :], other=0.0)
     scores = product * (largest * (scale / 127.0))[:, None] * scales[None, :]
     scores = tl.reshape(scores, [BLOCK_GROUP, BLOCKS, BLOCK_TOKENS]) + means[:, :, None]
-    if SOFTCAPPED:
-        scores = softcapped(scores, softcap)
-    is_scored = tl.reshape(is_token, [BLOCKS, BLOCK_TOKENS])[None, :, :]
-    scores = tl.where(is_scored, scores, float("-inf"))
-    if LISTED:
-        to = token_scores + (each * GROUP + member)[:, None] * (listed_count * TOKENS)
-        is_number = is_member[:, None] & ((place < listed_count) & (token < TOKENS))[None, :]
-        flat = tl.reshape(scores, [BLOCK_GROUP, BLOCKS * BLOCK_TOKENS])
-        tl.store(to + (place * TOKENS + token)[None, :], flat, mask=is_number)
-    highest = tl.max(scores, 2)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    mass = tl.sum(tl.exp(scores - base[:, :, None]), 2)
-    mass = tl.where(mass > 0, base + tl.log(tl.where(mass > 0, mass, 1.0)), float("-inf"))
-    # Without a list, blocks that do not exist get a mass as well.
-    is_written = at_place >= 0 if LISTED else at_place < capacity
-    tl.store(masses + in_masses, mass, mask=is_member[:, None] & is_written[None, :])
+    put_scores(
+        scores, place, token, is_read & (block >= 0), at_place, masses, token_scores, each, listed_count, capacity,
+        softcap, GROUP, TOKENS, LISTED, SOFTCAPPED, BLOCK_GROUP, BLOCKS, BLOCK_TOKENS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -5,13 +5,15 @@ As in `gpu_ops.triton_kernels.resident_attention` the keys are divided among pro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
-from hetero_kv.gpu_ops.token_attention import REST_PARTS, SPLITS, TOKEN_PARTS, Parts
+from hetero_kv.gpu_ops.token_attention import REST_PARTS, SPLITS, TOKEN_PARTS, KeyOffsets, Parts
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of, precision_of_singles
 from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
@@ -23,10 +25,12 @@ _TILE_BYTES = 8 << 10
 
 @triton.jit
 def _attend_tokens(
-    q, slot_keys, slot_values, slots, counts, lse, out, width, size, scale, softcap, kv_heads, q0, q1,
+    q, slot_keys, slot_values, slots, counts, tokens, offsets, lse, out, width, size, scale, softcap, kv_heads, q0, q1,
+    blocks,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    FIRST: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, V_BITS: tl.constexpr, V_BYTES: tl.constexpr,
-    VALUE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    FIRST: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, K_BITS: tl.constexpr, K_BYTES: tl.constexpr,
+    V_BITS: tl.constexpr, V_BYTES: tl.constexpr, OFFSET_TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -38,11 +42,13 @@ def _attend_tokens(
         mask=is_member[:, None] & is_k[None, :],
         other=0.0,
     )
-    number: tl.constexpr = q.dtype.element_ty
-    of_head = size.to(tl.int64) * K_DIM
-    slot_keys = row_of(slot_keys, row, kv_heads * of_head, number, ALIGNMENT) + head * of_head
+    of_head = size.to(tl.int64) * (K_DIM if K_BITS == 0 else K_DIM // 32 * K_BYTES)
+    slot_keys = row_of(slot_keys, row, kv_heads * of_head, KEY, ALIGNMENT) + head * of_head
     of_head = size.to(tl.int64) * (V_DIM if V_BITS == 0 else V_DIM // 32 * V_BYTES)
     slot_values = row_of(slot_values, row, kv_heads * of_head, VALUE, ALIGNMENT) + head * of_head
+    if OFFSET_TOKENS > 0:
+        of_row = blocks.to(tl.int64) * kv_heads * K_DIM
+        offsets = row_of(offsets, row, of_row, tl.float16, ALIGNMENT) + head * K_DIM
     total = tl.load(counts + each)
     share = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     attended = tl.zeros([BLOCK_GROUP, BLOCK_V], tl.float32)
@@ -54,7 +60,17 @@ def _attend_tokens(
         is_key = place < stop
         at = tl.load(slots + each * width + place, mask=is_key, other=0).to(tl.int64)
         is_there = is_k[:, None] & is_key[None, :]
-        tile = tl.load(slot_keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_there, other=0.0)
+        if K_BITS == 0:
+            tile = tl.load(slot_keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_there, other=0.0)
+        else:
+            vectors = slot_keys + at[None, :] * (K_DIM // 32 * K_BYTES)
+            tile = unpacked(vectors, k_at[:, None], is_there, K_BITS, K_BYTES)
+        if OFFSET_TOKENS > 0:
+            token = tl.load(tokens + each * width + place, mask=is_key, other=0)
+            first = (token // OFFSET_TOKENS).to(tl.int64) * kv_heads * K_DIM
+            added = tl.load(offsets + first[None, :] + k_at[:, None], mask=is_there, other=0.0)
+            tile = tile.to(tl.float32) + added.to(tl.float32)
+        tile = tile.to(queries.dtype)
         scores = tl.dot(queries, tile, input_precision=PRECISION) * scale
         if SOFTCAPPED:
             scores = softcapped(scores, softcap)
@@ -171,19 +187,22 @@ def _sum_masses(
 
 def attend_to_tokens(
     q: torch.Tensor, keys: Memory, values: Memory, slots: torch.Tensor, counts: torch.Tensor,
-    scale: float, softcap: float | None, parts: Parts,
+    scale: float, softcap: float | None, parts: Parts, offsets: KeyOffsets[Any] | None = None,
 ) -> None:  # fmt: skip
-    """As `gpu_ops.token_attention.attend_to_tokens_in_torch`; all but `q` is contiguous."""
+    """As `gpu_ops.token_attention.attend_to_tokens_in_torch`; all but `q` and offsets is contiguous."""
     q = q if q.stride(3) == 1 else q.contiguous()
     (batch, kv_heads, whole, group, v_dim), k_dim = parts.out.shape, q.shape[3]
-    v_bits = bits_of(values, v_dim)
+    k_bits, v_bits = bits_of(keys, k_dim), bits_of(values, v_dim)
+    # Without offsets others are named, and not read.
+    vectors, tokens, block_size = (keys, slots, 0) if offsets is None else offsets
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
     _attend_tokens[(TOKEN_PARTS, batch * kv_heads)](
-        q, pointer(keys), pointer(values), slots, counts, parts.lse, parts.out, slots.shape[2], keys.shape[2], scale,
-        softcap or 0.0, kv_heads, *q.stride()[:2],
+        q, pointer(keys), pointer(values), slots, counts, tokens, pointer(vectors), parts.lse, parts.out,
+        slots.shape[2], keys.shape[2], scale, softcap or 0.0, kv_heads, *q.stride()[:2], vectors.shape[2],
         GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SOFTCAPPED=bool(softcap), PRECISION=precision_of(q), FIRST=SPLITS,
-        SPLITS=TOKEN_PARTS, PARTS=whole, V_BITS=v_bits, V_BYTES=GROUP_BYTES.get(v_bits, 0), VALUE=kind(values),
-        ALIGNMENT=alignment(keys, values),
+        SPLITS=TOKEN_PARTS, PARTS=whole, K_BITS=k_bits, K_BYTES=GROUP_BYTES.get(k_bits, 0), V_BITS=v_bits,
+        V_BYTES=GROUP_BYTES.get(v_bits, 0), OFFSET_TOKENS=block_size, KEY=kind(keys), VALUE=kind(values),
+        ALIGNMENT=alignment(keys, values, vectors),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_KEYS=max(16, min(64, _TILE_BYTES // (max(block_k, block_v) * q.element_size()))),
         BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,

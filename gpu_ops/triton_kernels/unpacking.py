@@ -17,3 +17,11 @@ def unpacked(vector, number, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
         both = tl.load(group + 2 + within % 16, mask=is_there, other=0).to(tl.int32)
         code = tl.where(within < 16, both & 15, both >> 4) - 8
     return scale * code.to(tl.float32)
+
+
+@triton.jit
+def vectors_at(vector, number, is_there, BITS: tl.constexpr, BYTES: tl.constexpr):
+    """As `unpacked`, also of plain numbers (`BITS` is 0)."""
+    if BITS == 0:
+        return tl.load(vector + number, mask=is_there, other=0.0).to(tl.float32)
+    return unpacked(vector, number, is_there, BITS, BYTES)

@@ -10,10 +10,16 @@ import torch
 from hetero_kv.cpu_ops.key_codes import bytes_of_block
 from hetero_kv.gpu_ops.estimated_masses import BlockMasses
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES
-from hetero_kv.gpu_ops.token_attention import PARTS, Parts
+from hetero_kv.gpu_ops.token_attention import PARTS, KeyOffsets, Parts
 from hetero_kv.gpu_ops.token_choice import Target
 from hetero_kv.gpu_ops.token_slots import TokenSlots
-from hetero_kv.gpu_ops.triton_kernels import estimated_masses, token_attention, token_choice, token_slots
+from hetero_kv.gpu_ops.triton_kernels import (
+    estimated_masses,
+    stored_keys,
+    token_attention,
+    token_choice,
+    token_slots,
+)
 from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, at_addresses, zeros
 
 # Of 128K tokens in blocks of 16, and their candidates.
@@ -44,6 +50,18 @@ def scoring_codes(dtype: torch.dtype, size: int, dim: int, is_listed: bool, soft
     lists = (listed, scores) if is_listed else (None, None)
     number = torch.zeros(3, dtype=torch.int64)[2:]
     return lambda: estimated_masses.score_codes(q, codes, lists[0], number, size, known, 0.1, softcap, lists[1])
+
+
+def scoring_stored_keys(
+    dtype: torch.dtype, size: int, bits: int, is_listed: bool, softcap: float | None
+) -> Callable[[], Any]:
+    q = zeros(1, 1, 32, DIM, dtype=dtype).transpose(1, 2)
+    keys = stored((CAPACITY, 1, 8, size), DIM, bits, HALF).movedim(0, 2)
+    offsets = zeros(CAPACITY, 1, 8, 1, DIM, dtype=HALF).movedim(0, 2) if bits == 4 else None
+    known = BlockMasses(*(zeros(1, 8, 4, CAPACITY) for _ in range(4)))
+    listed, scores = (whole(1, 8, PLACES), zeros(1, 8, 4, PLACES * size)) if is_listed else (None, None)
+    number = torch.zeros(3, dtype=torch.int64)[2:]
+    return lambda: stored_keys.score_stored_keys(q, keys, offsets, listed, number, known, 0.1, softcap, scores)
 
 
 def totalling() -> None:
@@ -86,11 +104,15 @@ def parts(dim: int) -> Parts:
     return Parts(zeros(1, 8, PARTS, 4, dim), zeros(1, 8, PARTS, 4))
 
 
-def attending_to_tokens(dtype: torch.dtype, dim: int, bits: int, softcap: float | None) -> Callable[[], Any]:
+def attending_to_tokens(
+    dtype: torch.dtype, dim: int, bits: int, softcap: float | None, k_bits: int = 0
+) -> Callable[[], Any]:
     q = zeros(1, 1, 32, dim, dtype=dtype).transpose(1, 2)
-    keys, values, to = zeros(1, 8, 4096, dim, dtype=dtype), stored((1, 8, 4096), dim, bits, dtype), parts(dim)
-    lists = whole(1, 8, 4096), whole(1, 8)
-    return lambda: token_attention.attend_to_tokens(q, keys, values, *lists, 0.1, softcap, to)
+    keys, values = (stored((1, 8, 4096), dim, each, dtype) for each in (k_bits, bits))
+    lists, to, offsets = (whole(1, 8, 4096), whole(1, 8)), parts(dim), None
+    if k_bits == 4:
+        offsets = KeyOffsets(zeros(1, CAPACITY, 8, 1, dim, dtype=HALF).movedim(1, 2), lists[0], 16)
+    return lambda: token_attention.attend_to_tokens(q, keys, values, *lists, 0.1, softcap, to, offsets)
 
 
 def attending_to_rest(dim: int, bits: int) -> Callable[[], Any]:
@@ -116,7 +138,12 @@ def of_rows() -> dict[str, Callable[[], Any]]:
     pool, table = whole(9, 8, 16, DIM // 32 * GROUP_BYTES[8], dtype=torch.uint8), whole(4, 500)
     means, masses = at_addresses(stored((4, CAPACITY, 8), DIM, 8, HALF).movedim(1, 2)), known.masses
     missing = whole(4, 8, 8192), whole(4, 8, 8192), whole(32)
+    four_bits = at_addresses(stored((4, CAPACITY, 8, 16), DIM, 4, HALF).movedim(1, 2))
+    offsets = at_addresses(zeros(4, CAPACITY, 8, 1, DIM, dtype=HALF).movedim(1, 2))
     return {
+        "score keys in Q4_0 at addresses": lambda: stored_keys.score_stored_keys(
+            q, four_bits, offsets, whole(4, 8, PLACES), number, known, 0.1, None, zeros(4, 8, 4, PLACES * 16)
+        ),
         "score means at addresses": lambda: estimated_masses.score_means(q, vectors, number, 16, 0.1, None),
         "score coarse keys at addresses": lambda: estimated_masses.score_codes(
             q, codes, whole(4, 8, PLACES), number, 16, known, 0.1, None, zeros(4, 8, 4, PLACES * 16)
@@ -126,6 +153,9 @@ def of_rows() -> dict[str, Callable[[], Any]]:
         "attend to tokens at addresses": lambda: token_attention.attend_to_tokens(
             q, keys, values, *lists, 0.1, None, to
         ),
+        "attend to tokens of differences at addresses": lambda: token_attention.attend_to_tokens(
+            q, values, values, *lists, 0.1, None, to, KeyOffsets(offsets, lists[0], 16)
+        ),
         "attend to mean values at addresses": lambda: token_attention.attend_to_rest(masses, masses, means, number, to),
     }
 
@@ -134,6 +164,7 @@ def of_rows() -> dict[str, Callable[[], Any]]:
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "score means in Q8_0, bfloat16": scoring_means(BRAIN, 2, 8, None),
     "score coarse keys, bfloat16": scoring_codes(BRAIN, 16, DIM, False, None),
+    "score keys in Q4_0, bfloat16": scoring_stored_keys(BRAIN, 16, 4, False, None),
     "add up masses": totalling,
     "share attention": sharing,
     "choose tokens of candidates": choosing(PLACES * 32, 16, True),
@@ -147,15 +178,18 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "score means, float16, soft-capped": scoring_means(HALF, 1, 0, 30.0),
     "score coarse keys, float32, of candidates": scoring_codes(SINGLE, 32, 256, True, 30.0),
     "score coarse keys, float16, of large blocks": scoring_codes(HALF, 256, DIM, True, None),
+    "score keys in Q4_0, float16, of large blocks": scoring_stored_keys(HALF, 256, 4, True, 30.0),
+    "score keys in Q8_0, float32, of candidates": scoring_stored_keys(SINGLE, 32, 8, True, None),
     "choose blocks": choosing(CAPACITY, 1, True),
     "choose as many tokens as fit": choosing(4096, 16, False),
     "leave tokens of large blocks": leaving(128),
     "fetch tokens, bytes": fetching_tokens(torch.uint8, torch.uint8),
     "attend to tokens, float32, soft-capped": attending_to_tokens(SINGLE, 256, 0, 30.0),
     "attend to tokens in Q8_0, bfloat16": attending_to_tokens(BRAIN, DIM, 8, None),
-    "attend to tokens in Q4_0, float16": attending_to_tokens(HALF, DIM, 4, None),
+    "attend to tokens in Q4_0, float16": attending_to_tokens(HALF, DIM, 4, None, k_bits=4),
+    "attend to tokens in Q8_0, float32": attending_to_tokens(SINGLE, 256, 8, 30.0, k_bits=8),
     "attend to mean values": attending_to_rest(256, 0),
     **of_rows(),
 }
 #: Those of the latter, for the slow tests.
-FURTHER = tuple(LAUNCHES)[11:]
+FURTHER = tuple(LAUNCHES)[12:]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from hetero_kv.gpu_ops.row_memory import RowMemory
 from hetero_kv.gpu_ops.slot_formats import Slots
-from hetero_kv.gpu_ops.token_attention import PARTS, Parts
+from hetero_kv.gpu_ops.token_attention import PARTS, KeyOffsets, Parts
 from hetero_kv.gpu_ops.token_choice import Target
 from hetero_kv.gpu_ops.token_slots import TokenSlots
 from hetero_kv.gpu_ops.triton_kernels import (
@@ -17,6 +19,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     estimated_masses,
     resident_attention,
     resident_slots,
+    stored_keys,
     token_attention,
     token_choice,
     token_slots,
@@ -119,17 +122,23 @@ def loaded(is_packed: bool) -> bool:
     return is_nothing and are_equal(*results) and lying
 
 
-def single_tokens(by_keys: bool) -> bool:
-    """Single tokens are scored, chosen, placed, fetched, and attended to, and the rest by mean values."""
+def single_tokens(by_keys: bool, are_stored: bool) -> bool:
+    """Single tokens are scored, chosen, placed, fetched, and attended to, and the rest by mean values.
+
+    are_stored: whether keys are packed differences, and scored as they are stored.
+    """
     q = queries()
     keys = random(3, CAPACITY, HEADS, SIZE, 32)
     means = storage.Q8_0.encode(torch.stack([keys.mean(dim=3), keys.std(dim=3, correction=0)], dim=3))
     coarse = encode((keys - storage.Q8_0.decode(means)[:, :, :, :1].float()).flatten(0, 1))
-    codes = Lying(coarse.view(3, CAPACITY, HEADS, -1).movedim(1, 2))
+    of_keys = packed(3, CAPACITY, HEADS, SIZE, 32) if are_stored else coarse.view(3, CAPACITY, HEADS, -1)
+    codes = Lying(of_keys.movedim(1, 2))
+    vectors_added = Lying(random(3, CAPACITY, HEADS, 1, 32).half().movedim(1, 2))
     vectors, value_means = Lying(means.movedim(1, 2)), Lying(packed(3, CAPACITY, HEADS, 32).movedim(1, 2))
     count, capacity = 48, CAPACITY * SIZE
     slots = [Lying(part) for part in TokenSlots.empty(3, HEADS, count, capacity, torch.device("cpu"))]
-    kept, stored = [Lying(torch.zeros(3, HEADS, count, 32)) for _ in range(2)], random(50, HEADS, SIZE, 32)
+    stored = [(packed if is_packed else random)(50, HEADS, SIZE, 32) for is_packed in (are_stored, False)]
+    kept = [Lying(torch.zeros(3, HEADS, count, each.shape[3], dtype=each.dtype)) for each in stored]
     table = torch.randint(0, 50, (4, CAPACITY), generator=GENERATOR).int()
     outside = random(4, HEADS, 5, GROUP)
     results = []
@@ -137,9 +146,14 @@ def single_tokens(by_keys: bool) -> bool:
         tensors = q, NUMBERS[:, 2], table, outside
         own_q, number, own_table, around = tensors if batch == 4 else of_live(*tensors)
         known = estimated_masses.score_means(own_q, getattr(vectors, way), number, SIZE, 0.2, None)
-        scoring = number, SIZE, known, 0.2, None
+        own_codes, added = getattr(codes, way), getattr(vectors_added, way)
+        score: Any = partial(estimated_masses.score_codes, own_q, own_codes)
+        scoring: tuple[Any, ...] = number, SIZE, known, 0.2, None
+        if are_stored:
+            score = partial(stored_keys.score_stored_keys, own_q, own_codes, added)
+            scoring = number, known, 0.2, None
         if by_keys:
-            estimated_masses.score_codes(own_q, getattr(codes, way), None, *scoring, None)
+            score(None, *scoring, None)
         totals = estimated_masses.log_totals(known.likely, known.masses, around, number)
         shares = estimated_masses.mean_shares(known.likely, known.masses, totals)
         shapes = (6,), (count,), (), ()
@@ -149,7 +163,7 @@ def single_tokens(by_keys: bool) -> bool:
         of_blocks, of_tokens = Target(0.5, 1, 6, 1, 0), Target(0.7, 0, count, 1, 0)
         token_choice.choose(*shares, totals, number, 1, None, None, of_blocks, places, place_counts, None)
         token_scores = torch.full((batch, HEADS, GROUP, 6 * SIZE), torch.nan)
-        estimated_masses.score_codes(own_q, getattr(codes, way), places, *scoring, token_scores)
+        score(places, *scoring, token_scores)
         totals = estimated_masses.log_totals(known.masses, known.masses, around, number)
         _, of_each = estimated_masses.mean_shares(token_scores, token_scores, totals)
         among = places, place_counts
@@ -157,13 +171,14 @@ def single_tokens(by_keys: bool) -> bool:
         missed = torch.full((batch * HEADS,), 9, dtype=torch.int32)
         own_slots = TokenSlots(*(getattr(each, way) for each in slots))
         at, misses, into = token_slots.place(own_slots, chosen, counts, missed)
-        for each in kept:
-            token_slots.fetch(stored, own_table, misses, into, missed, getattr(each, way))
+        for pool, each in zip(stored, kept, strict=True):
+            token_slots.fetch(pool, own_table, misses, into, missed, getattr(each, way))
         parts = Parts(
             torch.zeros(batch, HEADS, PARTS, GROUP, 32), torch.full((batch, HEADS, PARTS, GROUP), float("-inf"))
         )
         own_kept = [getattr(each, way) for each in kept]
-        token_attention.attend_to_tokens(own_q, *own_kept, at, counts, 0.2, None, parts)
+        offsets = KeyOffsets(added, chosen, SIZE) if are_stored else None
+        token_attention.attend_to_tokens(own_q, *own_kept, at, counts, 0.2, None, parts, offsets)
         own_means = getattr(value_means, way)
         rest = token_attention.attend_to_rest(known.weights, known.masses, own_means, number, parts)
         results.append((counts, place_counts, missed.view(batch, HEADS), parts.out, parts.lse, rest))
@@ -174,7 +189,8 @@ def single_tokens(by_keys: bool) -> bool:
 
 
 #: Plain and packed blocks in so many slots; how tokens are scored.
-ATTENDED, LOADED, SINGLE = ((False, 7), (True, 4), (False, 0)), (False, True), (True, False)
+ATTENDED, LOADED = ((False, 7), (True, 4), (False, 0)), (False, True)
+SINGLE = (True, False), (True, True), (False, False)
 
 
 def of_rows() -> dict[str, dict[str, bool]]:
@@ -183,5 +199,5 @@ def of_rows() -> dict[str, dict[str, bool]]:
     # One of each where there is no argument.
     most = None if sys.argv[1:] else 1
     found |= {f"loaded, {is_packed}": loaded(is_packed) for is_packed in LOADED[:most]}
-    found |= {f"single tokens, {by_keys}": single_tokens(by_keys) for by_keys in SINGLE[:most]}
+    found |= {f"single tokens, {each}": single_tokens(*each) for each in SINGLE[: most and 2]}
     return {"rows anywhere": found}

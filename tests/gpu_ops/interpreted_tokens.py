@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero_kv.gpu_ops import estimated_masses as by_torch
+from hetero_kv.gpu_ops.stored_keys import score_stored_keys_in_torch
 from hetero_kv.gpu_ops.token_attention import (
     PARTS,
     REST_PARTS,
+    KeyOffsets,
     Parts,
     attend_to_rest_in_torch,
     attend_to_tokens_in_torch,
@@ -17,7 +19,13 @@ from hetero_kv.gpu_ops.token_attention import (
 )
 from hetero_kv.gpu_ops.token_choice import Target, choose_in_torch, leave_in_torch
 from hetero_kv.gpu_ops.token_slots import TokenSlots, fetch_tokens_in_torch, place_tokens_in_torch
-from hetero_kv.gpu_ops.triton_kernels import estimated_masses, token_attention, token_choice, token_slots
+from hetero_kv.gpu_ops.triton_kernels import (
+    estimated_masses,
+    stored_keys,
+    token_attention,
+    token_choice,
+    token_slots,
+)
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch
 from hetero_kv.store import storage
 from hetero_kv.store.key_codes import encode
@@ -36,6 +44,8 @@ class Blocks(NamedTuple):
     packed: bool = True
     spread: bool = True
     listed: int = 0
+    bits: int = 0
+    differ: bool = False
 
 
 #: Blocks that fill no tile, of no power of two, alone, and none at all; listed ones, with padding.
@@ -46,6 +56,10 @@ BLOCKS = (
     Blocks(count=33, size=32, spread=False, listed=12),
     Blocks(count=0, listed=3, packed=False),
     Blocks(count=9, capacity=12, size=128, softcap=3.0, listed=12, dim=160),
+    # Keys as they are stored.
+    Blocks(count=21, bits=4, differ=True, softcap=3.0),
+    Blocks(count=9, capacity=12, size=48, group=5, listed=12, bits=8, dim=64),
+    Blocks(count=0, listed=3, bits=4, differ=True),
 )
 
 
@@ -62,8 +76,16 @@ def estimated(dtype: torch.dtype, case: Blocks) -> float:
     vectors = kind.encode(torch.stack(means, dim=2))
     codes = encode(keys - kind.decode(vectors)[:, :, :1].float()).squeeze(2)
     # Block by block, heads side by side, of two sequences.
-    both = (torch.stack([array, array.flip(0)], dim=1).movedim(0, 2) for array in (vectors, codes))
-    vectors, codes = both
+    # Of another mean, as of a block that has filled token by token.
+    offsets = (keys.mean(dim=2, keepdim=True) + 0.1).half() if case.differ else None
+    if case.bits:
+        stored = storage.get("Q4_0" if case.bits == 4 else "Q8_0")
+        codes = stored.encode(keys if offsets is None else keys - offsets.float())
+    both = (
+        None if array is None else torch.stack([array, array.flip(0)], dim=1).movedim(0, 2)
+        for array in (vectors, codes, offsets)
+    )  # fmt: skip
+    vectors, codes, offsets = both
     q = random(2, 1, 3 * case.group, case.dim, dtype=dtype).transpose(1, 2)
     number, listed, lists = torch.tensor([case.count]), None, (2, 3, case.listed)
     if case.listed:
@@ -78,10 +100,15 @@ def estimated(dtype: torch.dtype, case: Blocks) -> float:
         score_codes, log_totals, mean_shares = (
             getattr(kernels, name + suffix) for name in ("score_codes", "log_totals", "mean_shares")
         )
+        score_stored = score_stored_keys_in_torch if kernels is by_torch else stored_keys.score_stored_keys
         known = _known(kernels, q, vectors, number, case)
         means_only = [each.clone() for each in known]
         of_tokens = torch.full((*lists[:2], case.group, case.listed * case.size), torch.nan) if case.listed else None
-        score_codes(q, codes, listed, number, case.size, known, 0.3, case.softcap, of_tokens)
+        scoring = known, 0.3, case.softcap, of_tokens
+        if case.bits:
+            score_stored(q, codes, offsets, listed, number, *scoring)
+        else:
+            score_codes(q, codes, listed, number, case.size, *scoring)
         totals = log_totals(known.likely, known.masses, outside, number)
         shares = mean_shares(known.likely, known.masses, totals)
         results.append([*means_only, *known, totals, *shares, *([] if of_tokens is None else [of_tokens])])
@@ -217,13 +244,17 @@ class Attended(NamedTuple):
     softcap: float | None = None
     v_bits: int = 0
     mean_bits: int = 8
+    k_bits: int = 0
+    block_size: int = 0
 
 
+#: Keys as they are stored, some as differences in blocks of several sizes.
 ATTENDED = (
-    Attended(),
+    Attended(block_size=16),
     Attended(count=0, blocks=3, group=5, k_dim=24, v_dim=40, mean_bits=0, softcap=2.0),
-    Attended(count=130, blocks=0, v_bits=4, k_dim=64, v_dim=96),
+    Attended(count=130, blocks=0, v_bits=4, k_dim=64, v_dim=96, k_bits=8),
     Attended(count=1, blocks=33, v_bits=8, softcap=3.0),
+    Attended(count=90, blocks=5, k_bits=4, block_size=48, k_dim=64),
 )
 
 
@@ -241,9 +272,20 @@ def attended(dtype: torch.dtype, case: Attended) -> tuple[float, float]:
     """Of the joined attention, and of the logarithms and the share that is covered."""
     of_slots, group = (2, 3, case.slots), case.group
     q = random(2, 1, 3 * group, case.k_dim, dtype=dtype).transpose(1, 2)
-    keys, values = random(*of_slots, case.k_dim, dtype=dtype), _stored((*of_slots, case.v_dim), case.v_bits, dtype)
+    keys, values = (
+        _stored((*of_slots, dim), bits, dtype) for dim, bits in ((case.k_dim, case.k_bits), (case.v_dim, case.v_bits))
+    )
     slots = torch.rand(*of_slots, generator=GENERATOR).argsort(dim=2).int().contiguous()
     counts = torch.full((2, 3), case.count, dtype=torch.int32)
+    offsets = None
+    if case.block_size:
+        # Sums that are exact in bfloat16.
+        keys = keys if case.k_bits else (keys * 4).round() / 4
+        # Behind what is listed there are no tokens.
+        tokens = torch.randint(0, 7 * case.block_size, of_slots, generator=GENERATOR).int()
+        tokens[..., case.count :] = -(1 << 30)
+        vectors = torch.randint(-4, 5, (2, 7, 3, 1, case.k_dim), generator=GENERATOR).half() / 4
+        offsets = KeyOffsets(vectors.movedim(1, 2), tokens, case.block_size)
     weights, masses = (random(2, 3, group, 80) for _ in range(2))
     weights[0, 1], masses[0, 1] = float("-inf"), float("-inf")
     means = _stored((80, 2, 3, case.v_dim), case.mean_bits, torch.float16).movedim(0, 2)
@@ -257,7 +299,7 @@ def attended(dtype: torch.dtype, case: Attended) -> tuple[float, float]:
             torch.full((2, 3, PARTS, group, case.v_dim), torch.nan), torch.full((2, 3, PARTS, group), torch.nan)
         )
         parts.out[:, :, :16], parts.lse[:, :, :16] = window
-        attend(q, keys, values, slots, counts, 0.3, case.softcap, parts)
+        attend(q, keys, values, slots, counts, 0.3, case.softcap, parts, offsets)
         rest = attend_rest(weights, masses, means, torch.tensor([case.blocks]), parts)
         shares = torch.full((6,), torch.nan)
         sum_up(parts.lse, rest, shares)

@@ -33,6 +33,7 @@ SINGLE = {"recipe": "adaptive", "block_size": 16, "sink_tokens": 16, "local_wind
 WAYS = {
     "blocks": Way("gpu", {}, (resident_context, "fetch")),
     "tokens": Way("gpu", SINGLE, (estimated_context, "fetch_tokens")),
+    "packed tokens": Way("gpu", {**SINGLE, "kv_type": "Q4_0"}, (estimated_context, "fetch_tokens")),
     "blocks for the CPU": Way("cpu", {"engine": {"index_device": "gpu"}}, None),
     "blocks for the CPU by what keys receive": Way(
         "cpu", {"recipe": "ktransformers", "engine": {"index_device": "gpu"}}, None

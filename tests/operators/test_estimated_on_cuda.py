@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hetero_kv import eject
 from hetero_kv.adapter.footprint import RESIDENT
+from hetero_kv.engine.attention_record import AttentionRecord
+from hetero_kv.families.retrieval import decode
 from hetero_kv.planning.footprint import Footprint
 from tests.operators.resident_models import ALL, LAYERS, bytes_on_gpu, injected, llama_on_gpu, random_tokens, told
 from tests.operators.test_resident_on_cuda import conversation
@@ -43,8 +46,9 @@ def estimating(model, attend_on="gpu", recipe="adaptive", **settings):
     return injected(model, attend_on, recipe, **{**SIZES, **settings})
 
 
-#: Both recipes; tokens and values as they are stored; as many tokens as fit; means without deviations; a layer that
-#: attends to everything.
+#: Both recipes; values that stay packed; as many tokens as fit; means without deviations; a layer that attends to
+#: everything; keys and values that stay packed, of which those in four bits are scored as they are, as differences or
+#: whole; and differences in other formats.
 WAYS = {
     "adaptive": {"target_mass": 0.99, "top_k_blocks": 1},
     "adaptive_lean": {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32},
@@ -52,11 +56,18 @@ WAYS = {
     "budget": {"target_mass": "none", "top_k_blocks": 1},
     "means": {"rerank": 2, "top_k_blocks": 1, "representative_storage": "FP16"},
     "dense layer": {"dense_layer_num": 1},
+    "q8_0": {"kv_type": "Q8_0", "value_type": "Q8_0", "top_k_blocks": 1},
+    "q4_0": {"kv_type": "Q4_0", "value_type": "Q4_0", "target_mass": 0.99, "top_k_blocks": 1},
+    "lean q4_0": {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32, "kv_type": "Q4_0"},
+    "whole q4_0": {"key_type": "Q4_0", "key_offset": "none", "top_k_blocks": 1},
+    "differences": {"key_offset": "block_mean", "value_type": "Q4_0", "top_k_blocks": 1},
+    "q8_0 differences": {"kv_type": "Q8_0", "key_offset": "block_mean", "top_k_blocks": 1},
 }
+_SLOW = ["values", "budget", "means", "whole q4_0", "differences", "q8_0 differences"]
 
 
 @pytest.mark.parametrize("graphs", with_slow(["on", "off"], slow=["off"]))
-@pytest.mark.parametrize("way", with_slow(list(WAYS), slow=["values", "budget", "means"]))
+@pytest.mark.parametrize("way", with_slow(list(WAYS), slow=_SLOW))
 def test_a_conversation_and_its_statistics_are_those_with_the_cpu(llama, way, graphs):
     found, told_of = {}, {}
     for attend_on in ("cpu", "gpu"):
@@ -87,6 +98,28 @@ def test_long_contexts_are_attended_to_in_part_as_by_the_cpu(llama):
     for blocks, nbytes in zip(attended, read, strict=True):
         assert 0.1 < blocks < 3
         assert 0 < nbytes <= blocks * of_block
+
+
+@pytest.mark.parametrize("way", with_slow(["q8_0", "q4_0", "adaptive", "lean q4_0"], slow=["adaptive", "lean q4_0"]))
+def test_the_chosen_tokens_are_the_cpus(llama, way, monkeypatch):
+    tokens, by_cpu = random_tokens(161), []
+    cache = estimating(llama, "cpu", **WAYS[way])
+    told(llama, cache, tokens[:, :160], prompt=160)
+    around = decode.around_context
+    with monkeypatch.context() as patch:
+        # Of a token whose attention is recorded the CPU tells what it has chosen.
+        patch.setattr(decode, "around_context", lambda *args: by_cpu.append(args[2]) or around(*args))
+        for layer in cache.layers:
+            layer.record = AttentionRecord(np.array([0, 161]))
+        told(llama, cache, tokens[:, 160:])
+    eject(llama)
+    cache = estimating(llama, **WAYS[way])
+    told(llama, cache, tokens, prompt=160)
+    for layer, chosen in zip(cache.layers, by_cpu, strict=True):
+        for ids, of_head in zip(layer.resident._slots.ids[0].cpu(), chosen, strict=True):
+            # No token was in a slot before.
+            assert sorted(ids[ids >= 0].tolist()) == of_head.nonzero().flatten().tolist()
+            assert of_head.any()
 
 
 @pytest.mark.parametrize("model_type", with_slow(["gpt_oss", "gemma2"], slow=["gemma2"]))
@@ -125,7 +158,8 @@ def test_a_context_that_is_covered_has_full_attention(llama, recipe):
 
 
 def test_what_lies_on_the_gpu_is_planned(llama):
-    for settings in ({}, {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32}, {"value_type": "Q4_0"}):
+    lean = {"recipe": "adaptive_lean", "block_size": 32, "sink_tokens": 32}
+    for settings in ({}, lean, {"kv_type": "Q8_0", "key_offset": "block_mean"}, {"kv_type": "Q4_0"}):
         cache = estimating(llama, **settings)
         told(llama, cache, random_tokens(81), prompt=80)
         planned = Footprint.of(llama.hetero_kv_injection).memory(400, 1).sizes
@@ -134,14 +168,25 @@ def test_what_lies_on_the_gpu_is_planned(llama):
         eject(llama)
 
 
+def test_packed_tokens_cross_the_bus_as_they_are_stored(llama):
+    cache = estimating(llama, key_type="Q4_0", value_type="Q4_0")
+    told(llama, cache, random_tokens(161), prompt=160)
+    # No token is in a slot before; two kv heads attend to so many blocks each, in tokens of 18 bytes a key and a value.
+    attended, read = (cache.statistics[name] for name in ("attended_blocks", "dram_bytes_read"))
+    assert read == pytest.approx([blocks * 16 * 2 * (18 + 18) for blocks in attended])
+    assert all(read)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["adaptive", "adaptive_lean"])
-def test_a_models_tokens_by_the_interpreter_are_those_by_definition(recipe):
-    found = {}
+@pytest.mark.parametrize(
+    ("recipe", "settings"), [("adaptive", {}), ("adaptive_lean", {}), ("adaptive", {"kv_type": "Q4_0"})]
+)
+def test_a_models_tokens_by_the_interpreter_are_those_by_definition(recipe, settings):
+    found, sizes = {}, {"max_seq_len": 200, "block_size": 32, "sink_tokens": 32, "top_k_blocks": 2}
     for by_interpreter in (False, True):
         with simulated_cuda(interpret=by_interpreter):
             model = llama_on_gpu(head_dim=32)
-            cache = estimating(model, recipe=recipe, max_seq_len=200, block_size=32, sink_tokens=32, top_k_blocks=2)
+            cache = estimating(model, recipe=recipe, **sizes, **settings)
             found[by_interpreter] = torch.cat(told(model, cache, random_tokens(152), prompt=150))
             del cache
             gc.collect()

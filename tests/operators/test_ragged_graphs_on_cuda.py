@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 #: Layers with all tokens and with blocks; with a shared choice; nothing but windows; queries that go to the CPU; single
-#: tokens of all blocks and of candidates.
+#: tokens of all blocks and of candidates; and blocks and tokens that stay packed, the latter with key offsets.
 _SIZES = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "max_dense_blocks": 0, "min_blocks": 1}
 WAYS = {
     "quest": {},
@@ -36,6 +36,7 @@ WAYS = {
     "streaming": {"top_k_blocks": 0},
     "packed": {"kv_type": "Q8_0", "block_size": 16, "top_k_blocks": 2},
     "adaptive_lean": {"recipe": "adaptive_lean", **_SIZES},
+    "packed tokens": {"recipe": "adaptive", "kv_type": "Q4_0", **_SIZES},
 }
 FIRST = ["quest", "ktransformers", "adaptive"]
 

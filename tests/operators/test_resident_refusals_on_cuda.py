@@ -61,12 +61,10 @@ COARSE = {"block_size": 16}
     ("recipe", "kwargs", "message"),
     [
         ("adaptive", {}, "keys in FP32 in blocks of 8 have no coarse copies"),
-        ("adaptive", {"kv_type": "Q8_0", **COARSE}, "single tokens are chosen of keys in Q8_0"),
         ("adaptive", {**COARSE, "attend_to": "blocks"}, "whole blocks are chosen by estimated attention masses"),
         ("adaptive", {**COARSE, "group_reduce": "max"}, "group_reduce is max"),
         ("adaptive", {**COARSE, "head_select_mode": "SHARED"}, "head_select_mode is SHARED"),
         ("adaptive", {**COARSE, "residual_attention": "drop"}, "residual_attention is drop"),
-        ("adaptive", {**COARSE, "key_offset": "block_mean"}, "key_offset"),
         ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
         ("adaptive", {"block_size": 512}, "block_size is 512"),
         ("adaptive", {**COARSE, "top_k_blocks": 0, "min_blocks": 0}, "top_k_blocks is 0"),

@@ -37,8 +37,8 @@ class PromptWriting:
     Attributes:
         largest: largest magnitudes of a stored key and of a stored value; complete once `finish` has returned.
         sums: the total of `sums_of` over all pieces, on the CPU, complete at the same time; None without `sums_of`.
-        on_represented: called with the first block of a piece and its representatives as stored, [rows, blocks, ...] on
-            the device; None if only the pool has them.
+        on_represented: called with the first block of a piece and what is stored of it, representatives among it,
+            [rows, blocks, ...] on the device; None if only the pool has them.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PromptWriting:
             part = {name: blocks[:, begin:end] for name, blocks in stored.items()}
             derived = self._derived(part, None, self._vectors_of)
             if self.on_represented is not None:
-                self.on_represented(first + begin, derived)
+                self.on_represented(first + begin, {**part, **derived})
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
             self._record_piece(*copies[: len(notes)])

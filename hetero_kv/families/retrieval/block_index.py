@@ -12,7 +12,7 @@ from hetero_kv.store.pool import BlockPool
 
 
 class BlockIndex:
-    """Copies of some of a pool's derived arrays, in memory of a fixed size.
+    """Copies of some of a pool's arrays, in memory of a fixed size.
 
     Args:
         pool: the layer's blocks in DRAM.
@@ -54,7 +54,7 @@ class BlockIndex:
     def take_computed(self, first: int, derived: Mapping[str, torch.Tensor]) -> None:
         """Take blocks from the Context's block `first` on, if they follow those that are here.
 
-        derived: [batch, blocks, ...], as the pool stores them, on the device.
+        derived: these arrays and others, [batch, blocks, ...], as the pool stores them, on the device.
         """
         end = first + derived["representatives"].shape[1]
         if first == self.count and self._capacity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class DeviceContext(ABC):
     """
 
     #: The arrays of a pool by which blocks are scored.
-    indexed: ClassVar[tuple[str, ...]]
+    indexed: tuple[str, ...]
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index

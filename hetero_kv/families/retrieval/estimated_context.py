@@ -1,8 +1,9 @@
 """A layer's Context on a GPU that chooses single tokens by estimated attention masses.
 
-All blocks' mean keys, mean values and coarse copies of keys lie on the GPU. Chosen tokens lie in slots of single
-tokens, because few of a block's tokens are chosen: slots of blocks would take several times the memory, and as many
-more bytes would cross the bus. A key of 128 numbers in half precision is 256 bytes, whole transactions of the bus.
+All blocks' mean keys, mean values and coarse copies of keys lie on the GPU; of keys in four bits, which have no coarse
+copies, the keys themselves. Chosen tokens lie in slots of single tokens, because few of a block's tokens are chosen:
+slots of blocks would take several times the memory, and as many more bytes would cross the bus. A key of 128 numbers in
+half precision is 256 bytes, whole transactions of the bus.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from hetero_kv.gpu_ops.estimated_masses import log_totals, mean_shares, score_co
 from hetero_kv.gpu_ops.resident_attention import CONTEXT, SPLITS, attend
 from hetero_kv.gpu_ops.row_memory import Memory, without
 from hetero_kv.gpu_ops.slot_formats import Slots
+from hetero_kv.gpu_ops.stored_keys import score_stored_keys
 from hetero_kv.gpu_ops.token_attention import (
     REST_PARTS,
     TOKEN_PARTS,
+    KeyOffsets,
     Parts,
     attend_to_rest,
     attend_to_tokens,
@@ -90,7 +93,7 @@ class EstimatedChoice(NamedTuple):
 
 
 class EstimatedContext(DeviceContext):
-    """Mean keys, mean values and coarse keys of all blocks, and slots for single tokens.
+    """Mean keys, mean values, coarse keys and key offsets of all blocks, and slots for single tokens.
 
     Args:
         choice: how tokens are chosen.
@@ -100,7 +103,7 @@ class EstimatedContext(DeviceContext):
     """
 
     # By which tokens are chosen, and by which the others are estimated.
-    indexed = ("representatives", "value_means", "key_codes")
+    indexed = ("representatives", "value_means")
 
     def __init__(
         self, choice: EstimatedChoice, pool: BlockPool, capacity: int, like_keys: torch.Tensor,
@@ -108,13 +111,17 @@ class EstimatedContext(DeviceContext):
     ) -> None:  # fmt: skip
         self.choice = choice
         (batch, kv_heads), count, device = like_keys.shape[:2], choice.slots(capacity), like_keys.device
+        self._has_codes, self._has_offsets = pool.key_codes is not None, pool.key_offsets is not None
+        coarse, offsets = "key_codes" if self._has_codes else "keys", ("key_offsets",) if self._has_offsets else ()
+        self.indexed = (*EstimatedContext.indexed, coarse, *offsets)
         super().__init__(BlockIndex(pool, self.indexed, capacity, batch, device))
         self._width, self._targets = choice.candidates(capacity), choice.targets(capacity)
         self._slots = TokenSlots.empty(batch, kv_heads, count, capacity * choice.block_size, device)
-        # Plain numbers in the model's dtype, packed ones as they are stored; keys with coarse copies are plain.
+        # Plain numbers in the model's dtype, packed ones as they are stored.
+        of_keys = like_keys.dtype if pool.key_storage.is_plain else pool.keys.dtype
         of_values = like_values.dtype if pool.value_storage.is_plain else pool.values.dtype
         of_slots = batch, kv_heads, count
-        self._keys = like_keys.new_zeros(*of_slots, pool.keys.shape[3])
+        self._keys = like_keys.new_zeros(*of_slots, pool.keys.shape[3], dtype=of_keys)
         self._values = like_values.new_zeros(*of_slots, pool.values.shape[3], dtype=of_values)
 
     def sent_shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
@@ -152,12 +159,15 @@ class EstimatedContext(DeviceContext):
         token, further = (sent.key, sent.value), TOKEN_PARTS + REST_PARTS
         parts = Parts(*attend(q, call.k, call.v, *places, call.scale, call.softcap, token, further))
         number = numbers[:, CONTEXT]
-        vectors, means, codes, ids, slot_of, following, keys, values = memory.context
-        chosen, counts, weights, masses = self._chosen(call, q, vectors, without(codes, 3), parts, number, sent.taken)
+        vectors, means, coarse, *added, ids, slot_of, following, keys, values = memory.context
+        offsets = added[0] if added else None
+        scored = vectors, coarse, offsets
+        chosen, counts, weights, masses = self._chosen(call, q, scored, parts, number, sent.taken)
         slots, misses, into = place_tokens(TokenSlots(ids, slot_of, following), chosen, counts, sent.missed)
         for stored, kept in ((pool.keys, keys), (pool.values, values)):
             fetch_tokens(stored, table, misses, into, sent.missed, kept)
-        attend_to_tokens(q, keys, values, slots, counts, call.scale, call.softcap, parts)
+        differences = None if offsets is None else KeyOffsets(offsets, chosen, self.choice.block_size)
+        attend_to_tokens(q, keys, values, slots, counts, call.scale, call.softcap, parts, differences)
         rest = attend_to_rest(weights, masses, without(means, 3), number, parts)
         sum_masses(parts.lse, rest, sent.shares)
         out = q.new_empty(*q.shape[:3], call.v.shape[3])
@@ -166,20 +176,30 @@ class EstimatedContext(DeviceContext):
         return out, lse
 
     def _chosen(
-        self, call: AttentionCall, q: torch.Tensor, vectors: Memory, codes: Memory, parts: Parts, number: torch.Tensor,
-        taken: torch.Tensor,
+        self, call: AttentionCall, q: torch.Tensor, scored: tuple[Memory, Memory, Memory | None], parts: Parts,
+        number: torch.Tensor, taken: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Choose tokens by the query and by what the window receives.
+
+        scored: of all blocks representatives, coarse copies of keys or the keys, and key offsets.
 
         Returns them, as [batch, kv_heads, slots] int32, their numbers [batch, kv_heads] int32, and the weights and the
         masses of what remains of each block (`gpu_ops.estimated_masses.BlockMasses`). Writes `taken`.
         """
         (batch, kv_heads), count, size = call.k.shape[:2], self._slots.ids.shape[2], self.choice.block_size
         of_blocks, of_tokens = self._targets
+        vectors, coarse, offsets = scored
         known = score_means(q, vectors, number, size, call.scale, call.softcap)
-        scoring = known, call.scale, call.softcap
+
+        def score(listed: torch.Tensor | None, token_scores: torch.Tensor | None) -> None:
+            scoring = known, call.scale, call.softcap, token_scores
+            if self._has_codes:
+                score_codes(q, without(coarse, 3), listed, number, size, *scoring)
+            else:
+                score_stored_keys(q, coarse, offsets, listed, number, *scoring)
+
         if self.choice.by_keys:
-            score_codes(q, codes, None, number, size, *scoring, None)
+            score(None, None)
         scores = known.masses if self.choice.by_keys else known.likely
         outside = parts.lse[:, :, :SPLITS]
         totals = log_totals(scores, known.masses, outside, number)
@@ -191,7 +211,7 @@ class EstimatedContext(DeviceContext):
         choose(*shares, totals, number, 1, None, None, of_blocks, places, place_counts)
         tokens = self._width * size
         token_scores = torch.empty(*known.masses.shape[:3], tokens, dtype=torch.float32, device=q.device)
-        score_codes(q, codes, places, number, size, *scoring, token_scores)
+        score(places, token_scores)
         # With the keys' masses in the places of the means'.
         totals = log_totals(known.masses, known.masses, outside, number)
         _, of_each = mean_shares(token_scores, token_scores, totals)
@@ -221,7 +241,8 @@ class EstimatedContext(DeviceContext):
         taken[:, [ATTENDED, TOUCHED, WHOLE]] = of_rows[:, columns]
         by_keys = self.choice.by_keys
         taken[:, CANDIDATES] = context * kv_heads if by_keys else of_rows[:, token_choice.CANDIDATES]
-        taken[:, SCORED] = 0 if by_keys else context * kv_heads
+        # Where all coarse copies are scored, the means are scored with them.
+        taken[:, SCORED] = 0 if by_keys and self._has_codes else context * kv_heads
         # The share of a kv head, in logarithms, of a whole of 1.
         covered = sent.shares.view(1, rows, -1, 1).log()
         masses = torch.cat([covered, torch.zeros_like(covered)]).numpy()

@@ -136,7 +136,10 @@ class PagedFootprint(LayerFootprint):
         of_index = settings.stored_representatives * kinds[2].bytes_per_vector(shape.k_dim)
         estimated = resident if isinstance(resident, EstimatedChoice) else None
         if estimated is not None:
-            of_index += kinds[2].bytes_per_vector(shape.v_dim) + bytes_of_block(block_size, shape.k_dim)
+            of_keys = block_size * settings.key_storage.bytes_per_vector(shape.k_dim)
+            of_index += kinds[2].bytes_per_vector(shape.v_dim)
+            of_index += bytes_of_block(block_size, shape.k_dim) if derived.key_codes else of_keys
+            of_index += FP16.bytes_per_vector(shape.k_dim) if settings.offset_keys else 0
         return cls(
             shape,
             stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, auxiliary_bytes),
@@ -221,8 +224,8 @@ class PagedFootprint(LayerFootprint):
         rows, shape, kv_heads = rows_of_all(demand.batch), self.shape, self.shape.kv_heads
         table = NUMBERS * _ID_BYTES + math.ceil(demand.tokens / self.block_size) * _NUMBER_BYTES
         yield MemoryShare(RESIDENT, rows * table, common=layout)
-        # Keys and values of the window and of the slots; of blocks representatives, places, and offsets.
-        arrays = 4 + (len(EstimatedContext.indexed) + len(TokenSlots._fields) if self.estimated else 2)
+        # Keys and values of the window and of the slots; of blocks representatives, coarse keys, places, and offsets.
+        arrays = 4 + (len(EstimatedContext.indexed) + 1 + len(TokenSlots._fields) if self.estimated else 2)
         arrays += (self.offset_bytes > 0) + self.needs_cpu
         # Key, value, and what is counted (`SentToken`).
         sent = kv_heads * (shape.k_dim + shape.v_dim + (6 if self.estimated else 1))

@@ -84,13 +84,10 @@ class ResidentDecode(IndexedDecode):
             return "all kv heads choose together by estimated attention masses (head_select_mode is SHARED)"
         if settings.residual_attention != "estimate":
             return "residual_attention is drop where attention masses are estimated"
-        if settings.offset_keys:
-            return "single tokens are chosen of keys that are stored as differences (key_offset)"
-        if not settings.key_storage.is_plain:
-            return f"single tokens are chosen of keys in {settings.key_storage.name} (key_type)"
         if settings.block_size > LARGEST_BLOCK:
             return f"block_size is {settings.block_size}, and single tokens are chosen in blocks of {LARGEST_BLOCK}"
-        if not Derived.of(settings).key_codes:
+        # Keys in four bits are scored as they are stored.
+        if not (settings.key_storage.is_coarse or Derived.of(settings).key_codes):
             return (
                 f"keys in {settings.key_storage.name} in blocks of {settings.block_size} have no coarse copies to "
                 "choose single tokens by (key_type, block_size)"

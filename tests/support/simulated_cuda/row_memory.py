@@ -81,6 +81,17 @@ def _score_codes(of: dict[str, Any]) -> dict[str, Rows]:
     return {"codes": Rows((of["kv_heads"], of["capacity"], size), torch.uint8, (of["codes1"], of["codes2"], 1))}
 
 
+def _score_stored_keys(of: dict[str, Any]) -> dict[str, Rows]:
+    blocks, width = (of["kv_heads"], of["capacity"]), of["DIM"] // 32 * of["BYTES"]
+    strides = of["keys1"], of["keys2"], width, 1
+    found = {"keys": Rows((*blocks, of["TOKENS"], width), torch.uint8, strides)}
+    found["offsets"] = found["keys"]
+    if of["HAS_OFFSETS"]:
+        strides = of["offsets1"], of["offsets2"], of["DIM"], 1
+        found["offsets"] = Rows((*blocks, 1, of["DIM"]), torch.float16, strides)
+    return found
+
+
 def _place_tokens(of: dict[str, Any]) -> dict[str, Rows]:
     heads = of["kv_heads"]
     sizes = {"ids": (heads, of["size"]), "slot_of": (heads, of["capacity"]), "following": (heads,)}
@@ -92,12 +103,15 @@ def _fetch_tokens(of: dict[str, Any]) -> dict[str, Rows]:
 
 
 def _attend_tokens(of: dict[str, Any]) -> dict[str, Rows]:
-    heads, v_dim = of["kv_heads"], of["V_DIM"]
-    width = v_dim // 32 * of["V_BYTES"] if of["V_BITS"] else v_dim
-    return {
-        "slot_keys": Rows((heads, of["size"], of["K_DIM"]), of["q"].dtype),
-        "slot_values": Rows((heads, of["size"], width), _of(of["VALUE"])),
-    }
+    heads, found = of["kv_heads"], {}
+    for name, letter, kind in (("slot_keys", "K", "KEY"), ("slot_values", "V", "VALUE")):
+        dim, nbytes = of[f"{letter}_DIM"], of[f"{letter}_BYTES"]
+        found[name] = Rows((heads, of["size"], dim // 32 * nbytes if nbytes else dim), _of(of[kind]))
+    found["offsets"] = found["slot_keys"]
+    if of["OFFSET_TOKENS"]:
+        dim = of["K_DIM"]
+        found["offsets"] = Rows((heads, of["blocks"], 1, dim), torch.float16, (dim, heads * dim, dim, 1))
+    return found
 
 
 def _attend_rest(of: dict[str, Any]) -> dict[str, Rows]:
@@ -115,6 +129,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Rows]]] = {
     "_attend_resident": _attend_resident,
     "_score_means": _score_means,
     "_score_codes": _score_codes,
+    "_score_stored_keys": _score_stored_keys,
     "_place_tokens": _place_tokens,
     "_fetch_tokens": _fetch_tokens,
     "_attend_tokens": _attend_tokens,

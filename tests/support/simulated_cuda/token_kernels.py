@@ -15,7 +15,9 @@ from hetero_kv.gpu_ops.estimated_masses import (
     score_codes_in_torch,
     score_means_in_torch,
 )
+from hetero_kv.gpu_ops.stored_keys import score_stored_keys_in_torch
 from hetero_kv.gpu_ops.token_attention import (
+    KeyOffsets,
     Parts,
     attend_to_rest_in_torch,
     attend_to_tokens_in_torch,
@@ -41,6 +43,16 @@ def _score_codes(
     known = BlockMasses(plain, plain, plain, masses)
     lists = (listed, token_scores) if fixed["LISTED"] else (None, None)
     score_codes_in_torch(q, codes, lists[0], number, fixed["TOKENS"], known, scale, softcap, lists[1])
+
+
+def _score_stored_keys(
+    q: Any, keys: Any, offsets: Any, listed: Any, number: Any, masses: Any, token_scores: Any, listed_count: int,
+    capacity: int, kv_heads: int, scale: float, softcap: float, *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    known = BlockMasses(masses, masses, masses, masses)
+    added = offsets if fixed["HAS_OFFSETS"] else None
+    lists = (listed, token_scores) if fixed["LISTED"] else (None, None)
+    score_stored_keys_in_torch(q, keys, added, lists[0], number, known, scale, softcap, lists[1])
 
 
 def _log_totals(likely: Any, masses: Any, outside: Any, number: Any, totals: Any, *_: Any, **__: Any) -> None:
@@ -83,10 +95,12 @@ def _fetch_tokens(stored: Any, table: Any, misses: Any, into: Any, missed: Any, 
 
 
 def _attend_tokens(
-    q: Any, slot_keys: Any, slot_values: Any, slots: Any, counts: Any, lse: Any, out: Any, width: int, size: int,
-    scale: float, softcap: float, *_: Any, **__: Any,
+    q: Any, slot_keys: Any, slot_values: Any, slots: Any, counts: Any, tokens: Any, offsets: Any, lse: Any, out: Any,
+    width: int, size: int, scale: float, softcap: float, *_: Any, **fixed: Any,
 ) -> None:  # fmt: skip
-    attend_to_tokens_in_torch(q, slot_keys, slot_values, slots, counts, scale, softcap, Parts(out, lse))
+    block_size, parts = fixed["OFFSET_TOKENS"], Parts(out, lse)
+    added = KeyOffsets(offsets, tokens, block_size) if block_size else None
+    attend_to_tokens_in_torch(q, slot_keys, slot_values, slots, counts, scale, softcap, parts, added)
 
 
 def _attend_rest(
@@ -111,6 +125,7 @@ def blocks_read(arguments: dict[str, Any]) -> torch.Tensor:
 DEFINITIONS: dict[str, Callable[..., None]] = {
     "_score_means": _score_means,
     "_score_codes": _score_codes,
+    "_score_stored_keys": _score_stored_keys,
     "_log_totals": _log_totals,
     "_mean_shares": _mean_shares,
     "_choose_by_share": _choose_by_share,
@@ -125,6 +140,7 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
 WRITTEN: dict[str, tuple[str, ...]] = {
     "_score_means": ("plain", "weights", "likely", "masses"),
     "_score_codes": ("masses", "token_scores"),
+    "_score_stored_keys": ("masses", "token_scores"),
     "_log_totals": ("totals",),
     "_mean_shares": ("keys", "shares"),
     "_choose_by_share": ("chosen", "counts", "taken"),
