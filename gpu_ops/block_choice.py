@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from hetero_kv.gpu_ops.row_memory import Memory, by_row
+from hetero_kv.gpu_ops.slot_formats import unpacked
 
 #: Chosen blocks are padded with -3, -4, ...: negative, distinct within a list, and neither of the markers of
 #: `gpu_ops.resident_slots`.
@@ -45,19 +46,21 @@ def block_scores_in_torch(
 
     Args:
         q: [batch, kv_heads * group, 1, dim].
-        vectors: [batch, kv_heads, capacity, number, dim], of the blocks; the last two dimensions are contiguous.
+        vectors: [batch, kv_heads, capacity, number, dim], of the blocks, or [..., bytes] uint8 of groups
+            (`gpu_ops.slot_formats`); the last two dimensions are contiguous.
         count: blocks that there are; a tensor [1] or [batch] int64 on the device, or a number.
         bounds: whether the two vectors are a block's maximum and minimum, which give an upper bound of its keys' scores
-            (Quest, arXiv:2406.10774, algorithm 1); otherwise the largest product counts.
+            (Quest, arXiv:2406.10774, algorithm 1); otherwise the largest product counts. Of a channel whose maximum is
+            the smaller number, because packed vectors are rounded apart, the larger one counts as on the CPU.
         scale, softcap: as in `gpu_ops.tiled_attention`.
         left_out: [batch, kv_heads, n] int64, blocks that get -inf; None for none.
 
     Returns [batch, kv_heads, group, capacity], -inf after the last block.
     """
-    batch, kv_heads, capacity, _, dim = vectors.shape
-    queries, numbers = q.float().reshape(batch, kv_heads, -1, 1, dim), vectors.float()
+    (batch, kv_heads, capacity, *_), dim = vectors.shape, q.shape[3]
+    queries, numbers = q.float().reshape(batch, kv_heads, -1, 1, dim), unpacked(vectors, dim)
     if bounds:
-        most, least = numbers.unbind(dim=3)
+        most, least = numbers.amax(dim=3), numbers.amin(dim=3)
         scores = queries.clamp(min=0) @ most[:, :, None].mT + queries.clamp(max=0) @ least[:, :, None].mT
         scores = scores.squeeze(3)
     else:

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 
 from hetero_kv.gpu_ops.row_memory import Memory
+from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of, precision_of_singles
 from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import softcapped
+from hetero_kv.gpu_ops.triton_kernels.unpacking import vectors_at
 
 # Bytes of a tile of vectors.
 _TILE_BYTES = 16 << 10
@@ -26,7 +28,7 @@ def _score_blocks(
     q, vectors, number, left_out, scores, count, capacity, kv_heads, scale, softcap,
     q0, q1, vectors0, vectors1, vectors2, number0,
     GROUP: tl.constexpr, DIM: tl.constexpr, VECTORS: tl.constexpr, LEFT_OUT: tl.constexpr, COUNTED: tl.constexpr,
-    KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, KIND: tl.constexpr, ALIGNMENT: tl.constexpr,
     BOUNDS: tl.constexpr, SOFTCAPPED: tl.constexpr, AS_SINGLES: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_LEFT_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -44,15 +46,20 @@ def _score_blocks(
             other=0.0,
         )
         of_head = row_of(vectors, row, vectors0, KIND, ALIGNMENT) + head * vectors1
-        at = column[:, None] + block[None, :].to(tl.int64) * vectors2
+        at = of_head + block[None, :].to(tl.int64) * vectors2
         is_there = is_column[:, None] & is_block[None, :]
         if AS_SINGLES:
             queries = queries.to(tl.float32)
         best = tl.full([BLOCK_GROUP, BLOCKS], float("-inf"), tl.float32)
         for index in tl.static_range(VECTORS):
-            tile = tl.load(of_head + at + index * DIM, mask=is_there, other=0.0)
             if AS_SINGLES:
-                tile = tile.to(tl.float32)
+                tile = vectors_at(at + index * WIDTH, column[:, None], is_there, BITS, BYTES)
+                if BOUNDS and BITS > 0:
+                    # Packed apart, the maximum may be rounded below the minimum.
+                    other = vectors_at(at + (1 - index) * WIDTH, column[:, None], is_there, BITS, BYTES)
+                    tile = tl.maximum(tile, other) if index == 0 else tl.minimum(tile, other)
+            else:
+                tile = tl.load(at + index * WIDTH + column[:, None], mask=is_there, other=0.0)
             if BOUNDS:
                 # The larger of two products is the maximum's for a positive number, and the minimum's for others.
                 part = tl.maximum(queries, 0.0) if index == 0 else tl.minimum(queries, 0.0)
@@ -185,20 +192,21 @@ def score(
     left_out: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `gpu_ops.block_choice.block_scores_in_torch`; entries after the last block are not written."""
-    (batch, heads, _, dim), (_, kv_heads, capacity, number, _) = q.shape, vectors.shape
+    (batch, heads, _, dim), (_, kv_heads, capacity, number, stored) = q.shape, vectors.shape
     group, left = heads // kv_heads, 0 if left_out is None else left_out.shape[2]
     scores = torch.empty(batch, kv_heads, group, capacity, dtype=torch.float32, device=q.device)
     block_dim, is_alike = max(16, triton.next_power_of_2(dim)), q.dtype is vectors.dtype
     width = block_dim * (q.element_size() if is_alike else 4)
     blocks = max(16, min(64, triton.next_power_of_2(capacity), _TILE_BYTES // width))
-    counted = isinstance(count, torch.Tensor)
+    counted, bits = isinstance(count, torch.Tensor), bits_of(vectors, dim)
     _score_blocks[(triton.cdiv(capacity, blocks), batch * kv_heads)](
         q, pointer(vectors), count if counted else q, q if left_out is None else left_out, scores,
         0 if counted else count, capacity, kv_heads, scale, softcap or 0.0, *q.stride()[:2], *vectors.stride()[:3],
         step_of(count),
-        GROUP=group, DIM=dim, VECTORS=number, LEFT_OUT=left, COUNTED=counted, KIND=kind(vectors),
-        ALIGNMENT=alignment(vectors), BOUNDS=bounds, SOFTCAPPED=bool(softcap),
-        AS_SINGLES=not is_alike, PRECISION=precision_of(q) if is_alike else precision_of_singles(q),
+        GROUP=group, DIM=dim, VECTORS=number, LEFT_OUT=left, COUNTED=counted, WIDTH=stored, BITS=bits,
+        BYTES=GROUP_BYTES.get(bits, 0), KIND=kind(vectors), ALIGNMENT=alignment(vectors), BOUNDS=bounds,
+        SOFTCAPPED=bool(softcap), AS_SINGLES=not is_alike,
+        PRECISION=precision_of(q) if is_alike else precision_of_singles(q),
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), BLOCKS=blocks, BLOCK_DIM=block_dim,
         BLOCK_LEFT_OUT=triton.next_power_of_2(max(1, left)),
     )  # fmt: skip

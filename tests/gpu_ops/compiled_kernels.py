@@ -116,7 +116,8 @@ def joining_alone(dtype: torch.dtype) -> Callable[[], Any]:
 def scoring(dtype: torch.dtype, stored: torch.dtype, number: int, bounds: bool, left_out: int) -> Callable[[], Any]:
     q = zeros(1, 1, 32, DIM, dtype=dtype).transpose(1, 2)
     count: Any = 8000
-    vectors = zeros(8192, 1, 8, number, DIM, dtype=stored).permute(1, 2, 0, 3, 4)
+    width = DIM // 32 * GROUP_BYTES[8] if stored is torch.uint8 else DIM
+    vectors = zeros(8192, 1, 8, number, width, dtype=stored).permute(1, 2, 0, 3, 4)
     without = torch.zeros(1, 8, left_out, dtype=torch.int64) if left_out else None
     if not left_out:
         count = torch.zeros(3, dtype=torch.int64)[2:]
@@ -225,6 +226,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "score, bfloat16, by bounds in float16": scoring(BRAIN, HALF, 2, True, 0),
     "score, bfloat16, with chunks left out": scoring(BRAIN, BRAIN, 1, False, 48),
     "score, float32": scoring(SINGLE, SINGLE, 4, False, 0),
+    "score, bfloat16, by bounds in Q8_0": scoring(BRAIN, torch.uint8, 2, True, 0),
+    "score, float16, in Q8_0": scoring(HALF, torch.uint8, 3, False, 0),
     "choose, by means": choosing(256, False, False, False),
     "choose, by shares": choosing(256, True, True, False),
     "choose, for all heads": choosing(96, True, False, True),
@@ -269,6 +272,8 @@ FURTHER = (
     "join parts, float32",
     "score, bfloat16, with chunks left out",
     "score, float32",
+    "score, bfloat16, by bounds in Q8_0",
+    "score, float16, in Q8_0",
     "choose, by means",
     "choose, for all heads",
     "attend to slots, bfloat16",

@@ -21,7 +21,8 @@ def of_rows(dtype: torch.dtype, bits: int) -> dict[str, Callable[[], Any]]:
     offsets = at_addresses(zeros(4, 8, 256, 1, DIM, dtype=HALF)) if bits else None
     ids, numbers, sent = at_addresses(chunks), torch.zeros(4, 3, dtype=torch.int64), zeros(*k.shape)
     places = (window, window), 16, ids, Slots(slots, slots, offsets), numbers
-    vectors = at_addresses(zeros(4, 8192, 8, 2, DIM, dtype=HALF).movedim(1, 2))
+    width, number = (DIM // 32 * GROUP_BYTES[8], torch.uint8) if bits else (DIM, HALF)
+    vectors = at_addresses(zeros(4, 8192, 8, 2, width, dtype=number).movedim(1, 2))
     stored = torch.zeros(9, 8, *as_words(slots).shape[3:], dtype=as_words(slots).dtype)
     lists = torch.zeros(4, 500, dtype=torch.int32), chunks, chunks
     kind = str(bits) if bits else "plain"

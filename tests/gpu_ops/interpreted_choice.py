@@ -28,6 +28,7 @@ class Scored(NamedTuple):
     dim: int = 24
     softcap: float | None = None
     left_out: int = 0
+    packed: bool = False
 
 
 SCORED = (
@@ -35,6 +36,8 @@ SCORED = (
     Scored(90, number=3, is_on_device=False, left_out=5, group=5),
     Scored(1, softcap=2.0, dim=200),
     Scored(40, number=2, bounds=True, capacity=40, is_on_device=False, softcap=3.0, left_out=1),
+    Scored(50, number=2, bounds=True, dim=96, packed=True),
+    Scored(35, number=3, dim=32, packed=True),
 )
 
 
@@ -42,6 +45,8 @@ def scored(dtype: torch.dtype, stored: torch.dtype, case: Scored) -> float:
     """Of vectors that lie block by block, heads side by side."""
     q = random(2, 1, 3 * case.group, case.dim, dtype=dtype).transpose(1, 2)
     vectors = random(case.capacity, 2, 3, case.number, case.dim, dtype=stored).permute(1, 2, 0, 3, 4)
+    if case.packed:
+        vectors = storage.Q8_0.encode(vectors)
     left_out = None
     if case.left_out:
         order = torch.rand(2, 3, case.capacity, generator=GENERATOR).argsort(dim=2)

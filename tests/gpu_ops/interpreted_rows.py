@@ -95,7 +95,7 @@ def attended(is_packed: bool, count: int) -> bool:
 def loaded(is_packed: bool) -> bool:
     """Blocks are scored, chosen, placed, divided between the bus and the CPU, and fetched."""
     q, blocks = queries(), packed if is_packed else random
-    vectors = Lying(random(3, CAPACITY, HEADS, 2, 32).movedim(1, 2))
+    vectors = Lying(blocks(3, CAPACITY, HEADS, 2, 32).movedim(1, 2))
     ids = Lying(torch.randint(0, 20, (3, HEADS, 1), generator=GENERATOR) + torch.arange(5))
     attended_ids = Lying(torch.zeros(3, HEADS, 5, dtype=torch.int64))
     slots, stored = Lying(blocks(3, HEADS, 5, SIZE, 32)), blocks(50, HEADS, SIZE, 32)

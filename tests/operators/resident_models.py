@@ -20,7 +20,6 @@ NO_SETTINGS = MappingProxyType({})
 #: Recipes and settings under which only the CPU chooses blocks, and what a refusal says of it.
 CHOOSE_ON_CPU = [
     ("snapkv", {}, "preselect_block"),
-    ("quest", {"representative_storage": "Q8_0"}, "representatives are stored in Q8_0"),
     ("quest", {"token_step": 2}, "token_step"),
     ("loki", {}, "chooser"),
     ("self_extend_quest", {}, "positions are grouped"),

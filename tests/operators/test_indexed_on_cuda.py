@@ -68,7 +68,11 @@ def test_a_conversation_and_its_bytes_are_those_of_the_cpus_choice(llama, way, g
     del cache, layer, representatives, row
 
 
-@pytest.mark.parametrize("settings", [{"kv_type": "Q8_0"}, {"kv_type": "Q4_0"}], ids=["q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_type": "Q8_0"}, {"kv_type": "Q4_0"}, {"representative_storage": "Q8_0"}],
+    ids=["q8_0", "q4_0", "representatives"],
+)
 def test_packed_blocks_are_chosen_as_by_the_cpu(gpu, settings):
     model, found = llama_on_gpu(head_dim=32), {}
     for device in ("cpu", "gpu"):

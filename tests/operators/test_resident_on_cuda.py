@@ -67,13 +67,15 @@ def test_a_conversation_is_that_with_the_cpu(llama, way, graphs):
     torch.testing.assert_close(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-4)
 
 
-#: Blocks stay packed in the slots: keys and values alike, keys as differences, and each of another format.
+#: Blocks stay packed in the slots: keys and values alike, keys as differences, and each of another format. Or
+#: representatives stay packed.
 PACKED = {
     "q8_0": {"kv_type": "Q8_0"},
     "q4_0": {"kv_type": "Q4_0"},
     "values": {"value_type": "Q4_0"},
     "keys": {"key_type": "Q8_0", "key_offset": "block_mean"},
     "differences": {"key_offset": "block_mean"},
+    "representatives": {"representative_storage": "Q8_0"},
 }
 
 

@@ -64,7 +64,7 @@ def test_a_conversation_is_that_with_the_cpu(llama, way, graphs):
     torch.testing.assert_close(found["split"], found["cpu"], **CLOSE)
 
 
-@pytest.mark.parametrize("way", with_slow(list(PACKED), slow=["q8_0", "values", "keys"]))
+@pytest.mark.parametrize("way", with_slow(list(PACKED), slow=["q8_0", "values", "keys", "representatives"]))
 def test_packed_blocks_are_attended_to_as_by_the_cpu(gpu, way):
     model, found = llama_on_gpu(head_dim=32), {}
     settings = {"block_size": 16, "dense_layer_num": 0, "top_k_blocks": 2, **PACKED[way]}

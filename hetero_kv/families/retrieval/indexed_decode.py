@@ -64,9 +64,6 @@ class IndexedDecode(WindowedDecode):
             return "preselect_block restricts the choice to blocks that the CPU keeps"
         if settings.layer_step > 1 or settings.token_step > 1:
             return "a choice is used again by other layers or tokens (layer_step, token_step)"
-        # Layers that attend to everything, or to no block, have no scores.
-        if self.choice is None and self.budget and not (kind := settings.representative_kind()).is_plain:
-            return f"representatives are stored in {kind.name}, which the CPU decodes"
         return None
 
     def _begun(

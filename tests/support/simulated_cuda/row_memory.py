@@ -33,8 +33,8 @@ def _of(kind: Any) -> torch.dtype:
 
 
 def _score_blocks(of: dict[str, Any]) -> dict[str, Rows]:
-    shape, strides = (of["kv_heads"], of["capacity"], of["VECTORS"], of["DIM"]), (of["vectors1"], of["vectors2"])
-    return {"vectors": Rows(shape, _of(of["KIND"]), (*strides, of["DIM"], 1))}
+    shape, strides = (of["kv_heads"], of["capacity"], of["VECTORS"], of["WIDTH"]), (of["vectors1"], of["vectors2"])
+    return {"vectors": Rows(shape, _of(of["KIND"]), (*strides, of["WIDTH"], 1))}
 
 
 def _place(of: dict[str, Any]) -> dict[str, Rows]:
