@@ -80,7 +80,7 @@ def attend_ranges(
 def compile_for(group: int, k_dim: int, v_dim: int, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
     _kernel(STORAGE_TYPES[storage].kernel_dtype.name)
-    _region(isa(), storage, group, k_dim, v_dim)
+    attend_region(isa(), storage, group, k_dim, v_dim)
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +96,7 @@ def _plan(
         raise ValueError(
             f"q {q}, keys {keys_a} and {keys_b}, values {values_a} and {values_b} ({storage.name}) do not fit together"
         )
-    region = address_of(_region(instructions, storage.name, q[2], q[3], values_a[3]))
+    region = address_of(attend_region(instructions, storage.name, q[2], q[3], values_a[3]))
     return _kernel(storage.kernel_dtype.name), region, storage.kernel_dtype
 
 
@@ -145,7 +145,8 @@ def _kernel(numbers: str) -> Any:
 
 
 @cache
-def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int) -> Any:
+def attend_region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int) -> Any:
+    """Returns the region "attend ranges" of one shape, for keys and values of an ungrouped storage type."""
     tiles = tiles_for(instructions, group, _TILE)
     lanes, _, tile_queries, _, row_size, tile_tokens, columns = tiles
     num_tiles, tile_scores = tiles.number, _TILE * row_size + lanes

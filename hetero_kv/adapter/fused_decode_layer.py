@@ -102,8 +102,9 @@ class FusedDecodeLayer:
         # What follows the output in a tuple, according to the trial; None for no tuple.
         self._behind: tuple[None, ...] | None = None
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
-        self._tree = PlainTree(layer, READ_NUMBERS)
         sinks = getattr(form.attention, "sinks", None)
+        self._sink = NONE if sinks is None else floats_of(sinks)
+        self._tree = PlainTree(layer, READ_NUMBERS)
         copied = [*(norm.weight for norm in form.norms), *biases, output.bias, sinks, *feed_forward.copied]
         copied += [] if beside is None else beside.copied
         views = () if beside is None else beside.step.views
@@ -166,8 +167,8 @@ class FusedDecodeLayer:
             kwargs = self.operator.arguments_for(arguments, dict(kwargs))
         embeddings = kwargs.get("position_embeddings")
         dtype = DTYPES[hidden.dtype]
-        scale, softcap, window, sink = self.call_settings
-        can_be_arrays = window is None and sink is None
+        scale, softcap, window, _ = self.call_settings
+        can_be_arrays = window is None or window == getattr(self.operator, "window", None)
         prepared = self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap) if can_be_arrays else None
         if prepared is None:
             q, k, v, gates = self.queries_keys_values(queue, hidden, embeddings, few)
@@ -178,7 +179,7 @@ class FusedDecodeLayer:
             return output if self._behind is None else (output, *self._behind)
         arrays = decode_buffers(len(hidden), self.heads, self.dim, dtype)
         gates = self._make_inputs(queue, hidden, embeddings, arrays.q, arrays.k, arrays.v, few)
-        self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0, queue)
+        self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0, self._sink, queue)
         residual = hidden if self._beside is None else self._added(queue, hidden, cache)
         output = self.output(queue, residual, arrays.attended_rows, gates, few)
         return output if self._behind is None else (output, *self._behind)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -209,11 +210,13 @@ class AttentionOperator(Operator):
         return None if of_steps is None else list(zip_longest(steps, of_steps))
 
     def attend_arrays(
-        self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
-    ) -> None:
+        self, prepared: list[Any], arrays: DecodeBuffers, scale: float, softcap: float, sink: np.ndarray,
+        queue: KernelQueue,
+    ) -> None:  # fmt: skip
         """`attend` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors.
 
-        Kernels are added to the queue, whose earlier ones compute `arrays.q`, `k` and `v`.
+        Kernels are added to the queue, whose earlier ones compute `arrays.q`, `k` and `v`. sink: [heads] float32,
+        scores of learned sinks; empty for none.
         """
         if not prepared[-1][0].is_decode:
             parts = [step for step, _ in prepared if not step.is_decode]
@@ -221,21 +224,22 @@ class AttentionOperator(Operator):
             # Parts of prompts, the last rows of a mixed forward.
             for step in parts:
                 part = arrays.of_rows(step.rows)
-                call = bridge.AttentionCall(*part.inputs, scale, softcap or None, None, None)
+                added = torch.from_numpy(sink) if sink.size else None
+                call = bridge.AttentionCall(*part.inputs, scale, softcap or None, None, added)
                 part.put(self._attend_rows(step, call))
             prepared = prepared[: -len(parts)]
             if not prepared:
                 return
             arrays = arrays.of_rows(slice(0, parts[0].rows.start))
         if self.takes_together(prepared):
-            self.attend_steps(prepared, arrays, scale, softcap, queue)
+            self.attend_steps(prepared, arrays, scale, softcap, sink, queue)
             return
         for each in prepared:
             if each[0].is_draft:
                 # The blocks of earlier tokens are read with other lengths.
                 queue.run()
                 each[0].show_length()
-            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap, queue)
+            self.attend_steps([each], arrays.of_rows(each[0].rows), scale, softcap, sink, queue)
 
     def prepare_steps(self, steps: Sequence[Step], dtype: Any, softcap: float | None) -> list[Any] | None:
         """`prepare_arrays` for decoded or drafted tokens: something for each step; None if `attend` must compute."""
@@ -249,11 +253,12 @@ class AttentionOperator(Operator):
         return len(prepared) == 1
 
     def attend_steps(
-        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
-    ) -> None:
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, sink: np.ndarray,
+        queue: KernelQueue,
+    ) -> None:  # fmt: skip
         """`decode_step` of the rows of neighbouring steps over their `arrays`.
 
-        prepared: each step with what `prepare_steps` gives for it. queue: as for `attend_arrays`.
+        prepared: each step with what `prepare_steps` gives for it. sink, queue: as for `attend_arrays`.
         """
         raise NotImplementedError("an operator that prepares arrays attends to them")
 

@@ -18,6 +18,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops import causal_attention
 from hetero_kv.cpu_ops.kernel_queue import KernelQueue
 from hetero_kv.cpu_ops.retrieval_step import RetrievalStep
+from hetero_kv.cpu_ops.window_step import sink_step
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
@@ -35,7 +36,7 @@ from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, CPU_BYTES, 
 from hetero_kv.gpu_ops.merge import apply_sink
 from hetero_kv.settings.engine_settings import GPU
 from hetero_kv.store.pool import BlockPool
-from hetero_kv.weights.kernel_arrays import kernel_array
+from hetero_kv.weights.kernel_arrays import NAMES, kernel_array
 
 #: Settings that do not affect what is stored (see `stored_by`).
 _CHOOSING = frozenset(
@@ -155,13 +156,15 @@ class RetrievalAttention(SplitDecode):
         return step.blocks(layout).newly_finalized[1] * layout.block_size > step.group.length
 
     def attend_steps(
-        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, queue: KernelQueue
-    ) -> None:
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, sink: np.ndarray,
+        queue: KernelQueue,
+    ) -> None:  # fmt: skip
         (first, native), groups, index = prepared[0], [], self.layer_idx
         if first.draft_blocks is not None:
             layer = first.group.layers[index]
             queue.run()
-            attend_natively(native, layer, first, first.draft_blocks, arrays, scale, softcap)
+            lse = attend_natively(native, layer, first, first.draft_blocks, arrays, scale, softcap)
+            self._add_sink(arrays, lse, sink, queue)
             return
         # Without a budget nothing is derived from a block.
         derives = self.budget is not None
@@ -177,7 +180,13 @@ class RetrievalAttention(SplitDecode):
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
         counts = self._attend_natively(native, groups, q, k, v, scale, softcap, arrays.attended, lse, queue=queue)
+        self._add_sink(arrays, lse, sink, queue)
         count_step([group.layer for group in groups], counts)
+
+    @staticmethod
+    def _add_sink(arrays: DecodeBuffers, lse: np.ndarray, sink: np.ndarray, queue: KernelQueue) -> None:
+        if sink.size:
+            queue.add(sink_step(NAMES[arrays.attended.dtype]), arrays.attended, lse, sink)
 
     def _completed(
         self, group: GroupRows, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray, attended: np.ndarray

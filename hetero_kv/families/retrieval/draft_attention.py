@@ -55,8 +55,11 @@ def attend_sparsely(
 def attend_natively(
     native: RetrievalStep, layer: RetrievalLayer, step: Step, few: DraftBlocks, arrays: DecodeBuffers, scale: float,
     softcap: float,
-) -> None:  # fmt: skip
-    """As `attend_sparsely`, from `arrays.q`, `k` and `v` to `arrays.attended`, by a step that has no estimates."""
+) -> np.ndarray:  # fmt: skip
+    """As `attend_sparsely`, from `arrays.q`, `k` and `v` to `arrays.attended`, by a step that has no estimates.
+
+    Returns the log-sum-exp [1, kv_heads, group] float32, of attention without sinks.
+    """
     blocks, kv_heads = step.blocks(layer.layout), arrays.k.shape[1]
     chosen = few.chosen.get(layer.layer_idx)
     if chosen is None:
@@ -75,6 +78,7 @@ def attend_natively(
         )  # fmt: skip
     if stored:
         layer.require_storable(stored)
+    return lse
 
 
 def _requested(pool: BlockPool, ids: np.ndarray) -> np.ndarray:

@@ -5,15 +5,24 @@ Only these tokens are cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hetero_kv.adapter import attention_module, bridge
+from hetero_kv.adapter.decode_buffers import DecodeBuffers
 from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.cpu_ops.kernel_queue import KernelQueue, prepare_queued
+from hetero_kv.cpu_ops.parallel_region import all_threads
+from hetero_kv.cpu_ops.threads import at_most
+from hetero_kv.cpu_ops.window_step import window_region, window_step
+from hetero_kv.engine.checkpoint import LayerCheckpoint
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
@@ -21,6 +30,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.families.window.settings import SLIDING_WINDOW
 from hetero_kv.gpu_ops.attention import sliding_window_attention
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 
 
 class SlidingWindowAttention(AttentionOperator):
@@ -92,6 +102,45 @@ class SlidingWindowAttention(AttentionOperator):
 
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         return self.prefill_chunk(layer, step, call)
+
+    def prepare_steps(self, steps: Sequence[Step], dtype: Any, softcap: float | None) -> list[WindowLayer] | None:
+        layers: list[WindowLayer] = [step.group.layers[self.layer_idx] for step in steps]
+        return layers if all(layer.record is None and layer.holds(dtype) for layer in layers) else None
+
+    def takes_together(self, prepared: list[tuple[Step, Any]]) -> bool:
+        return True
+
+    def attend_steps(
+        self, prepared: list[tuple[Step, Any]], arrays: DecodeBuffers, scale: float, softcap: float, sink: np.ndarray,
+        queue: KernelQueue,
+    ) -> None:  # fmt: skip
+        threads = at_most(torch.get_num_threads())
+        for step, layer in prepared:
+            own = arrays.of_rows(step.rows)
+            if not layer.has_room(1):
+                # Queued kernels may still have to write tokens of this buffer, which is copied now.
+                queue.run()
+            seen = layer.make_room(*own.new)
+            start = seen.start
+            if attention_module.is_chunked(self.wrapped):
+                start = seen.stop - 1 - (layer.get_seq_length() - 1) % layer.window
+            keys, values = bits(layer.keys), bits(layer.values)
+            group, dtype = own.q.shape[1] // keys.shape[1], NAMES[keys.dtype]
+            region = window_region(dtype, group, keys.shape[3], values.shape[3])
+            queue.add(
+                window_step(dtype), all_threads(), region, own.q, own.k, own.v, keys, values, start, seen.stop, scale,
+                softcap, sink, own.attended, threads,
+            )  # fmt: skip
+            layer.read = layer.read.plus((seen.stop - start) * (keys[0, :, 0].nbytes + values[0, :, 0].nbytes))
+            if step.is_draft:
+                step.states[self.layer_idx] = LayerCheckpoint(layer.snapshot(), 0)
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        dtype = ARRAY_DTYPES.get(self._own_config.dtype)
+        if dtype is not None:
+            name = NAMES[np.dtype(dtype)]
+            window_region(name, group, k_dim, v_dim)
+            prepare_queued(window_step(name))
 
     # -- descriptions for the engine
 

@@ -13,6 +13,7 @@ from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import RestoreTarget, SavedPart
 from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES
 
 _Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int, Tally]
 
@@ -83,18 +84,43 @@ class WindowLayer(FamilyLayer):
         Returns keys and values [batch, kv_heads, cached + tokens, dim]: up to `window - 1` older tokens, then the new
         ones.
         """
+        seen = self.make_room(keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        own = slice(seen.stop - keys.shape[2], seen.stop)
+        self.keys[:, :, own], self.values[:, :, own] = keys, values
+        return self.keys[:, :, seen], self.values[:, :, seen]
+
+    def make_room(self, keys: torch.Tensor, values: torch.Tensor) -> slice:
+        """As `extend`, but the new tokens' room is left to be written.
+
+        Returns the range in the buffers of all tokens that the new ones may see; it ends with these.
+        """
         tokens = keys.shape[2]
         start = max(self._start, self._end - (self.window - 1))
-        if self.keys is None or self.values is None or self._end + tokens > self.keys.shape[2]:
+        if not self.has_room(tokens):
             self.keys = self._moved(self.keys, keys, start)
             self.values = self._moved(self.values, values, start)
             start, self._end = 0, self._end - start
-        end = self._end + tokens
-        self.keys[:, :, self._end : end] = keys
-        self.values[:, :, self._end : end] = values
-        self._start, self._end = start, end
+        self._start, self._end = start, self._end + tokens
         self._length += tokens
-        return self.keys[:, :, start:end], self.values[:, :, start:end]
+        return slice(start, self._end)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the buffers have room for so many new tokens, and need not be replaced."""
+        return self.keys is not None and self._end + tokens <= self.keys.shape[2]
+
+    def holds(self, dtype: Any) -> bool:
+        """Whether there are tokens, in DRAM, in contiguous buffers that are arrays of `dtype` (`ARRAY_DTYPES`)."""
+        keys, values = self.keys, self.values
+        return (
+            keys is not None
+            and values is not None
+            and all(
+                each.device.type == "cpu" and each.is_contiguous() and ARRAY_DTYPES.get(each.dtype) is dtype
+                for each in (keys, values)
+            )
+        )
 
     def fork(self, memo: dict[int, Any]) -> WindowLayer:
         """A second layer with a copy of the tokens in a separate buffer, so that both can append to theirs."""
