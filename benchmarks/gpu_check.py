@@ -6,9 +6,9 @@
 - exactness: prefill and decode of every operator against full attention, with covering budgets, in fp16 and bf16
 - sets: ShadowKV's landmarks, outliers and chosen chunks against a plain reference
 - sparse: the keys that a sparse prefill chooses, and its attention, against a CPU's
-- resident: `attend_on: gpu` and `auto` with the recipes quest, ktransformers, adaptive and adaptive_lean, and
-  `attend_on: split` and `index_device: gpu` with the first two, against the CPU's route; `attend_on: gpu` with covering
-  budgets against full attention
+- resident: `attend_on: gpu` and `auto` with the recipes quest, ktransformers, adaptive, adaptive_lean and retroinfer,
+  and `attend_on: split` and `index_device: gpu` with the first two, against the CPU's route; `attend_on: gpu` with
+  covering budgets against full attention
 - experts: a mixture's experts in DRAM, computed by the CPU or streamed to the GPU, against those on the GPU
 - kernels: each Triton kernel (merging, rebuilding, gathering, prompts' attention, dense and sparse, column sums, the
   choice of single tokens, packed weights in every format) against the torch function that defines it, and the time of

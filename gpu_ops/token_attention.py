@@ -18,10 +18,12 @@ from hetero_kv.gpu_ops.tiled_attention import tiled_attention
 #: Parts that the chosen tokens and the mean values are divided into; with those of the window a power of two.
 TOKEN_PARTS, REST_PARTS = SPLITS, 2 * SPLITS
 PARTS = SPLITS + TOKEN_PARTS + REST_PARTS
+#: Parts that tokens in DRAM are divided into, behind those in slots.
+STORED_PARTS = SPLITS
 
 
 class Parts(NamedTuple):
-    """A token's attention in parts: window, chosen tokens, mean values.
+    """A token's attention in parts: window, chosen tokens in slots, then others.
 
     Attributes:
         out: [batch, kv_heads, parts, group, v_dim] float32.
@@ -91,6 +93,46 @@ def attend_to_tokens_in_torch(
                 parts.out[row, head, SPLITS], parts.lse[row, head, SPLITS] = (each[0, 0] for each in found)
 
 
+def attend_to_stored(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor,
+    counts: torch.Tensor, scale: float, softcap: float | None, parts: Parts,
+) -> None:  # fmt: skip
+    """As `attend_to_stored_in_torch`, which defines the result, by one Triton kernel that reads DRAM over the bus."""
+    from hetero_kv.gpu_ops.triton_kernels import token_attention
+
+    with torch.cuda.device(q.device):
+        token_attention.attend_to_stored(q, keys, values, table, tokens, counts, scale, softcap, parts)
+
+
+def attend_to_stored_in_torch(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor,
+    counts: torch.Tensor, scale: float, softcap: float | None, parts: Parts,
+) -> None:  # fmt: skip
+    """Attend to listed tokens where they are stored, for which there are no slots.
+
+    Args:
+        keys: [blocks, kv_heads, block_size, k_dim], contiguous; page-locked in DRAM; converted to the queries' dtype.
+        values: likewise, or [..., bytes] uint8 of groups.
+        table: [batch, blocks of a sequence] int32, ids of the Context's blocks.
+        tokens: [batch, kv_heads, n] int32, numbers in the Context.
+        q, counts, scale, softcap: as for `attend_to_tokens_in_torch`.
+        parts: receives `STORED_PARTS` parts behind those of the slots.
+    """
+    v_dim, size = parts.out.shape[4], keys.shape[2]
+    own = slice(SPLITS + TOKEN_PARTS, SPLITS + TOKEN_PARTS + STORED_PARTS)
+    parts.out[:, :, own], parts.lse[:, :, own] = 0.0, float("-inf")
+    queries = q.reshape(*parts.out.shape[:2], -1, q.shape[3]).float()
+    for row in range(len(queries)):
+        for head in range(queries.shape[1]):
+            listed = tokens[row, head, : int(counts[row, head])].long()
+            if len(listed):
+                place = table[row, listed // size].long(), head, listed % size
+                found = keys[place], unpacked(values[place], v_dim)
+                own_keys, own_values = (each.to(q.dtype).float()[None, None] for each in found)
+                attended = tiled_attention(queries[row, head][None, None], own_keys, own_values, scale, softcap)
+                parts.out[row, head, own.start], parts.lse[row, head, own.start] = (each[0, 0] for each in attended)
+
+
 def attend_to_rest(
     weights: torch.Tensor, masses: torch.Tensor, value_means: Memory, number: torch.Tensor, parts: Parts
 ) -> torch.Tensor:
@@ -139,10 +181,10 @@ def sum_masses_in_torch(lse: torch.Tensor, rest: torch.Tensor, shares: torch.Ten
     """The share of the attention that window and chosen tokens have by estimate, a mean over each group.
 
     Args:
-        lse: of `Parts`, in which the last `REST_PARTS` do not count.
-        rest: from `attend_to_rest_in_torch`.
+        lse: of `Parts`, in which as many of the last ones as `rest` has do not count.
+        rest: [batch, kv_heads, parts, group], the log-sum-exp of what is estimated; as from `attend_to_rest_in_torch`.
         shares: [batch * kv_heads] float32, written.
     """
-    attended = lse[:, :, :-REST_PARTS].logsumexp(dim=2)
+    attended = lse[:, :, : -rest.shape[2]].logsumexp(dim=2)
     every = torch.logaddexp(attended, rest.logsumexp(dim=2))
     shares.copy_((attended - every).exp().mean(dim=2).flatten())

@@ -179,7 +179,8 @@ def test_sparse_speculation_adds_mean_keys_and_where_it_is_off_nothing(plan, cap
     ("recipe", "memory", "place"),
     [
         ("quest", 64, "gpu or cpu: read rates that the first context measures decide; planned as if the GPU attended"),
-        ("retroinfer", 64, "chooser retroinfer runs on the CPU"),
+        ("retroinfer", 64, "gpu or cpu: read rates that the first context measures decide"),
+        ("sparq", 64, "chooser sparq runs on the CPU"),
         # What is chosen by fits beside the weights, and all keys and values of two layers do not.
         ("quest", 6, "GB of its memory, and 6.00 GB are free"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_checks.cluster_kernels import cluster_cases
 from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import formats_without_grids, packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
@@ -136,7 +137,13 @@ def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
     cases = [_merge_case(setting, dtype), _gather_case(setting, dtype), _token_case(setting, dtype)]
     cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
-    return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype), *token_cases(setting, dtype)]
+    return [
+        *cases,
+        *prompt_cases(setting, dtype),
+        *entry_cases(setting, dtype),
+        *token_cases(setting, dtype),
+        *cluster_cases(setting, dtype),
+    ]
 
 
 def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> CheckResult:

@@ -23,6 +23,7 @@ PARTIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive": ("adaptive", {"top_k_blocks": 4, "max_dense_blocks": 0, "min_blocks": 1}),
     "adaptive_lean": ("adaptive_lean", {"top_k_blocks": 4, "max_dense_blocks": 0, "min_blocks": 1}),
     "adaptive in Q4_0": ("adaptive", {"top_k_blocks": 4, "max_dense_blocks": 0, "min_blocks": 1, "kv_type": "Q4_0"}),
+    "retroinfer": ("retroinfer", {"exact_clusters": 0.2, "estimated_clusters": 0.3}),
 }
 #: The same with budgets that cover all tokens, of keys and values that are not rounded.
 COVERING: dict[str, dict[str, Any]] = {
@@ -30,6 +31,7 @@ COVERING: dict[str, dict[str, Any]] = {
     "ktransformers": {"top_k_blocks": _COVERING},
     "adaptive": {"max_dense_blocks": _COVERING},
     "adaptive_lean": {"max_dense_blocks": _COVERING},
+    "retroinfer": {"exact_clusters": 1.0},
 }
 #: Of them those of whose blocks, chosen by a GPU, the CPU attends to all or to some.
 SCORED = ("quest", "ktransformers")
@@ -92,8 +94,8 @@ def _apart(told: dict[str, Any], found: dict[str, Any]) -> float:
     """The largest relative difference of a statistic of the attended tokens in any layer."""
     pairs = [
         (expected, actual)
-        for name in ("estimated_share", "attended_blocks")
-        for expected, actual in zip(told[name], found[name], strict=True)
+        for name in ("estimated_share", "attended_blocks", "attended_tokens")
+        for expected, actual in zip(told.get(name, ()), found.get(name, ()), strict=True)
         if expected is not None
     ]
     return max((abs(actual - expected) / max(abs(expected), 1e-9) for expected, actual in pairs), default=0.0)

@@ -17,16 +17,16 @@ from hetero_kv.store import storage
 from hetero_kv.store.key_codes import encode
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
-_SIZE, _SCALE = 16, 0.1
+BLOCK, SCALE = 16, 0.1
 
 
-def _in_torch(module: ModuleType, name: str) -> Callable[..., Any]:
+def in_torch(module: ModuleType, name: str) -> Callable[..., Any]:
     return getattr(module, f"{name}_in_torch")
 
 
-def _kernel(setting: Setting, module: ModuleType, name: str) -> Callable[..., Any]:
+def by_kernel(setting: Setting, module: ModuleType, name: str) -> Callable[..., Any]:
     """A function of `module` that launches a kernel; without a GPU its definition."""
-    return getattr(module, name) if setting.on_gpu else _in_torch(module, name)
+    return getattr(module, name) if setting.on_gpu else in_torch(module, name)
 
 
 def token_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
@@ -37,14 +37,14 @@ def token_cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     ]  # fmt: skip
 
 
-def _numbers(setting: Setting) -> tuple[int, int, int, int]:
+def numbers_of(setting: Setting) -> tuple[int, int, int, int]:
     """Kv heads, query heads of each, blocks, and dimensions."""
     return (2, 2, 30, 32) if setting.tiny else (8, 4, 8192, 128)
 
 
 def _estimates(setting: Setting, dtype: torch.dtype) -> Case:
-    (kv_heads, group, blocks, dim), device = _numbers(setting), setting.device
-    keys = torch.randn(blocks, kv_heads, _SIZE, dim, device=device)
+    (kv_heads, group, blocks, dim), device = numbers_of(setting), setting.device
+    keys = torch.randn(blocks, kv_heads, BLOCK, dim, device=device)
     kind = storage.get("Q8_0")
     vectors = kind.encode(torch.stack([keys.mean(dim=2), keys.std(dim=2, correction=0)], dim=2))
     codes = encode(keys - kind.decode(vectors)[:, :, :1].float())
@@ -54,19 +54,19 @@ def _estimates(setting: Setting, dtype: torch.dtype) -> Case:
 
     def shares(function: Callable[[ModuleType, str], Callable[..., Any]]) -> torch.Tensor:
         of = estimated_masses
-        known = function(of, "score_means")(q, index[0], number, _SIZE, _SCALE, None)
-        function(of, "score_codes")(q, index[1], None, number, _SIZE, known, _SCALE, None, None)
+        known = function(of, "score_means")(q, index[0], number, BLOCK, SCALE, None)
+        function(of, "score_codes")(q, index[1], None, number, BLOCK, known, SCALE, None, None)
         totals = function(of, "log_totals")(known.likely, known.masses, outside, number)
         return torch.stack(function(of, "mean_shares")(known.likely, known.masses, totals))[..., : blocks - 3]
 
-    by_kernels = partial(_kernel, setting)
+    by_kernels = partial(by_kernel, setting)
     # Exponentials of sums over a head's channels.
-    return "estimated attention masses", lambda: shares(by_kernels), lambda: shares(_in_torch), _single(dtype, 100.0)
+    return "estimated attention masses", lambda: shares(by_kernels), lambda: shares(in_torch), _single(dtype, 100.0)
 
 
 def _stored_keys(setting: Setting, dtype: torch.dtype) -> Case:
-    (kv_heads, group, blocks, dim), device = _numbers(setting), setting.device
-    keys, kind = torch.randn(blocks, kv_heads, _SIZE, dim, device=device), storage.get("Q4_0")
+    (kv_heads, group, blocks, dim), device = numbers_of(setting), setting.device
+    keys, kind = torch.randn(blocks, kv_heads, BLOCK, dim, device=device), storage.get("Q4_0")
     offsets = keys.mean(dim=2, keepdim=True).half()
     stored, added = (each[:, None].movedim(0, 2) for each in (kind.encode(keys - offsets.float()), offsets))
     q = torch.randn(1, kv_heads * group, 1, dim, device=device).to(dtype)
@@ -75,11 +75,11 @@ def _stored_keys(setting: Setting, dtype: torch.dtype) -> Case:
     def masses(function: Callable[[ModuleType, str], Callable[..., Any]]) -> torch.Tensor:
         known = estimated_masses.BlockMasses(*torch.zeros(4, 1, kv_heads, group, blocks, device=device))
         score = function(stored_keys, "score_stored_keys")
-        score(q, stored, added, None, number, known, _SCALE, None, None)
+        score(q, stored, added, None, number, known, SCALE, None, None)
         return known.masses[..., : blocks - 3]
 
-    by_kernels = partial(_kernel, setting)
-    return "masses of packed keys", lambda: masses(by_kernels), lambda: masses(_in_torch), _single(dtype, 100.0)
+    by_kernels = partial(by_kernel, setting)
+    return "masses of packed keys", lambda: masses(by_kernels), lambda: masses(in_torch), _single(dtype, 100.0)
 
 
 def _single(dtype: torch.dtype, roundings: float) -> float:
@@ -88,8 +88,8 @@ def _single(dtype: torch.dtype, roundings: float) -> float:
 
 
 def _choice(setting: Setting) -> Case:
-    (kv_heads, group, blocks, _), device = _numbers(setting), setting.device
-    n, width = blocks // 4 * _SIZE, blocks // 4 * _SIZE
+    (kv_heads, group, blocks, _), device = numbers_of(setting), setting.device
+    n, width = blocks // 4 * BLOCK, blocks // 4 * BLOCK
     # Whole numbers of which sums are exact in any order, with many equal ones.
     counts = torch.randint(0, 64, (1, kv_heads, n)).float()
     shares = counts / 2 ** counts.sum(dim=2, keepdim=True).log2().ceil()
@@ -105,24 +105,24 @@ def _choice(setting: Setting) -> Case:
         count = torch.empty(1, kv_heads, dtype=torch.int32, device=on)
         taken = torch.empty(1, kv_heads, n, dtype=torch.int8, device=on)
         given = [each.to(on) for each in (*inputs, places, place_counts)]
-        choose(*given[:4], _SIZE, *given[4:], target, made, count, taken)
+        choose(*given[:4], BLOCK, *given[4:], target, made, count, taken)
         return torch.cat([made.flatten(), count.flatten(), taken.flatten()]).to(device)
 
     return (
         "choice by a share",
-        lambda: chosen(_kernel(setting, token_choice, "choose"), device),
+        lambda: chosen(by_kernel(setting, token_choice, "choose"), device),
         lambda: chosen(token_choice.choose_in_torch, torch.device("cpu")),
         0.0,
     )
 
 
 def _slots(setting: Setting, dtype: torch.dtype) -> Case:
-    (kv_heads, _, blocks, dim), device = _numbers(setting), setting.device
-    pool = in_own_pages(torch.randn(blocks // 4, kv_heads, _SIZE, dim).half())
+    (kv_heads, _, blocks, dim), device = numbers_of(setting), setting.device
+    pool = in_own_pages(torch.randn(blocks // 4, kv_heads, BLOCK, dim).half())
     mapped = MappedMemory(pool, device)
     if setting.on_gpu and not mapped.reach(pool.nbytes):
         raise RuntimeError(f"the {pool.nbytes:,} bytes that single tokens are read from are not page-locked")
-    tokens = len(pool) * _SIZE
+    tokens = len(pool) * BLOCK
     table = torch.randperm(len(pool)).int()[None]
     size = tokens // 4
     orders = [torch.rand(1, kv_heads, tokens).argsort(dim=2)[..., :size].int().contiguous() for _ in range(3)]
@@ -143,17 +143,17 @@ def _slots(setting: Setting, dtype: torch.dtype) -> Case:
             seen += [memory.float().flatten(), missed.float(), at[..., :3].float().flatten()]
         return torch.cat([*seen, slots.ids.float().flatten()]).to(device)
 
-    by_kernels = partial(_kernel, setting)
+    by_kernels = partial(by_kernel, setting)
     return (
         "single tokens from page-locked DRAM",
         lambda: brought(by_kernels, device),
-        lambda: brought(_in_torch, torch.device("cpu")),
+        lambda: brought(in_torch, torch.device("cpu")),
         0.0,
     )
 
 
 def _attention(setting: Setting, dtype: torch.dtype, packed: str | None = None) -> Case:
-    (kv_heads, group, blocks, dim), device = _numbers(setting), setting.device
+    (kv_heads, group, blocks, dim), device = numbers_of(setting), setting.device
     size = blocks // 2
 
     def random(*shape: int) -> torch.Tensor:
@@ -164,8 +164,8 @@ def _attention(setting: Setting, dtype: torch.dtype, packed: str | None = None) 
     offsets = None
     if packed is not None:
         keys, values = (storage.get(packed).encode(each) for each in (keys, values))
-        vectors = random(1, size // _SIZE + 1, kv_heads, 1, dim).half().movedim(1, 2)
-        offsets = token_attention.KeyOffsets(vectors, slots, _SIZE)
+        vectors = random(1, size // BLOCK + 1, kv_heads, 1, dim).half().movedim(1, 2)
+        offsets = token_attention.KeyOffsets(vectors, slots, BLOCK)
     counts = torch.full((1, kv_heads), size // 2, dtype=torch.int32, device=device)
     weights, masses = random(1, kv_heads, group, blocks), random(1, kv_heads, group, blocks)
     means = storage.get("Q8_0").encode(random(blocks, 1, kv_heads, dim)).movedim(0, 2)
@@ -176,7 +176,7 @@ def _attention(setting: Setting, dtype: torch.dtype, packed: str | None = None) 
         of, shape = token_attention, (1, kv_heads, token_attention.PARTS, group)
         parts = of.Parts(torch.zeros(*shape, dim, device=device), torch.zeros(shape, device=device))
         parts.out[:, :, :SPLITS], parts.lse[:, :, :SPLITS] = window
-        function(of, "attend_to_tokens")(q, keys, values, slots, counts, _SCALE, None, parts, offsets)
+        function(of, "attend_to_tokens")(q, keys, values, slots, counts, SCALE, None, parts, offsets)
         rest = function(of, "attend_to_rest")(weights, masses, means, number, parts)
         shares = torch.empty(kv_heads, device=device)
         function(of, "sum_masses")(parts.lse, rest, shares)
@@ -184,8 +184,8 @@ def _attention(setting: Setting, dtype: torch.dtype, packed: str | None = None) 
         join_parts_in_torch(*parts, None, None, out, lse)
         return torch.cat([out.float().flatten(), lse.flatten(), shares])
 
-    by_kernels = partial(_kernel, setting)
+    by_kernels = partial(by_kernel, setting)
     # A weight in half precision is rounded before it is multiplied.
     limit = 4.0 if dtype in HALF else 50.0
     name = "attention to single tokens" if packed is None else f"attention to single tokens in {packed}"
-    return name, lambda: attended(by_kernels), lambda: attended(_in_torch), limit
+    return name, lambda: attended(by_kernels), lambda: attended(in_torch), limit

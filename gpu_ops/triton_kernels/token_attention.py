@@ -13,7 +13,7 @@ import triton.language as tl
 
 from hetero_kv.gpu_ops.row_memory import Memory
 from hetero_kv.gpu_ops.slot_formats import GROUP_BYTES, bits_of
-from hetero_kv.gpu_ops.token_attention import REST_PARTS, SPLITS, TOKEN_PARTS, KeyOffsets, Parts
+from hetero_kv.gpu_ops.token_attention import REST_PARTS, SPLITS, STORED_PARTS, TOKEN_PARTS, KeyOffsets, Parts
 from hetero_kv.gpu_ops.triton_kernels.products import precision_of, precision_of_singles
 from hetero_kv.gpu_ops.triton_kernels.row_memory import alignment, kind, pointer, row_of, step_of
 from hetero_kv.gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
@@ -26,11 +26,11 @@ _TILE_BYTES = 8 << 10
 @triton.jit
 def _attend_tokens(
     q, slot_keys, slot_values, slots, counts, tokens, offsets, lse, out, width, size, scale, softcap, kv_heads, q0, q1,
-    blocks,
+    table, blocks,
     GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAPPED: tl.constexpr, PRECISION: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, K_BITS: tl.constexpr, K_BYTES: tl.constexpr,
     V_BITS: tl.constexpr, V_BYTES: tl.constexpr, OFFSET_TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, STORED: tl.constexpr,
     BLOCK_GROUP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     split, each = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -42,10 +42,11 @@ def _attend_tokens(
         mask=is_member[:, None] & is_k[None, :],
         other=0.0,
     )
-    of_head = size.to(tl.int64) * (K_DIM if K_BITS == 0 else K_DIM // 32 * K_BYTES)
-    slot_keys = row_of(slot_keys, row, kv_heads * of_head, KEY, ALIGNMENT) + head * of_head
-    of_head = size.to(tl.int64) * (V_DIM if V_BITS == 0 else V_DIM // 32 * V_BYTES)
-    slot_values = row_of(slot_values, row, kv_heads * of_head, VALUE, ALIGNMENT) + head * of_head
+    if STORED == 0:
+        of_head = size.to(tl.int64) * (K_DIM if K_BITS == 0 else K_DIM // 32 * K_BYTES)
+        slot_keys = row_of(slot_keys, row, kv_heads * of_head, KEY, ALIGNMENT) + head * of_head
+        of_head = size.to(tl.int64) * (V_DIM if V_BITS == 0 else V_DIM // 32 * V_BYTES)
+        slot_values = row_of(slot_values, row, kv_heads * of_head, VALUE, ALIGNMENT) + head * of_head
     if OFFSET_TOKENS > 0:
         of_row = blocks.to(tl.int64) * kv_heads * K_DIM
         offsets = row_of(offsets, row, of_row, tl.float16, ALIGNMENT) + head * K_DIM
@@ -59,6 +60,10 @@ def _attend_tokens(
         place = start + tl.arange(0, BLOCK_KEYS)
         is_key = place < stop
         at = tl.load(slots + each * width + place, mask=is_key, other=0).to(tl.int64)
+        if STORED > 0:
+            # Of a token where its block lies in the pool.
+            block = tl.load(table + row * blocks + at // STORED, mask=is_key, other=0).to(tl.int64)
+            at = (block * kv_heads + head) * STORED + at % STORED
         is_there = is_k[:, None] & is_key[None, :]
         if K_BITS == 0:
             tile = tl.load(slot_keys + k_at[:, None] + at[None, :] * K_DIM, mask=is_there, other=0.0)
@@ -82,6 +87,7 @@ def _attend_tokens(
         is_there = is_key[:, None] & is_v[None, :]
         if V_BITS == 0:
             tile = tl.load(slot_values + at[:, None] * V_DIM + v_at[None, :], mask=is_there, other=0.0)
+            tile = tile.to(queries.dtype)
         else:
             vectors = slot_values + at[:, None] * (V_DIM // 32 * V_BYTES)
             tile = unpacked(vectors, v_at[None, :], is_there, V_BITS, V_BYTES).to(queries.dtype)
@@ -165,14 +171,13 @@ def _log_sum(logarithms):
 @triton.jit
 def _sum_masses(
     lse, rest, shares,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, ATTENDED: tl.constexpr, REST: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     each, member = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_GROUP)
     is_member = member < GROUP
-    part = tl.arange(0, ATTENDED)
-    own = tl.load(
-        lse + (each * PARTS + part)[:, None] * GROUP + member[None, :], mask=is_member[None, :], other=float("-inf")
-    )
+    part = tl.arange(0, BLOCK_PARTS)
+    is_own = (part < PARTS - REST)[:, None] & is_member[None, :]
+    own = tl.load(lse + (each * PARTS + part)[:, None] * GROUP + member[None, :], mask=is_own, other=float("-inf"))
     part = tl.arange(0, REST)
     other = tl.load(
         rest + (each * REST + part)[:, None] * GROUP + member[None, :], mask=is_member[None, :], other=float("-inf")
@@ -190,19 +195,37 @@ def attend_to_tokens(
     scale: float, softcap: float | None, parts: Parts, offsets: KeyOffsets[Any] | None = None,
 ) -> None:  # fmt: skip
     """As `gpu_ops.token_attention.attend_to_tokens_in_torch`; all but `q` and offsets is contiguous."""
+    _attend(q, keys, values, slots, counts, scale, softcap, parts, SPLITS, TOKEN_PARTS, None, offsets)
+
+
+def attend_to_stored(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor,
+    counts: torch.Tensor, scale: float, softcap: float | None, parts: Parts,
+) -> None:  # fmt: skip
+    """As `gpu_ops.token_attention.attend_to_stored_in_torch`; all but `q` is contiguous."""
+    _attend(q, keys, values, tokens, counts, scale, softcap, parts, SPLITS + TOKEN_PARTS, STORED_PARTS, table, None)
+
+
+def _attend(
+    q: torch.Tensor, keys: Memory, values: Memory, listed: torch.Tensor, counts: torch.Tensor, scale: float,
+    softcap: float | None, parts: Parts, first: int, splits: int, table: torch.Tensor | None,
+    offsets: KeyOffsets[Any] | None,
+) -> None:  # fmt: skip
+    """Attend to listed slots, or with a table to listed tokens; receives the parts from `first` on."""
     q = q if q.stride(3) == 1 else q.contiguous()
     (batch, kv_heads, whole, group, v_dim), k_dim = parts.out.shape, q.shape[3]
     k_bits, v_bits = bits_of(keys, k_dim), bits_of(values, v_dim)
     # Without offsets others are named, and not read.
-    vectors, tokens, block_size = (keys, slots, 0) if offsets is None else offsets
+    vectors, tokens, block_size = (keys, listed, 0) if offsets is None else offsets
     block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
-    _attend_tokens[(TOKEN_PARTS, batch * kv_heads)](
-        q, pointer(keys), pointer(values), slots, counts, tokens, pointer(vectors), parts.lse, parts.out,
-        slots.shape[2], keys.shape[2], scale, softcap or 0.0, kv_heads, *q.stride()[:2], vectors.shape[2],
-        GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SOFTCAPPED=bool(softcap), PRECISION=precision_of(q), FIRST=SPLITS,
-        SPLITS=TOKEN_PARTS, PARTS=whole, K_BITS=k_bits, K_BYTES=GROUP_BYTES.get(k_bits, 0), V_BITS=v_bits,
+    _attend_tokens[(splits, batch * kv_heads)](
+        q, pointer(keys), pointer(values), listed, counts, tokens, pointer(vectors), parts.lse, parts.out,
+        listed.shape[2], keys.shape[2], scale, softcap or 0.0, kv_heads, *q.stride()[:2],
+        listed if table is None else table, vectors.shape[2] if table is None else table.shape[1],
+        GROUP=group, K_DIM=k_dim, V_DIM=v_dim, SOFTCAPPED=bool(softcap), PRECISION=precision_of(q), FIRST=first,
+        SPLITS=splits, PARTS=whole, K_BITS=k_bits, K_BYTES=GROUP_BYTES.get(k_bits, 0), V_BITS=v_bits,
         V_BYTES=GROUP_BYTES.get(v_bits, 0), OFFSET_TOKENS=block_size, KEY=kind(keys), VALUE=kind(values),
-        ALIGNMENT=alignment(keys, values, vectors),
+        ALIGNMENT=alignment(keys, values, vectors), STORED=0 if table is None else keys.shape[2],
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         BLOCK_KEYS=max(16, min(64, _TILE_BYTES // (max(block_k, block_v) * q.element_size()))),
         BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
@@ -232,6 +255,6 @@ def sum_masses(lse: torch.Tensor, rest: torch.Tensor, shares: torch.Tensor) -> N
     """As `gpu_ops.token_attention.sum_masses_in_torch`, for contiguous tensors."""
     batch, kv_heads, parts, group = lse.shape
     _sum_masses[(batch * kv_heads,)](
-        lse, rest, shares, GROUP=group, PARTS=parts, ATTENDED=parts - REST_PARTS, REST=REST_PARTS,
-        BLOCK_GROUP=triton.next_power_of_2(group),
+        lse, rest, shares, GROUP=group, PARTS=parts, REST=rest.shape[2], BLOCK_GROUP=triton.next_power_of_2(group),
+        BLOCK_PARTS=triton.next_power_of_2(parts - rest.shape[2]),
     )  # fmt: skip

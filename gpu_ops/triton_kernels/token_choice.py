@@ -23,7 +23,7 @@ _BITS = tl.constexpr(30)
 
 
 @triton.jit
-def _sort_keys(keys, index, there):
+def sort_keys(keys, index, there):
     found = tl.load(keys + index, mask=index < there, other=0.0)
     return tl.where(index < there, found.to(tl.int32, bitcast=True) + 1, 0)
 
@@ -37,19 +37,19 @@ def _sum_from(keys, shares, there, lowest, own_keys, own_shares, IS_ONE: tl.cons
     for start in range(0, there, ENTRIES):
         index = start + tl.arange(0, ENTRIES)
         share = tl.load(shares + index, mask=index < there, other=0.0)
-        found += tl.sum(tl.where(_sort_keys(keys, index, there) >= lowest, share, 0.0), 0)
+        found += tl.sum(tl.where(sort_keys(keys, index, there) >= lowest, share, 0.0), 0)
     return found
 
 
 @triton.jit
-def _number_from(keys, there, lowest, own_keys, IS_ONE: tl.constexpr, ENTRIES: tl.constexpr):
+def number_from(keys, there, lowest, own_keys, IS_ONE: tl.constexpr, ENTRIES: tl.constexpr):
     """How many entries have keys of at least `lowest`, which is above 0."""
     if IS_ONE:
         return tl.sum((own_keys >= lowest).to(tl.int32), 0)
     found = tl.full([], 0, tl.int32)
     for start in range(0, there, ENTRIES):
         index = start + tl.arange(0, ENTRIES)
-        found += tl.sum((_sort_keys(keys, index, there) >= lowest).to(tl.int32), 0)
+        found += tl.sum((sort_keys(keys, index, there) >= lowest).to(tl.int32), 0)
     return found
 
 
@@ -69,7 +69,7 @@ def _choose_by_share(
         there = tl.load(place_counts + each) * UNIT
     there = tl.minimum(there, n)
     first = tl.arange(0, ENTRIES)
-    own_keys = _sort_keys(keys, first, there)
+    own_keys = sort_keys(keys, first, there)
     own_shares = tl.load(shares + first, mask=first < there, other=0.0)
 
     count, threshold = tl.minimum(most, there), tl.full([], 0, tl.int32)
@@ -82,15 +82,15 @@ def _choose_by_share(
             tried = threshold | (tl.full([], 1, tl.int32) << (_BITS - 1 - digit))
             reached = _sum_from(keys, shares, there, tried, own_keys, own_shares, IS_ONE, ENTRIES)
             threshold = tl.where(reached >= needed, tried, threshold)
-        above = _number_from(keys, there, threshold + 1, own_keys, IS_ONE, ENTRIES)
+        above = number_from(keys, there, threshold + 1, own_keys, IS_ONE, ENTRIES)
         reached = _sum_from(keys, shares, there, threshold + 1, own_keys, own_shares, IS_ONE, ENTRIES)
         # Of equal keys the first ones are taken, until the target is reached.
         equal = tl.full([], 0, tl.int32)
         for start in range(0, tl.where(threshold > 0, there, 0), ENTRIES):
             index = start + first
             part = tl.load(shares + index, mask=index < there, other=0.0)
-            part = tl.where(_sort_keys(keys, index, there) == threshold, part, 0.0)
-            is_equal = (_sort_keys(keys, index, there) == threshold).to(tl.int32)
+            part = tl.where(sort_keys(keys, index, there) == threshold, part, 0.0)
+            is_equal = (sort_keys(keys, index, there) == threshold).to(tl.int32)
             before = reached + tl.cumsum(part, 0) - part
             equal += tl.sum(tl.where(before < needed, is_equal, 0), 0)
             reached += tl.sum(part, 0)
@@ -105,14 +105,14 @@ def _choose_by_share(
     threshold = tl.where(is_found, threshold, 0)
     for digit in range(tl.where(is_found | (count == 0), 0, _BITS)):
         tried = threshold | (tl.full([], 1, tl.int32) << (_BITS - 1 - digit))
-        above = _number_from(keys, there, tried, own_keys, IS_ONE, ENTRIES)
+        above = number_from(keys, there, tried, own_keys, IS_ONE, ENTRIES)
         threshold = tl.where(above >= count, tried, threshold)
     threshold = tl.where(count == 0, 0x7FFFFFFE, threshold)
-    ties = count - _number_from(keys, there, threshold + 1, own_keys, IS_ONE, ENTRIES)
+    ties = count - number_from(keys, there, threshold + 1, own_keys, IS_ONE, ENTRIES)
     seen, placed = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, there, ENTRIES):
         index = start + first
-        key = _sort_keys(keys, index, there)
+        key = sort_keys(keys, index, there)
         is_tie = (key == threshold).to(tl.int32)
         is_taken = (key > threshold) | ((is_tie > 0) & (seen + tl.cumsum(is_tie, 0) <= ties))
         place = placed + tl.cumsum(is_taken.to(tl.int32), 0) - 1

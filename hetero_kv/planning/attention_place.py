@@ -210,7 +210,7 @@ def _refusal(injection: Planned, operators: Sequence[AttentionOperator]) -> str 
         if (obstacle := each.gpu_obstacle) is not None:
             return f"{each.path}: {obstacle}"
     if not any(each.reads_attend_on for each in operators):
-        return "the rules inject no RetrievalAttention, which alone attends on a GPU"
+        return "the rules inject no RetrievalAttention or TokenRetrievalAttention, which alone attend on a GPU"
     return None
 
 

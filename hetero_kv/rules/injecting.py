@@ -179,8 +179,8 @@ def _require_reader_of_attend_on(engine: EngineSettings, operators: Sequence[typ
         issubclass(each, AttentionOperator) and each.reads_attend_on for each in operators
     ):
         raise ConfigError(
-            f"attend_on is {engine.attend_on}, but {rules} injects no RetrievalAttention, which alone reads it; set "
-            "attend_on to cpu"
+            f"attend_on is {engine.attend_on}, but {rules} injects no RetrievalAttention or TokenRetrievalAttention, "
+            "which alone read it; set attend_on to cpu"
         )
 
 

@@ -77,10 +77,11 @@ class EngineSettings(Settings):
     )
     attend_on: str = setting(
         CPU,
-        "what attends to the Context's blocks for a model on a GPU, under `RetrievalAttention`; gpu: what blocks are "
-        "chosen by, and chosen blocks or tokens, lie on the GPU, which reads missing ones from DRAM without waiting "
-        "for the host; layers that attend to everything have all keys and values there (top_k_blocks: all, "
-        "dense_layer_num); split: as gpu, but of missing blocks the CPU attends to as many as, by the read rates that "
+        "what attends to the Context for a model on a GPU, under `RetrievalAttention` and `retroinfer`; gpu: what "
+        "blocks or tokens are chosen by, and the chosen ones, lie on the GPU, which reads missing ones from DRAM "
+        "without waiting for the host; layers that attend to everything have all keys and values there "
+        "(top_k_blocks: all, dense_layer_num); split: as gpu, but of missing blocks the CPU attends to as many as, by "
+        "the read rates that "
         "the first context measures, take as long as the others over the bus; it waits once per layer that chooses "
         "blocks; auto: on the GPU if it can, if a context of max_seq_len tokens fits there then, and if, by "
         "the read rates that the first context measures, a token waits no longer for the bus than for the CPU",

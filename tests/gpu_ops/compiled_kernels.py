@@ -40,7 +40,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
     rotary,
     window_step,
 )
-from tests.gpu_ops import compiled_packed, compiled_rows, compiled_sets, compiled_tokens
+from tests.gpu_ops import compiled_clusters, compiled_packed, compiled_rows, compiled_sets, compiled_tokens
 from tests.gpu_ops.compiled_numbers import BRAIN, DIM, HALF, SINGLE, zeros
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -254,6 +254,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "keep, float32, with whole numbers": keeping(SINGLE, torch.int64),
     **compiled_packed.LAUNCHES,
     **compiled_tokens.LAUNCHES,
+    **compiled_clusters.LAUNCHES,
     **compiled_rows.LAUNCHES,
 }
 #: Launches of kernels that others launch too, for the slow tests.
@@ -286,6 +287,7 @@ FURTHER = (
     "keep, float32, with whole numbers",
     *compiled_packed.FURTHER,
     *compiled_tokens.FURTHER,
+    *compiled_clusters.FURTHER,
 )
 
 

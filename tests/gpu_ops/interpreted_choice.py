@@ -44,7 +44,11 @@ SCORED = (
 def scored(dtype: torch.dtype, stored: torch.dtype, case: Scored) -> float:
     """Of vectors that lie block by block, heads side by side."""
     q = random(2, 1, 3 * case.group, case.dim, dtype=dtype).transpose(1, 2)
-    vectors = random(case.capacity, 2, 3, case.number, case.dim, dtype=stored).permute(1, 2, 0, 3, 4)
+    vectors = random(case.capacity, 2, 3, case.number, case.dim, dtype=stored)
+    if case.bounds and not case.packed:
+        # A maximum and a minimum; packed ones may be rounded past each other.
+        vectors = vectors.sort(dim=3, descending=True).values
+    vectors = vectors.permute(1, 2, 0, 3, 4)
     if case.packed:
         vectors = storage.Q8_0.encode(vectors)
     left_out = None

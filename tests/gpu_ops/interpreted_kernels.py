@@ -33,6 +33,7 @@ from hetero_kv.gpu_ops.triton_kernels import (
 )
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from tests.gpu_ops.interpreted_choice import of_choice
+from tests.gpu_ops.interpreted_clusters import of_clusters
 from tests.gpu_ops.interpreted_entries import of_entries
 from tests.gpu_ops.interpreted_numbers import DTYPES, GENERATOR, combined, difference, multiplied, random
 from tests.gpu_ops.interpreted_rows import of_rows
@@ -284,6 +285,7 @@ if __name__ == "__main__":
                 **of_choice(),
                 **of_sets(),
                 **of_tokens(),
+                **of_clusters(),
                 **of_rows(),
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hetero_kv.gpu_ops.cluster_choice import ClusterBudget
 from hetero_kv.gpu_ops.row_memory import RowMemory
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.token_attention import PARTS, KeyOffsets, Parts
@@ -16,6 +17,8 @@ from hetero_kv.gpu_ops.token_choice import Target
 from hetero_kv.gpu_ops.token_slots import TokenSlots
 from hetero_kv.gpu_ops.triton_kernels import (
     block_choice,
+    cluster_attention,
+    cluster_choice,
     estimated_masses,
     resident_attention,
     resident_slots,
@@ -188,6 +191,35 @@ def single_tokens(by_keys: bool, are_stored: bool) -> bool:
     return is_nothing and bool(counts[LIVE].any()) and are_equal(*results) and lying
 
 
+def clustered() -> bool:
+    """Clusters are scored and chosen, their tokens listed, and the next ones attended to."""
+    q, each = queries(), 2
+    sizes = Lying(torch.randint(0, 4, (3, CAPACITY, HEADS, each), generator=GENERATOR).float().movedim(1, 2))
+    keys = Lying(random(3, CAPACITY, HEADS, 32, each).movedim(1, 2))
+    sums = Lying(random(3, CAPACITY, HEADS, each, 32).movedim(1, 2))
+    # Of the shorter Context's.
+    numbers = torch.randint(0, 7 * each, (3, CAPACITY, HEADS, SIZE), generator=GENERATOR)
+    of_tokens, slots = Lying(numbers.int().movedim(1, 2)), 40
+    outside, budget, results = random(4, HEADS, 5, GROUP), ClusterBudget(0.3, 0.4), []
+    for way, batch in (("anywhere", 4), ("together", 3)):
+        own_q, number, around = (q, NUMBERS[:, 2], outside) if batch == 4 else of_live(q, NUMBERS[:, 2], outside)
+        scores = cluster_choice.score(own_q, getattr(keys, way), getattr(sizes, way), number, 0.2, None)
+        totals = estimated_masses.log_totals(scores, scores, around, number * each)
+        shares, _ = estimated_masses.mean_shares(scores, scores, totals)
+        best = cluster_choice.choose(shares, number, each, budget)
+        counts = [torch.full((batch, HEADS), 9, dtype=torch.int32) for _ in range(2)]
+        listed = cluster_choice.list_tokens(getattr(of_tokens, way), 0, best, number, slots, *counts)
+        parts = Parts(
+            torch.zeros(batch, HEADS, PARTS, GROUP, 32), torch.full((batch, HEADS, PARTS, GROUP), float("-inf"))
+        )
+        lists = best.estimated, best.counts, parts
+        rest = cluster_attention.attend_to_clusters(scores, getattr(sums, way), getattr(sizes, way), *lists)
+        is_listed = torch.arange(slots) < listed.counts[..., None]
+        results.append((*counts, best.counts, listed.chosen.where(is_listed, -1), rest, parts.out))
+    is_nothing = not results[0][0][1].any() and not results[0][2][1].any() and not results[0][5][1].any()
+    return is_nothing and bool(results[0][0][LIVE].any()) and are_equal(*results)
+
+
 #: Plain and packed blocks in so many slots; how tokens are scored.
 ATTENDED, LOADED = ((False, 7), (True, 4), (False, 0)), (False, True)
 SINGLE = (True, False), (True, True), (False, False)
@@ -200,4 +232,4 @@ def of_rows() -> dict[str, dict[str, bool]]:
     most = None if sys.argv[1:] else 1
     found |= {f"loaded, {is_packed}": loaded(is_packed) for is_packed in LOADED[:most]}
     found |= {f"single tokens, {each}": single_tokens(*each) for each in SINGLE[: most and 2]}
-    return {"rows anywhere": found}
+    return {"rows anywhere": found | {"clustered": clustered()}}

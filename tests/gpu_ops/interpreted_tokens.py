@@ -258,7 +258,7 @@ ATTENDED = (
 )
 
 
-def _stored(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> torch.Tensor:
+def stored_vectors(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Packed numbers are exact in bfloat16, which the interpreter cuts off."""
     if not bits:
         return random(*shape, dtype=dtype)
@@ -273,7 +273,8 @@ def attended(dtype: torch.dtype, case: Attended) -> tuple[float, float]:
     of_slots, group = (2, 3, case.slots), case.group
     q = random(2, 1, 3 * group, case.k_dim, dtype=dtype).transpose(1, 2)
     keys, values = (
-        _stored((*of_slots, dim), bits, dtype) for dim, bits in ((case.k_dim, case.k_bits), (case.v_dim, case.v_bits))
+        stored_vectors((*of_slots, dim), bits, dtype)
+        for dim, bits in ((case.k_dim, case.k_bits), (case.v_dim, case.v_bits))
     )
     slots = torch.rand(*of_slots, generator=GENERATOR).argsort(dim=2).int().contiguous()
     counts = torch.full((2, 3), case.count, dtype=torch.int32)
@@ -288,7 +289,7 @@ def attended(dtype: torch.dtype, case: Attended) -> tuple[float, float]:
         offsets = KeyOffsets(vectors.movedim(1, 2), tokens, case.block_size)
     weights, masses = (random(2, 3, group, 80) for _ in range(2))
     weights[0, 1], masses[0, 1] = float("-inf"), float("-inf")
-    means = _stored((80, 2, 3, case.v_dim), case.mean_bits, torch.float16).movedim(0, 2)
+    means = stored_vectors((80, 2, 3, case.v_dim), case.mean_bits, torch.float16).movedim(0, 2)
     window = random(2, 3, 16, group, case.v_dim), random(2, 3, 16, group)
     results = []
     for attend, attend_rest, sum_up in (

@@ -69,8 +69,8 @@ DEFECTS = (
     ),
     Mutation(
         "single tokens that a crop took from the Context stay in their slots",
-        "hetero_kv/families/retrieval/estimated_context.py",
-        "        ids.masked_fill_(ids >= context * self.choice.block_size, NONE)\n",
+        "hetero_kv/families/retrieval/token_slot_context.py",
+        "        ids.masked_fill_(ids >= context * self._block_size, NONE)\n",
         "",
         (_ESTIMATED + "a_conversation_and_its_statistics_are_those_with_the_cpu",),
     ),

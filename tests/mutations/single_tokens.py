@@ -7,6 +7,7 @@ from tests.mutations.seeded import Mutation
 _FILE = "cpu_ops/chosen_tokens.py"
 _REFERENCE = "tests/cpu_ops/test_chosen_tokens.py::test_chosen_tokens_and_the_rest_of_their_blocks_equal_the_references"
 _GIVEN = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_are_chosen_from_candidate_blocks"
+_CLUSTERS = "tests/operators/test_clusters_on_cuda.py::test_"
 _ON_DISK = "tests/contexts/test_larger_than_memory.py::test_of_single_tokens_those_blocks_are_read_before_"
 
 SINGLE_TOKENS = (
@@ -100,5 +101,19 @@ SINGLE_TOKENS = (
         "if 0 < end <= context_end",
         "if 0 < end <= full",
         ("tests/operators/test_token_retrieval.py::test_clusters_end_where_the_context_does",),
+    ),
+    Mutation(
+        "a GPU keeps the clusters of blocks that a crop has opened again",
+        "hetero_kv/families/token_retrieval/resident_layer.py",
+        "            self.resident.shorten(max(step.blocks(self.layout).newly_finalized[0], sink) - sink)\n",
+        "            pass\n",
+        (_CLUSTERS + "a_conversation_and_its_statistics_are_those_with_the_cpu",),
+    ),
+    Mutation(
+        "tokens of clusters for which there are no slots cross the bus uncounted",
+        "hetero_kv/families/retrieval/resident_layer.py",
+        "int(sent.missed.sum()) + (0 if sent.beyond is None else int(sent.beyond.sum()))",
+        "int(sent.missed.sum())",
+        (_CLUSTERS + "what_crosses_the_bus_is_counted",),
     ),
 )

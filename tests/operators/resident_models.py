@@ -17,6 +17,8 @@ from tests.support.tiny_models import tiny_model
 LAYERS, BLOCK = 2, 8
 ALL = 10**6
 NO_SETTINGS = MappingProxyType({})
+# Settings of which each rule of attention has one.
+_CHOOSING = {"representative_type", "chooser"}
 #: Recipes and settings under which only the CPU chooses blocks, and what a refusal says of it.
 CHOOSE_ON_CPU = [
     ("snapkv", {}, "preselect_block"),
@@ -35,10 +37,22 @@ def rules(attend_on="gpu", recipe="quest", cuda_graphs="off", max_seq_len=400, e
     """A recipe with short blocks, the settings of whose attention are these; `engine` has the engine's others."""
     found = small_recipe(recipe, attend_on=attend_on, cuda_graphs=cuda_graphs, max_seq_len=max_seq_len, **engine)
     changed = (
-        replace(rule, kwargs={**rule.kwargs, **kwargs}) if "representative_type" in rule.kwargs else rule
+        replace(rule, kwargs={**rule.kwargs, **kwargs}) if _CHOOSING & rule.kwargs.keys() else rule
         for rule in found.rules
     )
     return replace(found, rules=tuple(changed))
+
+
+#: Settings of `retroinfer`: short blocks of two clusters, few of which are attended to.
+CLUSTERS = {
+    "recipe": "retroinfer", "block_size": 8, "sink_tokens": 8, "exact_clusters": 0.15, "estimated_clusters": 0.3,
+    "dense_layer_num": 0,
+}  # fmt: skip
+
+
+def clusters(attend_on="gpu", **settings):
+    """The rules of `retroinfer`, in all layers."""
+    return rules(attend_on, **{**CLUSTERS, **settings})
 
 
 def injected(model, *args, **settings):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_kv import HeteroCache, HeteroKVError, eject
-from hetero_kv.families.retrieval import estimated_context, resident_context
+from hetero_kv.families.retrieval import resident_context, token_slot_context
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from tests.operators.resident_models import injected, llama_on_gpu, random_tokens, told
 
@@ -32,8 +32,8 @@ class Way(NamedTuple):
 SINGLE = {"recipe": "adaptive", "block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "min_blocks": 0}
 WAYS = {
     "blocks": Way("gpu", {}, (resident_context, "fetch")),
-    "tokens": Way("gpu", SINGLE, (estimated_context, "fetch_tokens")),
-    "packed tokens": Way("gpu", {**SINGLE, "kv_type": "Q4_0"}, (estimated_context, "fetch_tokens")),
+    "tokens": Way("gpu", SINGLE, (token_slot_context, "fetch_tokens")),
+    "packed tokens": Way("gpu", {**SINGLE, "kv_type": "Q4_0"}, (token_slot_context, "fetch_tokens")),
     "blocks for the CPU": Way("cpu", {"engine": {"index_device": "gpu"}}, None),
     "blocks for the CPU by what keys receive": Way(
         "cpu", {"recipe": "ktransformers", "engine": {"index_device": "gpu"}}, None
@@ -97,10 +97,12 @@ def test_a_failed_token_is_undone(llama, way, monkeypatch):
     expected = torch.cat(told(llama, fork, tokens[:, 96:]))
     with monkeypatch.context() as patch:
 
-        def refuse(self, largest):
+        def refuse(self, *numbers):
             raise HeteroKVError("on purpose")
 
-        patch.setattr(RetrievalLayer, "require_storable", refuse)
+        # The second is for tokens that torch stores.
+        for check in ("require_storable", "_require_finite"):
+            patch.setattr(RetrievalLayer, check, refuse)
         with pytest.raises(HeteroKVError, match="on purpose"):
             told(llama, cache, random_tokens(1, seed=9))
     torch.testing.assert_close(torch.cat(told(llama, cache, tokens[:, 96:])), expected, rtol=1e-4, atol=1e-4)

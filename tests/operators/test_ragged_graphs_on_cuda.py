@@ -15,7 +15,16 @@ from hetero_kv.families.retrieval.footprint import WINDOWS
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.planning.footprint import Footprint
 from hetero_kv.serving.forward import ModelForward
-from tests.operators.resident_models import BLOCK, bytes_on_gpu, injected, llama_on_gpu, random_tokens, rules, told
+from tests.operators.resident_models import (
+    BLOCK,
+    CLUSTERS,
+    bytes_on_gpu,
+    injected,
+    llama_on_gpu,
+    random_tokens,
+    rules,
+    told,
+)
 from tests.support.devices import model_on
 from tests.support.slow_variants import with_slow
 from tests.support.tiny_models import tiny_model
@@ -25,7 +34,8 @@ pytest.importorskip("triton")
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 #: Layers with all tokens and with blocks; with a shared choice; nothing but windows; queries that go to the CPU; single
-#: tokens of all blocks and of candidates; and blocks and tokens that stay packed, the latter with key offsets.
+#: tokens of all blocks, of candidates and of clusters; and blocks and tokens that stay packed, the latter with key
+#: offsets.
 _SIZES = {"block_size": 16, "sink_tokens": 16, "local_windows_len": 16, "max_dense_blocks": 0, "min_blocks": 1}
 WAYS = {
     "quest": {},
@@ -37,8 +47,9 @@ WAYS = {
     "packed": {"kv_type": "Q8_0", "block_size": 16, "top_k_blocks": 2},
     "adaptive_lean": {"recipe": "adaptive_lean", **_SIZES},
     "packed tokens": {"recipe": "adaptive", "kv_type": "Q4_0", **_SIZES},
+    "retroinfer": CLUSTERS,
 }
-FIRST = ["quest", "ktransformers", "adaptive"]
+FIRST = ["quest", "ktransformers", "adaptive", "retroinfer"]
 
 
 @pytest.fixture
@@ -230,7 +241,7 @@ def test_padded_rows_of_one_cache_decode_by_one_graph(gpu, llama, captures):
         torch.testing.assert_close(torch.stack([each[row] for each in found]), torch.cat(expected), **CLOSE)
 
 
-@pytest.mark.parametrize("way", ["quest", "ktransformers", "adaptive", "dense", "packed"])
+@pytest.mark.parametrize("way", ["quest", "ktransformers", "adaptive", "dense", "packed", "retroinfer"])
 def test_tables_and_tokens_on_their_way_are_planned(llama, way):
     talks = Conversations(llama, 40, 57, 75, 90, 61, **WAYS[way])
     talks.join(*talks.lengths)

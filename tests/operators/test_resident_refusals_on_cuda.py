@@ -68,6 +68,9 @@ COARSE = {"block_size": 16}
         ("adaptive", {**COARSE, "group_blocks": 4}, "group_blocks"),
         ("adaptive", {"block_size": 512}, "block_size is 512"),
         ("adaptive", {**COARSE, "top_k_blocks": 0, "min_blocks": 0}, "top_k_blocks is 0"),
+        ("retroinfer", {"kv_type": "Q8_0", "block_size": 32}, "single tokens are attended to of keys in Q8_0"),
+        ("retroinfer", {"key_offset": "block_mean"}, "key_offset"),
+        ("retroinfer", {"engine": {"measure_recall": True}}, "measure_recall"),
         *CHOOSE_ON_CPU,
     ],
 )

@@ -12,7 +12,6 @@ import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.step_counts import StepCounts
 from hetero_kv.gpu_ops.row_memory import AnyMemory
 from hetero_kv.store.pool import BlockPool
 
@@ -22,12 +21,15 @@ class SentToken(NamedTuple):
 
     Attributes:
         key, value: [batch, kv_heads, 1, dim] float32.
-        missed: [batch * kv_heads] int32, blocks or tokens of each kv head that were read from DRAM.
-        taken: [batch * kv_heads, 4] int32, as of `gpu_ops.token_choice`; None if their number never varies.
+        missed: [batch * kv_heads] int32, blocks or tokens of each kv head that were read from DRAM into slots.
+        taken: [batch * kv_heads, 4] int32, as of `gpu_ops.token_choice`, or [batch * kv_heads, 1], tokens in slots
+            alone; None if their number never varies.
         shares: [batch * kv_heads] float32, the share of the attention that is attended to by estimate, a mean over
             query heads; None if nothing is estimated.
         query: [batch, heads, k_dim] float32, and lse: [batch, heads] float32, the log-sum-exp of its attention; None if
             representatives do not count what keys receive.
+        beyond: [batch * kv_heads] int32, tokens for which there were no slots, so that they were attended to where they
+            lie in DRAM; None if there are always enough.
     """
 
     key: torch.Tensor
@@ -37,6 +39,7 @@ class SentToken(NamedTuple):
     shares: torch.Tensor | None = None
     query: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    beyond: torch.Tensor | None = None
 
     def of_rows(self, rows: slice, batch: int) -> SentToken:
         """The part of some of `batch` rows."""
@@ -79,6 +82,29 @@ class CpuTurn(Protocol):
         """Wait for them, and have the CPU attend.
 
         Returns out [rows, heads, 1, v_dim] and its log-sum-exp, float32 on the device.
+        """
+
+
+class DeviceChoice(Protocol):
+    """How a layer chooses on a GPU."""
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether a GPU reads blocks of the Context."""
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether the CPU attends to some of what is chosen."""
+
+    def context(
+        self, pool: BlockPool, capacity: int, like_keys: torch.Tensor, like_values: torch.Tensor
+    ) -> DeviceContext:
+        """An empty Context of a layer.
+
+        Args:
+            pool: the layer's blocks in DRAM.
+            capacity: the most blocks of a sequence.
+            like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
         """
 
 
@@ -169,10 +195,12 @@ class DeviceContext(ABC):
         """Bytes that cross the bus for each of `SentToken.missed`."""
 
     @abstractmethod
-    def counts(self, length: int, context: int, rows: int, sent: SentToken) -> StepCounts:
+    def counts(self, length: int, context: int, rows: int, sent: SentToken) -> Any:
         """The counts of a decoded token of sequences of `length` tokens with `context` blocks in their Context.
 
         sent: on the CPU.
+
+        Returns them as the layer takes them (`ResidentLayer.count`): StepCounts, unless its family has others.
         """
 
 

@@ -15,8 +15,6 @@ from hetero_kv.engine.row_buckets import bucket_of
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.device_context import LayerMemory, SentToken
-from hetero_kv.families.retrieval.layer import count_step
-from hetero_kv.families.retrieval.read_bytes import ReadSizes
 from hetero_kv.families.retrieval.resident_layer import ResidentLayer
 from hetero_kv.families.retrieval.split_context import LATE
 from hetero_kv.gpu_ops.resident_attention import NUMBERS
@@ -24,7 +22,7 @@ from hetero_kv.gpu_ops.row_memory import RowMemory, addresses_of
 from hetero_kv.gpu_ops.side_stream import wait_for
 
 #: Parts of a `SentToken` that are int32.
-_WHOLE = frozenset(("missed", "taken"))
+_WHOLE = frozenset(("missed", "taken", "beyond"))
 
 
 class DeviceTokens:
@@ -174,21 +172,11 @@ class DeviceTokens:
                 own, layer = parts.of_rows(slice(row, row + rows), self._rows), step.group.layers[index]
                 row += rows
                 layer.store_token(step, own.key, own.value)
-                self._count(layer, step, own)
+                layer.count_token(step, own)
                 if own.query is not None and own.lse is not None:
                     # The next token overwrites the copies.
                     observed = (part.clone().numpy() for part in (own.query, own.lse))
                     layer.remember(step.past, *self.scaled[index], *observed)
-
-    def _count(self, layer: ResidentLayer, step: Step, sent: SentToken) -> None:
-        pool, resident, rows = layer.pool, layer.resident, len(step.group.sequences)
-        assert pool is not None
-        assert resident is not None
-        if layer.reading is None:
-            layer.reading = ReadSizes.of(pool, layer.window)
-        counts = resident.counts(step.length, layer.layout.context_blocks(step.length), rows, sent)
-        count_step([layer], counts)
-        layer.from_dram = layer.from_dram.plus(int(sent.missed.sum()) * resident.missed_bytes(pool) / rows)
 
     def _split(self, numbers: torch.Tensor) -> list[SentToken]:
         """The layers' parts of `_sent`, or of its copy."""

@@ -1,9 +1,7 @@
 """A layer's Context on a GPU that chooses single tokens by estimated attention masses.
 
-All blocks' mean keys, mean values and coarse copies of keys lie on the GPU; of keys in four bits, which have no coarse
-copies, the keys themselves. Chosen tokens lie in slots of single tokens, because few of a block's tokens are chosen:
-slots of blocks would take several times the memory, and as many more bytes would cross the bus. A key of 128 numbers in
-half precision is 256 bytes, whole transactions of the bus.
+All blocks' mean keys, mean values and coarse copies of keys lie on the GPU, and chosen tokens in slots; of keys in four
+bits, which have no coarse copies, the keys themselves lie there.
 """
 
 from __future__ import annotations
@@ -15,14 +13,18 @@ import torch
 
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.cpu_ops.step_contract import ATTENDED, CANDIDATES, CHOSEN, EVERYTHING, SCORED, TOUCHED, WHOLE
-from hetero_kv.families.retrieval.block_index import BlockIndex
-from hetero_kv.families.retrieval.device_context import CpuTurn, DeviceContext, LayerMemory, SentToken
+from hetero_kv.families.retrieval.device_context import CpuTurn, LayerMemory, SentToken
 from hetero_kv.families.retrieval.step_counts import DecodedGroups, StepCounts
+from hetero_kv.families.retrieval.token_slot_context import (
+    TokenSlotContext,
+    fetched_to_slots,
+    joined_parts,
+    window_parts,
+)
 from hetero_kv.gpu_ops import token_choice
 from hetero_kv.gpu_ops.estimated_masses import log_totals, mean_shares, score_codes, score_means
-from hetero_kv.gpu_ops.resident_attention import CONTEXT, SPLITS, attend
+from hetero_kv.gpu_ops.resident_attention import CONTEXT, SPLITS
 from hetero_kv.gpu_ops.row_memory import Memory, without
-from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.stored_keys import score_stored_keys
 from hetero_kv.gpu_ops.token_attention import (
     REST_PARTS,
@@ -34,8 +36,6 @@ from hetero_kv.gpu_ops.token_attention import (
     sum_masses,
 )
 from hetero_kv.gpu_ops.token_choice import Target, choose, leave
-from hetero_kv.gpu_ops.token_slots import NONE, TokenSlots, fetch_tokens, place_tokens
-from hetero_kv.gpu_ops.window_step import join_parts
 from hetero_kv.store.pool import BlockPool
 
 
@@ -92,7 +92,7 @@ class EstimatedChoice(NamedTuple):
         return EstimatedContext(self, pool, capacity, like_keys, like_values)
 
 
-class EstimatedContext(DeviceContext):
+class EstimatedContext(TokenSlotContext):
     """Mean keys, mean values, coarse keys and key offsets of all blocks, and slots for single tokens.
 
     Args:
@@ -110,40 +110,16 @@ class EstimatedContext(DeviceContext):
         like_values: torch.Tensor,
     ) -> None:  # fmt: skip
         self.choice = choice
-        (batch, kv_heads), count, device = like_keys.shape[:2], choice.slots(capacity), like_keys.device
         self._has_codes, self._has_offsets = pool.key_codes is not None, pool.key_offsets is not None
         coarse, offsets = "key_codes" if self._has_codes else "keys", ("key_offsets",) if self._has_offsets else ()
         self.indexed = (*EstimatedContext.indexed, coarse, *offsets)
-        super().__init__(BlockIndex(pool, self.indexed, capacity, batch, device))
+        super().__init__(pool, capacity, choice.slots(capacity), like_keys, like_values)
         self._width, self._targets = choice.candidates(capacity), choice.targets(capacity)
-        self._slots = TokenSlots.empty(batch, kv_heads, count, capacity * choice.block_size, device)
-        # Plain numbers in the model's dtype, packed ones as they are stored.
-        of_keys = like_keys.dtype if pool.key_storage.is_plain else pool.keys.dtype
-        of_values = like_values.dtype if pool.value_storage.is_plain else pool.values.dtype
-        of_slots = batch, kv_heads, count
-        self._keys = like_keys.new_zeros(*of_slots, pool.keys.shape[3], dtype=of_keys)
-        self._values = like_values.new_zeros(*of_slots, pool.values.shape[3], dtype=of_values)
 
     def sent_shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
         """See DeviceContext."""
         heads = rows * self._slots.ids.shape[1]
         return {"taken": (heads, 4), "shares": (heads,)}
-
-    @property
-    def _slot_arrays(self) -> list[torch.Tensor]:
-        return [*self._slots, self._keys, self._values]
-
-    def _set_slot_arrays(self, arrays: list[torch.Tensor]) -> None:
-        *slots, self._keys, self._values = arrays
-        self._slots = TokenSlots(*slots)
-
-    def _forget_from(self, context: int) -> None:
-        ids = self._slots.ids
-        ids.masked_fill_(ids >= context * self.choice.block_size, NONE)
-
-    def empty_slots(self) -> None:
-        """See DeviceContext."""
-        self._slots.ids.fill_(NONE)
 
     def attended(
         self, call: AttentionCall, memory: LayerMemory[Any], pool: BlockPool, numbers: torch.Tensor,
@@ -153,27 +129,18 @@ class EstimatedContext(DeviceContext):
         assert sent.taken is not None
         assert sent.shares is not None
         q = call.q if call.q.stride(3) == 1 else call.q.contiguous()
-        no_ids = q.new_empty((*call.k.shape[:2], 0), dtype=torch.int64)
-        no_slots = Slots(*(q.new_empty((*no_ids.shape, 1, each.shape[3])) for each in (call.k, call.v)))
-        places = memory.window, memory.initial, no_ids, no_slots, numbers
-        token, further = (sent.key, sent.value), TOKEN_PARTS + REST_PARTS
-        parts = Parts(*attend(q, call.k, call.v, *places, call.scale, call.softcap, token, further))
+        parts = window_parts(call, q, memory, numbers, sent, TOKEN_PARTS + REST_PARTS)
         number = numbers[:, CONTEXT]
-        vectors, means, coarse, *added, ids, slot_of, following, keys, values = memory.context
-        offsets = added[0] if added else None
+        vectors, means, coarse, *further = memory.context
+        offsets, of_slots = (further[0], further[1:]) if self._has_offsets else (None, further)
         scored = vectors, coarse, offsets
         chosen, counts, weights, masses = self._chosen(call, q, scored, parts, number, sent.taken)
-        slots, misses, into = place_tokens(TokenSlots(ids, slot_of, following), chosen, counts, sent.missed)
-        for stored, kept in ((pool.keys, keys), (pool.values, values)):
-            fetch_tokens(stored, table, misses, into, sent.missed, kept)
+        slots = fetched_to_slots(pool, table, of_slots, chosen, counts, sent.missed)
         differences = None if offsets is None else KeyOffsets(offsets, chosen, self.choice.block_size)
-        attend_to_tokens(q, keys, values, slots, counts, call.scale, call.softcap, parts, differences)
+        attend_to_tokens(q, of_slots[-2], of_slots[-1], slots, counts, call.scale, call.softcap, parts, differences)
         rest = attend_to_rest(weights, masses, without(means, 3), number, parts)
         sum_masses(parts.lse, rest, sent.shares)
-        out = q.new_empty(*q.shape[:3], call.v.shape[3])
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        join_parts(*parts, None, None, out, lse)
-        return out, lse
+        return joined_parts(call, q, parts)
 
     def _chosen(
         self, call: AttentionCall, q: torch.Tensor, scored: tuple[Memory, Memory, Memory | None], parts: Parts,
@@ -224,10 +191,6 @@ class EstimatedContext(DeviceContext):
         counted[:, :, token_choice.CANDIDATES].copy_(place_counts)
         leave(token_scores, is_taken, places, totals, known.weights, known.masses, counted)
         return chosen, counts, known.weights, known.masses
-
-    def missed_bytes(self, pool: BlockPool) -> int:
-        """See DeviceContext."""
-        return pool.keys[0, 0, 0].nbytes + pool.values[0, 0, 0].nbytes
 
     def counts(self, length: int, context: int, rows: int, sent: SentToken) -> StepCounts:
         """See DeviceContext."""

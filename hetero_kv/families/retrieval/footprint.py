@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from hetero_kv.adapter.footprint import (
     MEAN_KEYS,
@@ -23,6 +24,7 @@ from hetero_kv.cpu_ops.int4_key_scores import bytes_of_block
 from hetero_kv.engine.row_buckets import rows_of_all
 from hetero_kv.families.gpu_prefill.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.block_choice import NONE_DERIVED, Derived
+from hetero_kv.families.retrieval.device_context import DeviceChoice
 from hetero_kv.families.retrieval.draft_attention import number_of_means
 from hetero_kv.families.retrieval.estimated_context import EstimatedChoice, EstimatedContext
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -122,9 +124,9 @@ class PagedFootprint(LayerFootprint):
     @classmethod
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
-        auxiliary_bytes: int = 0, observed: int = 0, resident: ResidentChoice | EstimatedChoice | None = None,
+        auxiliary_bytes: int = 0, observed: int = 0, resident: DeviceChoice | None = None,
         attends_on_cpu: bool = False, has_whole_window: bool = False,
-    ) -> PagedFootprint:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The footprint of a layer with `settings`; the other arguments as for `bytes_per_token`.
 
         resident: how a GPU chooses blocks; None where the CPU does. attends_on_cpu: whether it chooses for the CPU.
@@ -224,13 +226,22 @@ class PagedFootprint(LayerFootprint):
         rows, shape, kv_heads = rows_of_all(demand.batch), self.shape, self.shape.kv_heads
         table = NUMBERS * _ID_BYTES + math.ceil(demand.tokens / self.block_size) * _NUMBER_BYTES
         yield MemoryShare(RESIDENT, rows * table, common=layout)
+        # Key, value, and what is counted (`SentToken`).
+        sent = kv_heads * (shape.k_dim + shape.v_dim + self._counted)
+        sent += demand.heads * (shape.k_dim + 1) if self.sent_queries else 0
+        yield MemoryShare(RESIDENT, rows * (self._device_arrays * _ID_BYTES + sent * _FLOAT_BYTES))
+
+    @property
+    def _device_arrays(self) -> int:
+        """The number of arrays that a GPU's kernels find by addresses."""
         # Keys and values of the window and of the slots; of blocks representatives, coarse keys, places, and offsets.
         arrays = 4 + (len(EstimatedContext.indexed) + 1 + len(TokenSlots._fields) if self.estimated else 2)
-        arrays += (self.offset_bytes > 0) + self.needs_cpu
-        # Key, value, and what is counted (`SentToken`).
-        sent = kv_heads * (shape.k_dim + shape.v_dim + (6 if self.estimated else 1))
-        sent += demand.heads * (shape.k_dim + 1) if self.sent_queries else 0
-        yield MemoryShare(RESIDENT, rows * (arrays * _ID_BYTES + sent * _FLOAT_BYTES))
+        return arrays + (self.offset_bytes > 0) + self.needs_cpu
+
+    @property
+    def _counted(self) -> int:
+        """The number of numbers that tell the CPU of a kv head's attention."""
+        return 6 if self.estimated else 1
 
     def _estimated_shares(self, choice: EstimatedChoice, demand: MemoryDemand) -> Iterator[MemoryShare]:
         """The arrays by which single tokens are chosen, their slots, and what a choice computes."""

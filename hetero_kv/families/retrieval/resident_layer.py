@@ -11,17 +11,18 @@ import torch
 
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS
+from hetero_kv.engine.step import Step
 from hetero_kv.engine.store import Store
 from hetero_kv.families.gpu_prefill.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.block_choice import Derived
-from hetero_kv.families.retrieval.device_context import DeviceContext, fetched_arrays
-from hetero_kv.families.retrieval.estimated_context import EstimatedChoice
+from hetero_kv.families.retrieval.device_context import DeviceChoice, DeviceContext, SentToken, fetched_arrays
 from hetero_kv.families.retrieval.indexed_layer import IndexedLayer
-from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer, count_step
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.resident_context import ResidentChoice, ResidentContext
+from hetero_kv.families.retrieval.read_bytes import ReadSizes
+from hetero_kv.families.retrieval.resident_context import ResidentContext
 from hetero_kv.families.retrieval.statistics import CPU_BYTES, DRAM_BYTES
 from hetero_kv.gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.store.pool import BlockPool
@@ -43,7 +44,7 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
 
     def __init__(
         self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived, vectors_of: VectorsOf | None,
-        choice: ResidentChoice | EstimatedChoice,
+        choice: DeviceChoice,
     ) -> None:  # fmt: skip
         super().__init__(layout, settings, derived, vectors_of, choice.context)
         self._choice = choice
@@ -141,6 +142,22 @@ class ResidentLayer(IndexedLayer[DeviceContext]):
     def statistics(self) -> dict[str, float | int | None]:
         own = {DRAM_BYTES.name: self.from_dram.mean, CPU_BYTES.name: self.by_cpu.mean}
         return {**super().statistics, **own}
+
+    def count_token(self, step: Step, sent: SentToken) -> None:
+        """Count a token that the GPU attended to; `sent` is on the CPU."""
+        pool, resident, rows = self.pool, self.resident, len(step.group.sequences)
+        assert pool is not None
+        assert resident is not None
+        self.count_taken(step, resident.counts(step.length, self.layout.context_blocks(step.length), rows, sent))
+        tokens = int(sent.missed.sum()) + (0 if sent.beyond is None else int(sent.beyond.sum()))
+        self.from_dram = self.from_dram.plus(tokens * resident.missed_bytes(pool) / rows)
+
+    def count_taken(self, step: Step, counts: Any) -> None:
+        """Count what a token attended to, by `DeviceContext.counts`."""
+        if self.reading is None:
+            assert self.pool is not None
+            self.reading = ReadSizes.of(self.pool, self.window)
+        count_step([self], counts)
 
     def count_listed(self, listed: np.ndarray) -> None:
         """Count blocks that the CPU attended to for a token, [rows, kv_heads, n] padded with -1."""

@@ -18,20 +18,25 @@ from hetero_kv.cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
+from hetero_kv.families.retrieval.device_context import DeviceChoice
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.recording import add_blocks, add_window, around_context
-from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
+from hetero_kv.families.retrieval.resident_attention import ResidentAttention
+from hetero_kv.families.retrieval.resident_context import ResidentChoice
+from hetero_kv.families.retrieval.statistics import DRAM_BYTES, ESTIMATED_SHARE
 from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers import TokenSettings
 from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_LEARNED, ChosenTokens, TokenQuery
 from hetero_kv.families.token_retrieval.choosers.chooser_settings import TOKEN_RETRIEVAL
+from hetero_kv.families.token_retrieval.clustered_context import ClusterChoice, ClusteredContext
 from hetero_kv.families.token_retrieval.decode import NO_LSE, TokenDecode
+from hetero_kv.families.token_retrieval.footprint import ClusteredFootprint
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
 from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
+from hetero_kv.families.token_retrieval.resident_layer import ResidentTokenLayer
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.gpu_ops.host_copies import on_host
 from hetero_kv.gpu_ops.merge import apply_sink
@@ -39,7 +44,7 @@ from hetero_kv.settings.engine_settings import GPU, SPLIT, EngineSettings
 from hetero_kv.store.pool import BlockPool
 
 
-class TokenRetrievalAttention(ExactPrefill):
+class TokenRetrievalAttention(ResidentAttention):
     """Decodes over Initial, Local and the Context tokens that a chooser takes per kv head.
 
     Prefill is exact unless a sparse prefill is set. With a budget that covers the Context the result is full attention,
@@ -48,7 +53,7 @@ class TokenRetrievalAttention(ExactPrefill):
 
     meaning, settings_class = TOKEN_RETRIEVAL.meaning, TOKEN_RETRIEVAL.settings_class
     chosen_by = TOKEN_RETRIEVAL.chosen_by
-    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_TOKENS, READ_BYTES)
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_TOKENS, READ_BYTES, DRAM_BYTES)
 
     decodes_drafts = True
 
@@ -56,11 +61,16 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        if engine.attend_on in (GPU, SPLIT):
-            place = engine.attend_on
-            raise HeteroKVError(f"{path}: attend_on is {place}, but {self.gpu_obstacle}; set attend_on to cpu")
-        if engine.index_device == GPU:
-            raise HeteroKVError(f"{path}: index_device is gpu, but {self.gpu_obstacle}; set index_device to auto")
+        if engine.attend_on in (GPU, SPLIT) and (part := self.gpu_obstacle) is not None:
+            raise HeteroKVError(f"{path}: attend_on is {engine.attend_on}, but {part}; set attend_on to cpu")
+        if engine.attend_on == SPLIT:
+            raise HeteroKVError(
+                f"{path}: attend_on is split, but a chooser takes single tokens, of which the CPU takes no list from a "
+                "GPU; set attend_on to gpu or cpu"
+            )
+        if engine.index_device == GPU and engine.attend_on != GPU:
+            part = self.gpu_obstacle or "a chooser takes tokens where they are attended to (attend_on: gpu has both)"
+            raise HeteroKVError(f"{path}: index_device is gpu, but {part}; set index_device to auto")
         registered = choosers.get(settings.chooser)
         if type(settings) is not registered.settings:
             raise HeteroKVError(
@@ -79,10 +89,35 @@ class TokenRetrievalAttention(ExactPrefill):
         self.ahead: LookAhead | None = None
         self.following: LookAhead | None = None
         self._decode = TokenDecode(self)
+        #: How the GPU chooses; None where the CPU attends.
+        self.resident_choice: DeviceChoice | None = None
+        self.attend_on(engine.attend_on)
 
     @property
-    def gpu_obstacle(self) -> str:
-        return f"chooser {self.settings.chooser} runs on the CPU"
+    def gpu_obstacle(self) -> str | None:
+        part = choosers.get(self.settings.chooser).implementation.gpu_obstacle(self.settings)
+        if part is None and self.engine.measure_recall:
+            return "measure_recall compares with attention to all blocks, which the CPU computes"
+        return part
+
+    def attend_on(self, place: str) -> None:
+        super().attend_on(place)
+        self.resident_choice = self._choice_of_the_gpu() if place == GPU else None
+
+    def _choice_of_the_gpu(self) -> DeviceChoice:
+        if self.chooser is None:
+            # The GPU has all tokens.
+            return ResidentChoice(0, bounds=False, largest=False, is_shared=False)
+        return self.chooser.on_gpu(TokenLayout.of_settings(self.settings).sink_blocks)
+
+    @property
+    def indexes_on_gpu(self) -> bool:
+        return self.resident_choice is not None and self.chooser is not None
+
+    @property
+    def has_whole_window(self) -> bool:
+        """Whether the GPU has the keys and values of all tokens, because the layer attends to all of them."""
+        return self.resident_choice is not None and self.chooser is None
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
@@ -91,6 +126,8 @@ class TokenRetrievalAttention(ExactPrefill):
 
     def new_cache_layer(self) -> TokenRetrievalLayer:
         layer = TokenRetrievalLayer(self.settings, self.chooser)
+        if self.resident_choice is not None:
+            layer = ResidentTokenLayer(self.settings, self.chooser, self.resident_choice)
         layer.loads_past = self.settings.prefills_sparsely
         return layer
 
@@ -150,6 +187,8 @@ class TokenRetrievalAttention(ExactPrefill):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
+        if self._attends_on_gpu(layer, call):
+            return self._attended_together([step], call)
         shares = layer.state.share
         out, lse, mass = self._decode(layer, step, blocks, call)
         if self.engine.measure_recall:
@@ -210,12 +249,20 @@ class TokenRetrievalAttention(ExactPrefill):
         """Settings that determine what is stored per block; see AttentionOperator."""
         idle = self.settings.idle_prefill_settings | (frozenset() if self.chooser is None else self.chooser.choosing)
         kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
-        return kept | {"is_chosen": self.chooser is not None}
+        kept |= {"is_chosen": self.chooser is not None}
+        # Its window, and so its division into blocks, is another one.
+        return kept | ({"attend_on": GPU} if self.has_whole_window else {})
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         arrays = {} if self.chooser is None else self.chooser.arrays(shape)
-        auxiliary_bytes = sum(array.nbytes for array in arrays.values())
-        return PagedFootprint.of(shape, self.settings, accumulates=False, auxiliary_bytes=auxiliary_bytes)
+        footprint = ClusteredFootprint.of(
+            shape, self.settings, accumulates=False, auxiliary_bytes=sum(array.nbytes for array in arrays.values()),
+            resident=self.resident_choice, has_whole_window=self.has_whole_window,
+        )  # fmt: skip
+        if not isinstance(self.resident_choice, ClusterChoice):
+            return footprint
+        indexed = shape.kv_heads * sum(arrays[name].nbytes for name in ClusteredContext.indexed)
+        return replace(footprint, clusters=self.resident_choice, index_bytes=indexed)
 
     def attended_tokens(self, length: int) -> float:
         layout = TokenLayout.of_settings(self.settings)

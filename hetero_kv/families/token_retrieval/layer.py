@@ -33,6 +33,15 @@ class TokenLayout(RetrievalLayout):
 
     segment_tokens: int = 0
 
+    @classmethod
+    def of_chooser(
+        cls, settings: TokenSettings, chooser: Chooser | None, has_whole_window: bool = False
+    ) -> TokenLayout:
+        """The layout of a layer with this chooser; None where all tokens are attended to."""
+        layout = cls.of_settings(settings, chooser is not None and chooser.learns, has_whole_window)
+        assert isinstance(layout, TokenLayout)
+        return replace(layout, segment_tokens=0 if chooser is None else chooser.segment_tokens)
+
 
 @dataclass(frozen=True)
 class TokenState(RetrievalState):
@@ -66,9 +75,7 @@ class TokenRetrievalLayer(RetrievalLayer):
 
     def __init__(self, settings: TokenSettings, chooser: Chooser | None) -> None:
         self.chooser = chooser
-        layout = TokenLayout.of_settings(settings, finalizes_per_sequence=chooser is not None and chooser.learns)
-        assert isinstance(layout, TokenLayout)
-        super().__init__(replace(layout, segment_tokens=0 if chooser is None else chooser.segment_tokens), settings)
+        super().__init__(TokenLayout.of_chooser(settings, chooser), settings)
 
     def _blank_state(self) -> TokenState:
         return TokenState(open_start=self.layout.sink_blocks * self.layout.block_size)

@@ -28,7 +28,7 @@ from hetero_kv.gpu_ops.resident_attention import attend_in_torch
 from hetero_kv.gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from hetero_kv.gpu_ops.slot_formats import Slots
 from hetero_kv.gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
-from tests.support.simulated_cuda import slot_kernels, sparse_prompts, token_kernels
+from tests.support.simulated_cuda import cluster_kernels, slot_kernels, sparse_prompts, token_kernels
 from tests.support.simulated_cuda.copies import bytes_of
 from tests.support.simulated_cuda.errors import SimulatedCudaError
 from tests.support.simulated_cuda.row_memory import StackedRows, addresses_of, rows_of
@@ -204,6 +204,7 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     **slot_kernels.DEFINITIONS,
     **sparse_prompts.DEFINITIONS,
     **token_kernels.DEFINITIONS,
+    **cluster_kernels.DEFINITIONS,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -231,6 +232,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     **slot_kernels.WRITTEN,
     **sparse_prompts.WRITTEN,
     **token_kernels.WRITTEN,
+    **cluster_kernels.WRITTEN,
 }
 
 
@@ -243,6 +245,8 @@ def _rows_read(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"stored": arguments["table"][row, arguments["misses"][row, head, listed]].long()}
     if name == "_fetch_tokens":
         return {"stored": token_kernels.blocks_read(arguments)}
+    if name == "_attend_tokens":
+        return dict.fromkeys(("slot_keys", "slot_values"), token_kernels.blocks_attended(arguments))
     return {}
 
 
@@ -268,8 +272,9 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
             writes = frozenset(rows) & frozenset(written)
             simulation.use_rows(name, lambda: addresses_of(data, rows), writes)
         if name in DEFINITIONS and not by_interpreter:
-            if simulation.capture is None or not rows:
-                # At the addresses of a capture may be nothing.
+            reads_dram = any(not isinstance(each, SimulatedTensor) for each in _tensors(named).values())
+            if simulation.capture is None or not (rows or reads_dram):
+                # At the addresses of a capture may be nothing, and what is listed of DRAM follows from that.
                 _compute(name, data, len(args), rows, written)
             simulation.computed(lambda: _compute(name, data, len(args), rows, written), ())
             return

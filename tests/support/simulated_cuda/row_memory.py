@@ -120,6 +120,32 @@ def _attend_rest(of: dict[str, Any]) -> dict[str, Rows]:
     return {"means": Rows((of["kv_heads"], of["capacity"], width), _of(of["KIND"]), strides)}
 
 
+def _blocks(of: dict[str, Any], name: str, count: int, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a row of `count` blocks, which are contiguous."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return (of["kv_heads"], count, *shape), (of[f"{name}1"], of[f"{name}2"], *strides)
+
+
+def _score_clusters(of: dict[str, Any]) -> dict[str, Rows]:
+    each, blocks = of["EACH"], of["capacity"] // of["EACH"]
+    keys, sizes = _blocks(of, "keys", blocks, of["DIM"], each), _blocks(of, "sizes", blocks, each)
+    kind, single = _of(of["KIND"]), _of("fp32")
+    return {"keys": Rows(keys[0], kind, keys[1]), "sizes": Rows(sizes[0], single, sizes[1])}
+
+
+def _list_tokens(of: dict[str, Any]) -> dict[str, Rows]:
+    shape, strides = _blocks(of, "clusters", of["blocks"], of["SIZE"])
+    return {"clusters": Rows(shape, _of("int32"), strides)}
+
+
+def _attend_clusters(of: dict[str, Any]) -> dict[str, Rows]:
+    each, blocks = of["EACH"], of["clusters"] // of["EACH"]
+    sums, sizes = _blocks(of, "sums", blocks, each, of["V_DIM"]), _blocks(of, "sizes", blocks, each)
+    return {"sums": Rows(sums[0], _of("fp32"), sums[1]), "sizes": Rows(sizes[0], _of("fp32"), sizes[1])}
+
+
 #: By kernel, the arguments that may be addresses.
 ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Rows]]] = {
     "_score_blocks": _score_blocks,
@@ -134,6 +160,10 @@ ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Rows]]] = {
     "_fetch_tokens": _fetch_tokens,
     "_attend_tokens": _attend_tokens,
     "_attend_rest": _attend_rest,
+    "_score_clusters": _score_clusters,
+    "_count_tokens": _list_tokens,
+    "_list_tokens": _list_tokens,
+    "_attend_clusters": _attend_clusters,
 }
 
 

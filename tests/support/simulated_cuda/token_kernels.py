@@ -20,6 +20,7 @@ from hetero_kv.gpu_ops.token_attention import (
     KeyOffsets,
     Parts,
     attend_to_rest_in_torch,
+    attend_to_stored_in_torch,
     attend_to_tokens_in_torch,
     sum_masses_in_torch,
 )
@@ -96,11 +97,15 @@ def _fetch_tokens(stored: Any, table: Any, misses: Any, into: Any, missed: Any, 
 
 def _attend_tokens(
     q: Any, slot_keys: Any, slot_values: Any, slots: Any, counts: Any, tokens: Any, offsets: Any, lse: Any, out: Any,
-    width: int, size: int, scale: float, softcap: float, *_: Any, **fixed: Any,
+    width: int, size: int, scale: float, softcap: float, kv_heads: int, q0: int, q1: int, table: Any, *_: Any,
+    **fixed: Any,
 ) -> None:  # fmt: skip
-    block_size, parts = fixed["OFFSET_TOKENS"], Parts(out, lse)
-    added = KeyOffsets(offsets, tokens, block_size) if block_size else None
-    attend_to_tokens_in_torch(q, slot_keys, slot_values, slots, counts, scale, softcap, parts, added)
+    block_size, listed = fixed["OFFSET_TOKENS"], (slots, counts, scale, softcap, Parts(out, lse))
+    if fixed["STORED"]:
+        attend_to_stored_in_torch(q, slot_keys, slot_values, table, *listed)
+    else:
+        added = KeyOffsets(offsets, tokens, block_size) if block_size else None
+        attend_to_tokens_in_torch(q, slot_keys, slot_values, *listed, added)
 
 
 def _attend_rest(
@@ -119,6 +124,14 @@ def blocks_read(arguments: dict[str, Any]) -> torch.Tensor:
     is_miss = torch.arange(misses.shape[2]) < arguments["missed"].view(*misses.shape[:2], 1)
     row, _, _ = is_miss.nonzero(as_tuple=True)
     return arguments["table"][row, (misses[is_miss] // size).long()].long()
+
+
+def blocks_attended(arguments: dict[str, Any]) -> torch.Tensor:
+    """The blocks that `_attend_tokens` reads in DRAM."""
+    listed, size = arguments["slots"], arguments["STORED"]
+    is_listed = torch.arange(listed.shape[2]) < arguments["counts"].view(*listed.shape[:2], 1)
+    row, _, _ = is_listed.nonzero(as_tuple=True)
+    return arguments["table"][row, (listed[is_listed] // size).long()].long()
 
 
 #: See `kernels`.

@@ -13,6 +13,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.cpu_ops.attention import attend_blocks
 from hetero_kv.cpu_ops.sparse_gather import token_scores, token_values
 from hetero_kv.engine.attention_record import AttentionRecord
+from hetero_kv.families.retrieval.device_context import DeviceChoice
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
 from hetero_kv.settings.former_names import refuse_former_methods
 from hetero_kv.store.pool import BlockPool
@@ -190,6 +191,15 @@ class Chooser(ABC, Generic[S]):
 
     def require_suitable(self, path: str, shape: KVShape) -> None:
         """Raise HeteroKVError, naming `path`, for keys of an unsupported shape."""
+
+    @classmethod
+    def gpu_obstacle(cls, settings: S) -> str | None:
+        """What of a choice with these settings only the CPU does, because of which `attend_on: gpu` is refused."""
+        return f"chooser {settings.chooser} runs on the CPU"
+
+    def on_gpu(self, sink_blocks: int) -> DeviceChoice:
+        """How a GPU chooses, where there is no obstacle, in sequences with an attention sink of these blocks."""
+        raise NotImplementedError("a chooser without an obstacle must implement `on_gpu`")
 
     @abstractmethod
     def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:

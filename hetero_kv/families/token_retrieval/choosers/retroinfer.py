@@ -21,6 +21,8 @@ from hetero_kv.families.token_retrieval.choosers.chooser import (
 )
 from hetero_kv.families.token_retrieval.choosers.chooser_settings import RetroInferSettings
 from hetero_kv.families.token_retrieval.choosers.settings import part_of
+from hetero_kv.families.token_retrieval.clustered_context import ClusterChoice
+from hetero_kv.gpu_ops.cluster_choice import ClusterBudget
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.pool_arrays import AuxiliaryArray
 from hetero_kv.store.storage import FP32, StorageType
@@ -36,6 +38,18 @@ class RetroInfer(Chooser[RetroInferSettings]):
 
     learns = True
     choosing = frozenset(("exact_clusters", "estimated_clusters"))
+
+    @classmethod
+    def gpu_obstacle(cls, settings: RetroInferSettings) -> str | None:
+        if settings.offset_keys:
+            return "single tokens are attended to of keys that are stored as differences (key_offset)"
+        if not settings.key_storage.is_plain:
+            return f"single tokens are attended to of keys in {settings.key_storage.name} (key_type)"
+        return None
+
+    def on_gpu(self, sink_blocks: int) -> ClusterChoice:
+        budget = ClusterBudget(self.settings.exact_clusters, self.settings.estimated_clusters)
+        return ClusterChoice(budget, self._of_block, self.settings.block_size, sink_blocks)
 
     def arrays(self, shape: KVShape) -> Mapping[str, AuxiliaryArray]:
         each, storage = self._of_block, self.settings.key_storage.for_representatives
