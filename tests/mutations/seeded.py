@@ -249,8 +249,8 @@ MUTATIONS = (
     Mutation(
         "a window holds one token too many",
         "hetero_kv/families/window/layer.py",
-        "start = max(self._start, self._end - (self.window - 1))\n        if self.keys is None or",
-        "start = max(self._start, self._end - self.window)\n        if self.keys is None or",
+        "start = max(self._start, self._end - (self.window - 1))\n        if not self.has_room(tokens)",
+        "start = max(self._start, self._end - self.window)\n        if not self.has_room(tokens)",
         ("tests/families/test_window_layer.py",),
     ),
     Mutation(
