@@ -18,6 +18,7 @@ from hetero_kv.serving import scheduler
 from hetero_kv.serving.forward import ModelForward, Part
 from hetero_kv.serving.part_size import LEAST_BESIDE, SMALL, SMALL_BY_TILES
 from tests.serving.tiny_engine import PROMPTS, alone, engine_of
+from tests.support.bfloat16_errors import require_as_exact
 from tests.support.slow_variants import with_few
 from tests.support.small_recipes import RECIPES
 from tests.support.tiny_models import tiny_model
@@ -112,12 +113,13 @@ def test_a_short_prompt_alone_passes_through_the_fused_layers_of_packed_weights(
 
 @pytest.mark.parametrize("count", [20, 37, 61])
 def test_a_short_prompt_in_bfloat16_by_two_threads_is_that_of_one_forward(count):
-    model = tiny_model("qwen2").to(torch.bfloat16)
-    inject(model, "dense", command_line={"block_size": 16, "max_seq_len": 256, "threads_num": at_most(2)})
+    model, exact = tiny_model("qwen2").to(torch.bfloat16), tiny_model("qwen2").to(torch.bfloat16).float()
+    for each in (model, exact):
+        inject(each, "dense", command_line={"block_size": 16, "max_seq_len": 256, "threads_num": at_most(2)})
     forward, part = ModelForward(model), Part(PROMPTS[1][:count], 0, count, 0, None)
-    logits = forward.mixed([], [], [(HeteroCache(model), part)])[0].float()
-    expected = forward.prefill(HeteroCache(model), part).float()
-    assert torch.linalg.vector_norm(logits - expected) < 3e-2 * torch.linalg.vector_norm(expected)
+    logits = forward.mixed([], [], [(HeteroCache(model), part)])[0]
+    expected = forward.prefill(HeteroCache(model), part)
+    require_as_exact(logits, expected, ModelForward(exact).prefill(HeteroCache(exact), part))
 
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
