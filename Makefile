@@ -15,7 +15,7 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat serve cluster test test-newest test-cuda test-slow test-page test-agents test-schema test-cluster test-s3 campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
+.PHONY: chat serve cluster test test-newest test-cuda test-slow test-page test-agents test-schema test-llama test-cluster test-s3 campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -60,6 +60,11 @@ test-schema: $(TESTED)  ## random requests by the server's OpenAPI document; SEC
 	$(PYTHON) -m venv .venv-schema
 	.venv-schema/bin/python -m pip install --quiet --disable-pip-version-check schemathesis
 	SCHEMATHESIS=$(CURDIR)/.venv-schema/bin/st $(BIN)/python -m pytest -m slow tests/server/test_schema.py $(ARGS)
+
+test-llama: $(TESTED)  ## greedy tokens beside llama.cpp's, of real models and of every architecture; builds it, minutes
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python llama-cpp-python
+	LLAMA_PYTHON=$(CURDIR)/.venv-llama/bin/python $(BIN)/python -m pytest -m slow tests/gguf/test_llama_cpp.py $(ARGS)
 
 test-cluster: $(CLUSTER)  ## replicas on Ray Serve that answer, are killed, hang, and lose their folder; minutes
 	$(BIN)/python -m pytest tests/server/cluster $(ARGS)

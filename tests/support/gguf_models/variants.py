@@ -44,10 +44,12 @@ def vocabulary_of(model_type: str) -> dict[str, Any]:
     return of_pieces(GEMMA if model_type.startswith("gemma") else LLAMA)
 
 
-def tiny_model(name: str, *, eighths: bool = False) -> PreTrainedModel:
+def tiny_model(name: str, *, eighths: bool = False, **changed: Any) -> PreTrainedModel:
     """The model of a variant, float32, always the same one.
 
-    eighths: its matrices are such that Q8_0 has them without rounding.
+    Args:
+        eighths: its matrices are such that Q8_0 has them without rounding.
+        changed: settings instead of the variant's.
     """
     model_type, settings = VARIANTS[name]
     vocabulary = vocabulary_of(model_type)
@@ -58,7 +60,7 @@ def tiny_model(name: str, *, eighths: bool = False) -> PreTrainedModel:
         bos_token_id=vocabulary["tokenizer.ggml.bos_token_id"],
         eos_token_id=vocabulary["tokenizer.ggml.eos_token_id"],
         pad_token_id=None,
-        **{**base, **settings},
+        **{**base, **settings, **changed},
     )
     if model_type == "mistral4":
         # transformers has the class, and leaves it out of its table of causal language models.

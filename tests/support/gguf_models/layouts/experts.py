@@ -52,7 +52,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "minimax_m2": Layout(
         "minimax-m2",
-        {**USUAL, **EXPERTS, **ROTATED, "expert_feed_forward_length": "intermediate_size"},
+        {
+            **USUAL,
+            **EXPERTS,
+            **ROTATED,
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_gating_func": always(2),
+        },
         {
             **NORMS,
             **ATTENTION,
@@ -76,6 +82,7 @@ LAYOUTS: dict[str, Layout] = {
             ),
             "attention.sliding_window": "sliding_window",
             "attention.sliding_window_pattern": window_pattern,
+            "expert_gating_func": always(2),
             "nextn_predict_layers": always(0),
             "rope.scaling.type": always("none"),
         },
@@ -157,7 +164,12 @@ LAYOUTS: dict[str, Layout] = {
         MODEL,
         pieces=True,
     ),
-    "dots1": Layout("dots1", {**USUAL, **ROUTED}, {**USUAL_LAYER, **HEAD_NORMS, **MIXED, **SHARED}, MODEL),
+    "dots1": Layout(
+        "dots1",
+        {**USUAL, **ROUTED, "expert_gating_func": always(2)},
+        {**USUAL_LAYER, **HEAD_NORMS, **MIXED, **SHARED},
+        MODEL,
+    ),
     "glm4_moe": Layout(
         "glm4moe",
         {**USUAL, **ROTATED, **ROUTED, "expert_gating_func": always(2)},

@@ -7,7 +7,7 @@ from tests.support.gguf_models.layouts.layout import Layout, Value, always
 from tests.support.gguf_models.layouts.names import ATTENTION, HEAD_NORMS, MIXED, MODEL, NORMS, USUAL_LAYER
 
 AXES: dict[str, Value] = {"rope.dimension_sections": always([4, 2, 2, 0])}
-DEEPSTACK: dict[str, Value] = {**AXES, "n_deepstack_layers": always(3)}
+DEEPSTACK: dict[str, Value] = {"rope.dimension_sections": always([6, 5, 5, 0]), "n_deepstack_layers": always(3)}
 
 #: transformers' model type, or the name of a layout -> layout.
 LAYOUTS: dict[str, Layout] = {
