@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, number, rounded
+from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.fused_layer_parts import coded, normed, products_table, widened
 from hetero_kv.cpu_ops.gates import sigmoid, softplus
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
+from hetero_kv.cpu_ops.short_convolutions import activate, convolve
 from hetero_kv.cpu_ops.weight_formats import TILE
 
 _REAL1, _REAL2 = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2))
@@ -45,18 +46,6 @@ def columns_of(projections):
     for index in range(len(projections)):
         total += projections[index, 1] * TILE
     return total
-
-
-@device_function
-def convolved(state, row, channel, newest, weight):
-    """Shift a channel's newest number into its state; returns the sum of the state times the channel's weights."""
-    last, total = state.shape[2] - 1, np.float32(0)
-    for i in range(last):
-        moved = state[row, channel, i + 1]
-        state[row, channel, i] = moved
-        total += number(moved) * weight[channel, i]
-    state[row, channel, last] = rounded(state, newest)
-    return total + number(state[row, channel, last]) * weight[channel, last]
 
 
 @cache
@@ -91,11 +80,12 @@ def short_convolution(dtype: str) -> Any:
             if bias.size:
                 for i in range(3 * width):
                     out[row, i] += bias[i]
+            values, gates, inputs = out[row, :width], out[row, width : 2 * width], out[row, 2 * width : 3 * width]
             for i in range(width):
-                total = convolved(state, row, i, out[row, i] * out[row, 2 * width + i], weight)
-                if weight_bias.size:
-                    total += weight_bias[i]
-                mixed[row, i] = rounded(mixed, out[row, width + i] * total)
+                values[i] *= inputs[i]
+            convolve(state[row], weight, weight_bias, values)
+            for i in range(width):
+                mixed[row, i] = rounded(mixed, gates[i] * values[i])
 
     return step
 
@@ -224,10 +214,12 @@ def delta_net(dtype: str, small_dtype: str) -> Any:
             run_region("router products", small_dtype, run, product, threads, (small, normed_x, few))
         qkv, z = np.empty((rows, channels), np.float32), np.empty((rows, inner), np.float32)
         kept, beta = np.empty((rows, heads), np.float32), np.empty((rows, heads), np.float32)
+        no_bias = np.empty(0, np.float32)
         for row in range(rows):
             for i in range(channels):
-                total = convolved(conv_state, row, i, out[row, places[i]], weight)
-                qkv[row, i] = total * sigmoid(total)
+                qkv[row, i] = out[row, places[i]]
+            convolve(conv_state[row], weight, no_bias, qkv[row])
+            activate(qkv[row])
             for i in range(inner):
                 z[row, i] = out[row, places[channels + i]]
             for head in range(heads):

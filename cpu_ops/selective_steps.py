@@ -10,9 +10,9 @@ from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.fused_layer_parts import coded, products_table
-from hetero_kv.cpu_ops.gates import sigmoid
 from hetero_kv.cpu_ops.parallel_region import run_region
-from hetero_kv.cpu_ops.recurrent_steps import columns_of, convolved, projected
+from hetero_kv.cpu_ops.recurrent_steps import columns_of, projected
+from hetero_kv.cpu_ops.short_convolutions import activate, convolve
 
 _REAL1, _REAL2, _REAL3 = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3))
 _TABLE = types.Array(types.int64, 2, "C")
@@ -81,10 +81,9 @@ def selective_mixer(dtype: str, small_dtype: str) -> Any:
             for i in range(bias.size):
                 out[row, i] += bias[i]
             for i in range(channels):
-                total = convolved(conv_state, row, i, out[row, i], weight)
-                if weight_bias.size:
-                    total += weight_bias[i]
-                x[row, i] = total * sigmoid(total)
+                x[row, i] = out[row, i]
+            convolve(conv_state[row], weight, weight_bias, x[row])
+            activate(x[row])
         found = np.empty((rows, columns_of(few) + few_numbers.shape[0]), np.float32)
         if few_numbers.size:
             run_region("router products", small_dtype, run, product, threads, (few_numbers, x, found))

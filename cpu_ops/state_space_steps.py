@@ -17,7 +17,8 @@ from hetero_kv.cpu_ops.exponential import LOG2_E, exp2
 from hetero_kv.cpu_ops.gates import sigmoid, softplus
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from hetero_kv.cpu_ops.recurrent_steps import columns_of, convolved, projected
+from hetero_kv.cpu_ops.recurrent_steps import columns_of, projected
+from hetero_kv.cpu_ops.short_convolutions import activate, convolve
 
 _REAL1, _REAL2, _STATES = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 4))
 _TABLE = types.Array(types.int64, 2, "C")
@@ -103,10 +104,9 @@ def _stepped(
     values = np.empty((rows, inner), np.float32)
     for row in range(rows):
         for i in range(channels):
-            total = convolved(conv_state, row, i, out[row, inner + i], weight)
-            if weight_bias.size:
-                total += weight_bias[i]
-            xbc[row, i] = total * sigmoid(total)
+            xbc[row, i] = out[row, inner + i]
+        convolve(conv_state[row], weight, weight_bias, xbc[row])
+        activate(xbc[row])
         for head in range(heads):
             times[row, head] = softplus(out[row, inner + channels + head] + time_bias[head])
     run_region("state update", "", run, update, threads, (xbc, times, decay, skip, groups, state, values))
