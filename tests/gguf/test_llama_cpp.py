@@ -95,6 +95,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     # A window counts one token less there.
     "mimo2": {"sliding_window": 64},
+    # Keys and values of one size, without biases.
+    "qwen35: tied, YaRN, biases, values of another size": {"linear_key_head_dim": 16, "attention_bias": False},
 }
 #: What llama.cpp computes otherwise than the original, which is followed here.
 OTHERWISE = {

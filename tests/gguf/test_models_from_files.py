@@ -44,8 +44,6 @@ SHARED_KEYS = ("gemma4: keys of other layers",)
 STREAMS = ("gemma3n", "gemma3n: keys of other layers")
 #: Layers attend to tokens that they choose.
 OTHER_ATTENTION = {"deepseek32": "indexed", "glm-dsa": "indexed"}
-#: Whose files this package does not write yet: heads of the state are reordered.
-WITHOUT_LAYOUT = {"qwen35", "qwen35moe"}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2", "falcon-h1", "nemotron_h_moe", "mamba")
 UNDER_RULES = [
@@ -219,7 +217,7 @@ def test_no_architecture_is_loaded_and_refused():
 
 
 def test_every_architecture_with_a_table_has_a_variant():
-    assert set(ARCHITECTURES) - WITHOUT_LAYOUT <= {name.partition(":")[0] for name in VARIANTS}
+    assert set(ARCHITECTURES) <= {name.partition(":")[0] for name in VARIANTS}
 
 
 def test_a_variant_is_always_the_same_model():

@@ -57,7 +57,7 @@ def test_experts_that_the_model_has_no_place_for(written, tmp_path, name, tensor
     refused(layout, tmp_path / "more.gguf", rf"tensors that this version has no place for .*\({re.escape(tensor)}\)")
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3next", "bailingmoe3", "kimi-linear"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3next", "qwen35", "bailingmoe3", "kimi-linear"])
 @pytest.mark.parametrize("factor", [-1.0, 0.0])
 def test_decays_without_a_logarithm(written, tmp_path, name, factor):
     layout = Layout.of(written(name).path)

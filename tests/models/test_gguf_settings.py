@@ -235,6 +235,20 @@ def test_windows_are_of_the_layers_that_a_file_says():
     assert kinds(**window, **{"attention.sliding_window_pattern": pattern}) == "SFFSSSF"
 
 
+def test_attention_lies_where_a_list_says_or_at_an_interval_before_predicting_blocks():
+    def kinds(**metadata):
+        sizes = {f"ssm.{name}": 4 for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")}
+        config = configuration_of(header("qwen35", {"block_count": 5, **sizes, **metadata}))
+        return "".join("L" if kind == "linear_attention" else "F" for kind in config.layer_types)
+
+    assert kinds() == "LLLFL"
+    assert kinds(full_attention_interval=2) == "LFLFL"
+    assert kinds(full_attention_interval=2, nextn_predict_layers=2) == "LFL"
+    pattern = {"attention.recurrent_layers": [True, True, False, False, True]}
+    assert kinds(full_attention_interval=2, **pattern) == "LLFFL"
+    assert kinds(nextn_predict_layers=1, **pattern) == "LLFF"
+
+
 @pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_queries_of_the_largest_gemmas_are_scaled_by_the_width(architecture, layers):
     metadata = {"attention.key_length": 32, "attention.value_length": 32}

@@ -153,3 +153,31 @@ def queries_before_shared_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
     groups = tensor.reshape(config.num_kv_heads, -1, dim, tensor.shape[1])
     parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
     return np.concatenate([part.reshape(-1, tensor.shape[1]) for part in parts])
+
+
+def by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Of Qwen 3.5, rows of value heads, grouped by key head -> the first of every key head, every second, and so on."""
+    heads = config.linear_num_key_heads
+    parts = tensor.reshape(heads, config.linear_num_value_heads // heads, -1, *tensor.shape[1:])
+    return parts.swapaxes(0, 1).reshape(tensor.shape)
+
+
+def columns_by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """The same of columns."""
+    return by_value_head(tensor.T, config).T
+
+
+def by_value_head_behind(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """The same of the rows behind those of queries and keys."""
+    before, values = np.split(tensor, [2 * config.linear_num_key_heads * config.linear_key_head_dim])
+    return np.concatenate([before, by_value_head(values, config)])
+
+
+def squeezed_by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """The same of a convolution over single channels."""
+    return by_value_head_behind(squeezed(tensor, config), config)
+
+
+def minus_exponential_by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """Decays of value heads from their logarithms."""
+    return by_value_head(minus_exponential(tensor, config), config)

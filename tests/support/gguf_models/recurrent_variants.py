@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_models.settings import DELTA, EXPERTS, LATENT, LOCAL_EXPERTS, MAMBA2, NEMOTRON, TIED, rotation
+from tests.support.gguf_models.settings import (
+    DELTA,
+    DELTA35,
+    EXPERTS,
+    LATENT,
+    LOCAL_EXPERTS,
+    MAMBA2,
+    NEMOTRON,
+    TIED,
+    YARN,
+    rotation,
+)
 
 #: As `variants.VARIANTS`.
 RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -147,6 +158,19 @@ RECURRENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next: older converter": (
         "qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64, "is_of_older_converter": True}
     ),
+    "qwen35": ("qwen3_5_text", DELTA35),
+    "qwen35: tied, YaRN, biases, values of another size": (
+        "qwen3_5_text",
+        {
+            **DELTA,
+            **TIED,
+            "linear_value_head_dim": 16,
+            "linear_num_value_heads": 2,
+            "attention_bias": True,
+            **rotation("yarn", partial_rotary_factor=0.5, **YARN),
+        },
+    ),
+    "qwen35moe": ("qwen3_5_moe_text", {**DELTA35, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "granitehybrid": (
         "granitemoehybrid",
         {

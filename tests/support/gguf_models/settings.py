@@ -97,6 +97,15 @@ DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+# Three value heads a key head, so that neither order of theirs is the other's inverse.
+DELTA35 = {
+    **DELTA,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_value_heads": 6,
+    "full_attention_interval": 2,
+    **rotation(theta=1e5, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
+}
 GEMMA3N = {
     **DIM,
     **TIED,

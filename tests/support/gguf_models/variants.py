@@ -33,6 +33,7 @@ _NOT_THEIRS = {
         ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
     ),
     "nemotron_h": ("num_hidden_layers",),
+    "qwen3_5_moe_text": ("intermediate_size",),
 }
 
 
